@@ -1,0 +1,51 @@
+# Every target sets itself up in .venv; a second run installs nothing unless pyproject.toml has changed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test check format bench clean
+
+help:
+	@echo "make demo     compare strategies on a modelled slow cluster, then run real processes"
+	@echo "make test     run the tests"
+	@echo "make check    lint, formatting, types, doctests"
+	@echo "make format   rewrite the sources as 'make check' wants them"
+	@echo "make bench    run every benchmark"
+	@echo "make clean    remove .venv and everything made"
+
+demo: $(READY)
+	$(BIN)/paceline demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest --doctest-modules src
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	@set -e; for file in benchmarks/[a-z]*.py; do \
+		test -e "$$file" || { echo "make bench: there are no benchmarks yet"; break; }; \
+		echo "$(BIN)/python $$file"; $(BIN)/python "$$file"; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted installation is taken up again.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "paceline needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
+			"name another with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,50 @@
+"""Plain floating-point formats: fp32 as the identity, fp16 as the cheapest compression (algorithms B9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.codecs.codec import Codec
+
+
+@dataclass(frozen=True)
+class Fp32(Codec):
+    """The values as they are, 4 bytes each: the codec that loses nothing."""
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
+        return x.detach().to(torch.float32).contiguous().clone().view(torch.uint8).reshape(-1)
+
+    def decode(self, data: Tensor, numel: int) -> Tensor:
+        self.check(data, numel)
+        return aligned(data).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Fp16(Codec):
+    """Half precision, 2 bytes each; values beyond 65504 are refused, not sent as infinity."""
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
+        half = x.detach().to(torch.float16).contiguous()
+        # One pass tells almost always; only a hit is looked at closely, because a large sum may overflow by itself.
+        if not half.sum(dtype=torch.float32).isfinite() and not (finite := half.isfinite()).all():
+            at = int(finite.logical_not().nonzero()[0])
+            raise ValueError(f"{self} cannot encode {x.reshape(-1)[at].item():g} at index {at}: fp16 ends at 65504")
+        return half.view(torch.uint8).reshape(-1)
+
+    def decode(self, data: Tensor, numel: int) -> Tensor:
+        self.check(data, numel)
+        return aligned(data).view(torch.float16).to(torch.float32)
+
+
+def aligned(data: Tensor) -> Tensor:
+    """`data` at an address where wider types may be read; a copy only where it lies askew inside a longer message."""
+    return data if data.storage_offset() % 8 == 0 and data.is_contiguous() else data.clone()

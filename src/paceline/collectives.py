@@ -1,0 +1,124 @@
+"""Means over a group of ranks, for values that can be summed on the wire and for encoded ones that cannot.
+
+All three are weighted by samples, work in place, and leave the same bits on every rank.  A `Ballot` travels with each: the
+weights are summed with the values, and the group learns in the same exchange who still has data and who found a NaN.
+`mean_by_stripes` with Fp32 equals `mean`; with two ranks `mean_by_gather` sends as many bytes and encodes once less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.codecs.codec import ErrorFeedback
+from paceline.endpoint import Endpoint
+
+
+@dataclass(slots=True)
+class Ballot:
+    """What every rank says beside its values, summed over the group: the weight, who goes on, who found a NaN."""
+
+    weight: float
+    going_on: float = 0.0
+    bad: float = 0.0
+    bad_rank: float = 0.0
+
+    def tensor(self) -> Tensor:
+        return torch.tensor([self.weight, self.going_on, self.bad, self.bad_rank], dtype=torch.float64)
+
+    @staticmethod
+    def sum(votes: Sequence[Tensor]) -> Ballot:
+        return Ballot(*torch.stack([v.view(torch.float64) for v in votes]).sum(0).tolist())
+
+    def culprit(self) -> str:
+        return f"rank {self.bad_rank:.0f}" if self.bad == 1 else f"{self.bad:.0f} ranks"
+
+
+VOTE_NBYTES = 32
+
+
+async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
+    """The weighted mean of `x`, by an all-reduce of sums."""
+    if ballot.weight != 1.0:
+        x.mul_(ballot.weight)
+    tail = ballot.tensor()
+    await endpoint.all_reduce(x, tail)
+    total = Ballot(*tail.tolist())
+    if total.weight not in (0.0, 1.0):
+        x.div_(total.weight)
+    return total
+
+
+async def mean_by_gather(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
+    """The weighted mean of what all ranks' encoded `x` say: everybody's bytes go to everybody."""
+    data = await endpoint.compute(lambda: link.encode(x), kind="encode", nbytes=_nbytes(x))
+    messages = await endpoint.all_gather(torch.cat([data, ballot.tensor().view(torch.uint8)]))
+    votes = [m[-VOTE_NBYTES:].clone() for m in messages]
+    weights = [v.view(torch.float64)[0].item() for v in votes]
+    work = lambda: _weighted_mean(x, link, [m[:-VOTE_NBYTES] for m in messages], weights)  # noqa: E731
+    await endpoint.compute(work, kind="decode", nbytes=_nbytes(x) * len(messages))
+    return Ballot.sum(votes)
+
+
+async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
+    """The two-level scheme of 1-bit SGD (algorithms B2): each rank decodes, sums and encodes again the stripe it owns."""
+    ranks, me = len(endpoint.ranks), list(endpoint.ranks).index(endpoint.rank)
+    stripes = [stripe_of(j, x.numel(), ranks, unit=512) for j in range(ranks)]
+    vote = ballot.tensor().view(torch.uint8)
+
+    def encode() -> list[Tensor]:
+        return [torch.cat([link[s].encode(x[s]), vote]) for s in stripes]
+
+    received = await endpoint.all_to_all(await endpoint.compute(encode, kind="encode", nbytes=_nbytes(x)))
+    votes = [m[-VOTE_NBYTES:].clone() for m in received]
+    weights = [v.view(torch.float64)[0].item() for v in votes]
+    mine = x[stripes[me]]
+
+    def sum_and_encode() -> Tensor:
+        _weighted_mean(mine, link, [m[:-VOTE_NBYTES] for m in received], weights)
+        return link.owned(stripes[me]).encode(mine)
+
+    data = await endpoint.compute(sum_and_encode, kind="encode", nbytes=_nbytes(mine) * (ranks + 1))
+    # Stripes may differ in length; gathered messages may not.  The first stripe is a longest one.
+    widest = link.codec.nbytes(stripes[0].stop - stripes[0].start)
+    assert widest is not None
+    sums = await endpoint.all_gather(torch.nn.functional.pad(data, (0, widest - data.numel())))
+
+    def decode() -> None:
+        for s, message in zip(stripes, sums, strict=True):
+            numel = s.stop - s.start
+            nbytes = link.codec.nbytes(numel)
+            x[s] = link.codec.decode(message[:nbytes], numel).to(x.dtype)
+
+    await endpoint.compute(decode, kind="decode", nbytes=_nbytes(x))
+    return Ballot.sum(votes)
+
+
+def stripe_of(index: int, numel: int, stripes: int, unit: int = 1) -> slice:
+    """The part of a vector that the index-th of so many owners holds: whole units, the first owners one more.
+
+    >>> [stripe_of(i, 10, 4) for i in range(4)]
+    [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None)]
+    """
+    units = -(-numel // unit)
+    each, more = divmod(units, stripes)
+    start = index * each + min(index, more)
+    stop = start + each + (index < more)
+    return slice(min(start * unit, numel), min(stop * unit, numel))
+
+
+def _weighted_mean(x: Tensor, link: ErrorFeedback, messages: Sequence[Tensor], weights: Sequence[float]) -> None:
+    total = sum(weights)
+    x.zero_()
+    for data, weight in zip(messages, weights, strict=True):
+        if weight:
+            x.add_(link.codec.decode(data, x.numel()).to(x.dtype).mul_(weight))
+    if total not in (0.0, 1.0):
+        x.div_(total)
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

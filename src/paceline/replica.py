@@ -1,0 +1,261 @@
+"""Replica: a worker's model as one flat vector, with the verbs that papers use.
+
+A strategy sees nothing else.  Where gradients come from and how a step is taken is the Learner's business: the simulator's,
+a training process's, or the user's own loop.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline import collectives
+from paceline.codecs.codec import Codec, ErrorFeedback
+from paceline.collectives import Ballot
+from paceline.endpoint import Endpoint
+from paceline.flat import Bucket, FlatModel
+from paceline.op import Op, Ready
+
+NonFinite = Literal["skip", "stop", "pass"]
+MOST_EMPTY_STEPS = 10_000_000
+
+
+class NonFiniteGradient(RuntimeWarning):
+    """A gradient held NaN or infinity and was left out."""
+
+
+class Stopped(Exception):
+    """Raised out of `steps()` where a run is broken off to be resumed later."""
+
+
+class Memory:
+    """What a strategy remembers between iterations, as attributes; it is saved and resumed."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Learner(Protocol):
+    """Where a replica's gradients come from, and who steps its optimizer."""
+
+    flat: FlatModel
+
+    def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]: ...
+
+    def step(self, replica: Replica, g: Tensor) -> Op[None]: ...
+
+    def skip(self, replica: Replica) -> Op[None]:
+        """Let the step pass without a change."""
+        ...
+
+    def goes_on(self, replica: Replica) -> bool:
+        """Whether there is data for another gradient after the current one."""
+        ...
+
+
+class Replica:
+    """One worker as its strategy sees it."""
+
+    def __init__(self, endpoint: Endpoint, learner: Learner, *, nonfinite: NonFinite = "skip") -> None:
+        if nonfinite not in ("skip", "stop", "pass"):
+            raise ValueError(f"nonfinite={nonfinite!r}: what to do with a NaN gradient is one of 'skip', 'stop' and 'pass'")
+        self.endpoint = endpoint
+        self.learner = learner
+        self.flat = learner.flat
+        self.nonfinite: NonFinite = nonfinite
+        self.k = 0
+        self.samples = 0.0  # seen by this worker in all
+        self.skipped = 0  # steps left out because of a NaN
+        self.at_step: Callable[[int], None] = lambda k: None  # what the driver does before each step
+        self.deployed: Tensor | None = None
+        self._since_mean = 0.0
+        self._mean_was_taken = False
+        self._behind_update = 0.0  # samples behind the gradient at hand; after a mean, of all workers
+        self._bad: str | None = None  # who and what was not finite in the gradient at hand
+        self._is_culprit = False
+        self._over = False
+        self._memories: list[Memory] = []
+        self._resumed: list[dict[str, Any]] = []
+
+    @property
+    def params(self) -> Tensor:
+        """The model as one vector; writing to it changes the model."""
+        return self.flat.params
+
+    @property
+    def rank(self) -> int:
+        return self.endpoint.rank
+
+    @property
+    def workers(self) -> int:
+        return len(self.endpoint.ranks)
+
+    def steps(self) -> Iterator[int]:
+        """Count steps until no worker has data left, as the last `mean` told all of them alike.
+
+        A worker whose own data ended first goes on in empty steps (no samples, no time, no change), so that everybody
+        meets at every mean; a run whose length is no multiple of the period thereby still ends with a mean.
+        """
+        empty = 0
+        while not self._over:
+            self.at_step(self.k)
+            yield self.k
+            self.k += 1
+            empty = 0 if self._behind_update else empty + 1
+            if empty > MOST_EMPTY_STEPS:
+                raise RuntimeError(f"{empty} steps without data and without a mean: a strategy that never averages counts `steps_alone()`")
+
+    def steps_alone(self) -> Iterator[int]:
+        """Count steps until this worker's own data ends, whatever the others do."""
+        while self.learner.goes_on(self):
+            self.at_step(self.k)
+            yield self.k
+            self.k += 1
+
+    def gradient(self, each: Callable[[Bucket], None] | None = None) -> Op[Tensor]:
+        """The mean gradient of the next minibatch at `params`; `each` sees every bucket as soon as backward filled it."""
+        return self.learner.gradient(self, each if self.workers > 1 else None)
+
+    def step(self, g: Tensor) -> Op[None]:
+        """The user's optimizer, with `g` as the gradient."""
+        if not self._behind_update:
+            return Ready("step", None)
+        if self._bad is not None and self._refuses():
+            return self.learner.skip(self)
+        return self.learner.step(self, g)
+
+    def link(self, codec: Codec | None) -> ErrorFeedback | None:
+        """A codec as this worker uses it for vectors like `params`; None for none, and for one worker alone."""
+        if codec is None or self.workers == 1:
+            return None
+        m = self.memory(residual=torch.zeros_like(self.params), owner_residual=torch.zeros_like(self.params))
+        return ErrorFeedback(codec, m.residual, m.owner_residual)
+
+    def mean(self, x: Tensor, link: ErrorFeedback | None = None) -> Op[Tensor]:
+        """The mean of `x` over all workers, in place, weighted by the samples each has seen since the last mean."""
+        self._mean_was_taken = True
+        bad = float(self._bad is not None)
+        ballot = Ballot(self._since_mean, float(self.learner.goes_on(self)), bad, bad * self.rank)
+        if self.workers == 1:
+            self._count(ballot)
+            return Ready("mean", x)
+        return self.endpoint.spawn(self._mean(x, ballot, link), kind="mean")
+
+    async def _mean(self, x: Tensor, ballot: Ballot, link: ErrorFeedback | None) -> Tensor:
+        if link is None:
+            total = await collectives.mean(self.endpoint, x, ballot)
+        else:
+            if ballot.bad:  # No code stands for NaN: this worker's part is left out, and the ballot says why.
+                x.zero_()
+                ballot.weight = 0.0
+            total = await collectives.mean_by_stripes(self.endpoint, x, ballot, link)
+            if total.bad:  # As a plain sum would have it, so that whoever looks at the mean sees that it is none.
+                x.fill_(torch.nan)
+        self._count(total)
+        return x
+
+    def _count(self, total: Ballot) -> None:
+        self._behind_update = total.weight
+        if total.bad and self._bad is None:
+            self._bad = f"{total.culprit()} had a gradient with NaN or infinity"
+        self._over = not total.going_on
+
+    async def mean_of_buffers(self) -> None:
+        """Average floating-point buffers (BatchNorm statistics) over the workers; of integer ones take the largest."""
+        buffers = [b for b in self.flat.model.buffers() if b.dtype.is_floating_point or b.dtype == torch.int64]
+        if not buffers or self.workers == 1:
+            return
+        mine = torch.cat([b.detach().reshape(-1).double().cpu() for b in buffers])
+        everyones = torch.stack(await self.endpoint.all_gather(mine))
+        mean, largest = everyones.mean(0), everyones.max(0).values
+        start = 0
+        for b in buffers:
+            chosen = mean if b.dtype.is_floating_point else largest
+            b.copy_(chosen[start : start + b.numel()].view(b.shape))
+            start += b.numel()
+
+    def memory(self, **initial: Any) -> Memory:
+        """Whatever outlives an iteration; what is not in a memory is lost on resume."""
+        saved = self._resumed[len(self._memories)] if len(self._memories) < len(self._resumed) else {}
+        if saved and saved.keys() != initial.keys():
+            raise ValueError(f"the saved memory holds {sorted(saved)}, the strategy remembers {sorted(initial)}: it was saved by another strategy")
+        memory = Memory(**{name: _copied(saved.get(name, value)) for name, value in initial.items()})
+        self._memories.append(memory)
+        return memory
+
+    # What learners tell the replica as a gradient comes to be.
+
+    def begin(self, samples: float) -> None:
+        """A minibatch of so many samples is being worked on (0: there was none)."""
+        if self._mean_was_taken:
+            self._since_mean, self._mean_was_taken = 0.0, False
+        self._since_mean += samples
+        self._behind_update = samples
+        self.samples += samples
+        self._bad, self._is_culprit = None, False
+
+    def inspect(self, where: slice = slice(None)) -> None:
+        """Note it if that stretch of the gradient holds NaN or infinity."""
+        if self._bad is None and (name := self.flat.first_bad(where)) is not None:
+            self._bad = f"rank {self.rank} has NaN or infinity in the gradient of '{name}'"
+            self._is_culprit = True
+
+    def leave_out(self) -> None:
+        """Treat the minibatch at hand as if it had been empty."""
+        self._since_mean -= self._behind_update
+        self.samples -= self._behind_update
+        self._behind_update = 0.0
+
+    def settle(self) -> None:
+        """For a gradient that nobody else has a part in: see to it that a NaN in it changes nothing."""
+        self.inspect()
+        if self._bad is not None and self._refuses():
+            self.flat.grads.zero_()
+            self.leave_out()
+
+    def _refuses(self) -> bool:
+        """What the policy says about the NaN in the gradient at hand."""
+        self.skipped += self.nonfinite == "skip"
+        if self.nonfinite == "stop":
+            raise FloatingPointError(f"{self._bad} at step {self.k}; nothing was changed by it (nonfinite='stop')")
+        if self.nonfinite == "skip" and self._is_culprit:
+            warnings.warn(NonFiniteGradient(f"{self._bad} at step {self.k}; the step was skipped"), stacklevel=3)
+        return self.nonfinite == "skip"
+
+    @property
+    def samples_at_hand(self) -> float:
+        """How many samples are behind the gradient at hand."""
+        return self._behind_update
+
+    def deploy(self, vector: Tensor) -> None:
+        """Name the vector to evaluate and save in place of `params` (a look-ahead point is not the model)."""
+        self.deployed = vector
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs beside the optimizer's own state: plain numbers and tensors."""
+        return {
+            "k": self.k,
+            "samples": self.samples,
+            "since_mean": 0.0 if self._mean_was_taken else self._since_mean,
+            "params": self.params.clone(),
+            "buffers": [b.clone() for b in self.flat.model.buffers()],
+            "memories": [{n: _copied(v) for n, v in vars(m).items()} for m in self._memories],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to where `state_dict` was taken; before the strategy starts."""
+        if state["params"].numel() != self.params.numel():
+            raise ValueError(f"the saved model has {state['params'].numel()} parameters, this one {self.params.numel()}")
+        self.k, self.samples, self._since_mean = state["k"], state["samples"], state["since_mean"]
+        self.params.copy_(state["params"])
+        for mine, saved in zip(self.flat.model.buffers(), state["buffers"], strict=True):
+            mine.copy_(saved)
+        self._resumed = state["memories"]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

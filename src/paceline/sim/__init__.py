@@ -1,0 +1,7 @@
+"""The deterministic cluster simulator."""
+
+from paceline.sim.cluster import Cluster, Compute, Constant, LogNormal, Measured, Stragglers
+from paceline.sim.network import Link
+from paceline.sim.run import Run, simulate
+
+__all__ = ["Cluster", "Compute", "Constant", "Link", "LogNormal", "Measured", "Run", "Stragglers", "simulate"]

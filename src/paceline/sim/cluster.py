@@ -1,0 +1,118 @@
+"""Cluster: machines nobody has rented yet.
+
+How long each worker computes, how fast bytes travel, what encoding costs.  All randomness follows from `seed`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from paceline import units
+from paceline.sim.network import Algorithm, Link
+
+
+class Compute(ABC):
+    """How long a worker takes for one gradient."""
+
+    @abstractmethod
+    def seconds(self, rank: int, measured: float, rng: Random) -> float:
+        """For the next gradient; `measured` is what it took on this machine."""
+
+
+@dataclass(frozen=True)
+class Constant(Compute):
+    """Every gradient takes as long; one number, or one for each worker."""
+
+    each: float | str | Sequence[float | str] = "10ms"
+
+    def seconds(self, rank: int, measured: float, rng: Random) -> float:
+        chosen = self.each if isinstance(self.each, (str, int, float)) else self.each[rank]
+        return units.seconds(chosen)
+
+
+@dataclass(frozen=True)
+class Measured(Compute):
+    """As long as it really took here, times a factor: a run like that is not repeatable."""
+
+    factor: float = 1.0
+
+    def seconds(self, rank: int, measured: float, rng: Random) -> float:
+        return measured * self.factor
+
+
+@dataclass(frozen=True)
+class LogNormal(Compute):
+    """Around a median, with a long tail: `sigma` 0.1 is a quiet cluster, 0.5 a shared one."""
+
+    median: float | str = "10ms"
+    sigma: float = 0.1
+
+    def seconds(self, rank: int, measured: float, rng: Random) -> float:
+        return units.seconds(self.median) * rng.lognormvariate(0.0, self.sigma)
+
+
+@dataclass(frozen=True)
+class Stragglers(Compute):
+    """Another distribution in which some workers are always slower, and any gradient may by chance be."""
+
+    usual: Compute = Constant()  # noqa: RUF009 (frozen)
+    slow: Mapping[int, float] = field(default_factory=dict[int, float])
+    chance: float = 0.0
+    factor: float = 10.0
+
+    def seconds(self, rank: int, measured: float, rng: Random) -> float:
+        usual = self.usual.seconds(rank, measured, rng) * self.slow.get(rank, 1.0)
+        return usual * self.factor if rng.random() < self.chance else usual
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What to simulate.  Every rank has one network card; `links` says which pairs are joined by something slower.
+
+    >>> Cluster(workers=2, bandwidth="1Gbit/s", latency="1ms").link(0, 1)
+    Link(bandwidth=125000000.0, latency=0.001)
+    """
+
+    workers: int
+    compute: Compute | float | str | Sequence[float | str] = "10ms"
+    bandwidth: float | str = "10Gbit/s"
+    latency: float | str = "50us"
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict[tuple[int, int], Link])
+    collective: Algorithm = "ring"
+    codec_bandwidth: float | str = "1GB/s"  # plain values in or out of a codec
+    memory_bandwidth: float | str = "10GB/s"  # a server applying an update
+    forward_share: float = 1 / 3  # of a gradient's time, before backward fills the first bucket
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"Cluster(workers={self.workers}): there must be at least 1 worker")
+        if self.collective not in ("ring", "tree", "star"):
+            raise ValueError(f"Cluster(collective={self.collective!r}): collectives run by 'ring', 'tree' or 'star'")
+        each = self.compute if not isinstance(self.compute, Constant) else self.compute.each
+        if isinstance(each, Sequence) and not isinstance(each, str) and len(each) != self.workers:
+            raise ValueError(f"Cluster(workers={self.workers}, compute of {len(each)}): give one time, or one for each worker")
+        if units.bytes_per_second(self.bandwidth) <= 0 or units.seconds(self.latency) < 0:
+            raise ValueError(f"Cluster(bandwidth={self.bandwidth!r}, latency={self.latency!r}): bandwidth must be positive, latency not negative")
+
+    @property
+    def computing(self) -> Compute:
+        return self.compute if isinstance(self.compute, Compute) else Constant(self.compute)
+
+    def link(self, a: int, b: int) -> Link:
+        own = Link(units.bytes_per_second(self.bandwidth), units.seconds(self.latency))
+        return self.links.get((a, b)) or self.links.get((b, a)) or own
+
+    def slowest(self, ranks: Sequence[int]) -> Link:
+        """What paces a collective over these ranks: the worst of the links between neighbours."""
+        links = [self.link(a, b) for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)] if self.links else [self.link(0, 0)]
+        return Link(min(k.bandwidth for k in links), max(k.latency for k in links))
+
+    def work_seconds(self, kind: str, nbytes: int) -> float:
+        """What other work than a gradient takes: encoding, decoding, applying an update."""
+        if kind in ("encode", "decode"):
+            return nbytes / units.bytes_per_second(self.codec_bandwidth)
+        return nbytes / units.bytes_per_second(self.memory_bandwidth)

@@ -1,0 +1,159 @@
+"""simulate: a strategy on a cluster that is not there, with real gradients and virtual time."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.endpoint import Layout
+from paceline.flat import Bucket, FlatModel
+from paceline.op import Op, Ready
+from paceline.replica import NonFinite, Replica, Stopped
+from paceline.server.shard import Shard
+from paceline.sim.cluster import Cluster
+from paceline.sim.endpoint import SimEndpoint, World
+from paceline.sim.simulator import Simulator
+from paceline.strategy import Strategy
+from paceline.task import Task, Trainee
+from paceline.trace import Trace
+
+
+@dataclass
+class Run:
+    """What came out: the trained model and its vector, the trace, and every worker's state to resume from."""
+
+    model: nn.Module
+    params: Tensor
+    trace: Trace
+    states: list[dict[str, Any]]
+    waits: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.trace.seconds
+
+    @property
+    def final(self) -> dict[str, float]:
+        """The last evaluation."""
+        return self.trace.evaluations[-1].values if self.trace.evaluations else {}
+
+
+class SimLearner:
+    """Computes a worker's gradients for real and lets the virtual time of its machine pass."""
+
+    def __init__(self, trainee: Trainee, endpoint: SimEndpoint, cluster: Cluster, progress: Callable[[int], None] | None) -> None:
+        self.trainee, self.endpoint, self.cluster, self.progress = trainee, endpoint, cluster, progress
+        self.flat: FlatModel = trainee.flat
+        self._rng = Random(f"{cluster.seed}/{trainee.rank}")
+
+    def goes_on(self, replica: Replica) -> bool:
+        return self.trainee.goes_on(replica.k)
+
+    def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]:
+        return self.endpoint.spawn(self._gradient(replica, each), kind="gradient")
+
+    async def _gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Tensor:
+        flat, batch = self.flat, self.trainee.draw(replica.k)
+        replica.begin(0 if batch is None else len(batch[0]))
+        if batch is None:
+            flat.grads.zero_()
+            for bucket in flat.buckets if each else ():
+                each(bucket)
+            return flat.grads
+        began = time.perf_counter()
+        self.trainee.backward(batch)
+        seconds = self.cluster.computing.seconds(replica.rank, time.perf_counter() - began, self._rng)
+        flat.collect_all()
+        if each is None:
+            await self.endpoint.busy(seconds, kind="gradient")
+            replica.settle()
+        else:
+            await self.endpoint.busy(seconds * self.cluster.forward_share, kind="gradient")
+            for bucket in flat.buckets:
+                share = (1 - self.cluster.forward_share) * bucket.grad.numel() / flat.numel
+                await self.endpoint.busy(seconds * share, kind="gradient")
+                replica.inspect(bucket.where)
+                each(bucket)
+        self.endpoint.trace.point(self.endpoint.now(), replica.rank, replica.k, len(batch[0]), self.trainee.loss)
+        if replica.rank == 0 and self.progress:
+            self.progress(replica.k)
+        return flat.grads
+
+    def step(self, replica: Replica, g: Tensor) -> Op[None]:
+        self.trainee.step(g)
+        return Ready("step", None)
+
+    def skip(self, replica: Replica) -> Op[None]:
+        return Ready("skip", None)
+
+
+def simulate(
+    task: Task,
+    strategy: Strategy,
+    cluster: Cluster,
+    *,
+    strict: bool = True,
+    nonfinite: NonFinite = "skip",
+    stop_at: int | None = None,
+    resume: list[dict[str, Any]] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Run:
+    """Train `task` by `strategy` on `cluster`.  `stop_at` breaks off before that step; `resume` takes such a run's states."""
+    layout = Layout(cluster.workers, strategy.servers)
+    simulator = Simulator(layout.name)
+    world = World(simulator, cluster, layout, strict=strict)
+    model = task.build()
+    replicas: list[Replica] = []
+    learners: list[SimLearner] = []
+    for rank in layout.worker_ranks:
+        trainee = Trainee(task, copy.deepcopy(model), rank, cluster.workers)
+        endpoint = SimEndpoint(world, rank)
+        learners.append(SimLearner(trainee, endpoint, cluster, progress))
+        replicas.append(Replica(endpoint, learners[-1], nonfinite=nonfinite))
+        if resume is not None:
+            replicas[-1].load_state_dict(resume[rank]["replica"])
+            trainee.load_state_dict(resume[rank]["trainee"])
+    def evaluate(k: int) -> None:
+        """What worker 0's model is worth, in no virtual time."""
+        values = learners[0].trainee.evaluate(replicas[0].deployed)
+        simulator.trace.evaluation(simulator.now, k * task.batch, values)
+
+    def at_step(k: int) -> None:
+        if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0:
+            evaluate(k)
+        stop(k)
+
+    def stop(k: int) -> None:
+        if k == stop_at:
+            raise Stopped
+
+    for replica in replicas:
+        replica.at_step = at_step if replica.rank == 0 else stop
+    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: _until_stopped(strategy.worker(r)) for r in replicas}
+    for rank in layout.server_ranks:
+        roles[rank] = strategy.server(Shard(SimEndpoint(world, rank)))
+    if task.evaluate is not None:
+        roles[0] = _evaluated_at_the_end(roles[0], lambda: evaluate(task.total_steps))
+    simulator.run(roles)
+    trainee, replica = learners[0].trainee, replicas[0]
+    states = [{"replica": r.state_dict(), "trainee": q.trainee.state_dict()} for r, q in zip(replicas, learners, strict=True)]
+    return Run(trainee.flat.model, replica.params.clone(), simulator.trace, states, simulator.waits)
+
+
+async def _evaluated_at_the_end(role: Coroutine[Op[Any], Any, None], evaluate: Callable[[], None]) -> None:
+    await role
+    evaluate()
+
+
+async def _until_stopped(role: Coroutine[Op[Any], Any, None]) -> None:
+    try:
+        await role
+    except Stopped:
+        pass

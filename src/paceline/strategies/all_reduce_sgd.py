@@ -1,0 +1,37 @@
+"""Synchronous SGD (algorithms A1): every step takes the mean gradient of all workers.
+
+With n samples on each of N workers it equals one machine with N*n samples, whatever the optimizer.  Buckets are exchanged
+while backward still runs.  With a codec it is 1-bit SGD and its relatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.codecs import Codec
+from paceline.flat import Bucket
+from paceline.op import Op
+from paceline.replica import Replica
+from paceline.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class AllReduceSGD(Strategy):
+    """Average gradients at every step: the reference for accuracy, and the most communication."""
+
+    codec: Codec | None = None
+
+    async def worker(self, w: Replica) -> None:
+        link = w.link(self.codec)
+        for _ in w.steps():
+            means: list[Op[Tensor]] = []
+
+            def exchange(b: Bucket, means: list[Op[Tensor]] = means) -> None:
+                means.append(w.mean(b.grad, link and link[b.where]))
+
+            g = await w.gradient(each=exchange)
+            for mean in means:
+                await mean
+            await w.step(g)

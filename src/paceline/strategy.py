@@ -1,0 +1,46 @@
+"""Strategy: a distributed training method as its paper writes it.
+
+A strategy is a frozen dataclass of hyper-parameters with one coroutine per role.  It waits for gradients, steps, messages
+and means, and knows nothing of processes, threads or clocks: the same file runs in the simulator, on real processes and
+inside a user's own loop.  A strategy is abstract or final, never both.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from paceline.replica import Replica
+    from paceline.server.shard import Shard
+
+
+class Strategy(ABC):
+    """See `strategies/block_momentum.py` for a whole one."""
+
+    servers: int = 0
+    is_ordered: ClassVar[bool] = True  # the same bits whatever the timing: synchronous methods
+
+    @abstractmethod
+    async def worker(self, w: Replica) -> None:
+        """What one worker does, from its first step to its last."""
+
+    async def server(self, s: Shard) -> None:
+        """What one parameter shard does until all workers have left; only if `servers` is above 0."""
+        raise TypeError(f"{type(self).__name__} has servers={self.servers} but no server role")
+
+
+def spelled(cls: type) -> str:
+    """A class's name as files and flags spell it.
+
+    >>> from paceline.strategies import AllReduceSGD, BlockMomentum
+    >>> spelled(AllReduceSGD), spelled(BlockMomentum)
+    ('all-reduce-sgd', 'block-momentum')
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
+
+
+def check_period(strategy: Strategy, period: int) -> None:
+    if period < 1:
+        raise ValueError(f"{type(strategy).__name__}(period={period}): period counts steps between synchronisations and must be at least 1")

@@ -1,0 +1,143 @@
+"""Task: what is trained, on what, and for how long; everything but how the workers cooperate.
+
+One global order of samples per epoch follows from the seed alone, and every global minibatch is cut into one part a worker,
+so that runs with different strategies and numbers of workers see the same data (algorithms H5).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.collectives import stripe_of
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training job.  `batch` counts the samples of one step over all workers together; give `steps` or `epochs`."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    data: Sequence[Tensor]
+    batch: int
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    steps: int | None = None
+    epochs: float | None = None
+    evaluate: Callable[[nn.Module], dict[str, float]] | None = None
+    evaluate_every: int | None = None  # steps; None: once an epoch
+    bucket_bytes: int = 25 << 20
+    seed: int = 0
+    _orders: dict[int, Tensor] = field(default_factory=dict[int, Tensor], repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
+        if self.batch < 1 or len({len(t) for t in self.data}) != 1 or not len(self.data[0]):
+            sizes = [len(t) for t in self.data]
+            raise ValueError(f"Task(batch={self.batch}, data of lengths {sizes}): needs a batch of at least 1 and equally long, non-empty data")
+
+    @property
+    def samples(self) -> int:
+        return len(self.data[0])
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.batch)
+
+    @cached_property
+    def total_steps(self) -> int:
+        return self.steps if self.steps is not None else max(1, round((self.epochs or 0) * self.steps_per_epoch))
+
+    @cached_property
+    def evaluation_period(self) -> int:
+        return self.evaluate_every or self.steps_per_epoch
+
+    def build(self) -> nn.Module:
+        """The initial model, the same on every rank."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return self.model()
+
+    def part(self, step: int, rank: int, workers: int) -> Batch:
+        """Worker `rank`'s part of the step-th global minibatch; it may be empty."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        if epoch not in self._orders:
+            self._orders.clear()
+            self._orders[epoch] = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        indices = self._orders[epoch][within * self.batch : (within + 1) * self.batch]
+        mine = indices[stripe_of(rank, len(indices), workers)]
+        return tuple(t[mine] for t in self.data)
+
+
+class Trainee:
+    """A model being trained on a task by one worker: its optimizer, its place in the data and its own random numbers."""
+
+    def __init__(self, task: Task, model: nn.Module, rank: int, workers: int) -> None:
+        from paceline.flat import FlatModel
+
+        self.task, self.rank, self.workers = task, rank, workers
+        self.flat = FlatModel(model, bucket_bytes=task.bucket_bytes)
+        self.optimizer = task.optimizer(self.flat.parameters)
+        self.loss = torch.nan
+        self._rng = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 + rank).get_state()
+
+    def goes_on(self, step: int) -> bool:
+        return step + 1 < self.task.total_steps
+
+    def draw(self, step: int) -> Batch | None:
+        """This worker's part of the step's minibatch; None if there is none left or it is empty."""
+        if step >= self.task.total_steps:
+            return None
+        part = self.task.part(step, self.rank, self.workers)
+        return part if len(part[0]) else None
+
+    def backward(self, batch: Batch) -> None:
+        """The gradient of the batch's loss, into each parameter's `.grad`."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._rng)
+        for p in self.flat.parameters:
+            p.grad = None
+        loss = self.task.loss(self.flat.model, batch)
+        loss.backward()
+        self.loss = loss.item()
+        self._rng = torch.get_rng_state()
+        torch.set_rng_state(outside)
+
+    def step(self, g: Tensor) -> None:
+        flat = self.flat
+        if g.data_ptr() != flat.grads.data_ptr():
+            flat.grads.copy_(g)
+        for i in range(len(flat.parameters)):
+            flat.expose(i)
+        self.optimizer.step()
+
+    def evaluate(self, vector: Tensor | None) -> dict[str, float]:
+        """What the task's evaluation says of the model, or of another vector put in its place."""
+        assert self.task.evaluate is not None
+        model = self.flat.model
+        was_training, kept = model.training, None
+        if vector is not None:
+            kept = self.flat.params.clone()
+            self.flat.params.copy_(vector)
+        model.eval()
+        with torch.no_grad():
+            values = self.task.evaluate(model)
+        model.train(was_training)
+        if kept is not None:
+            self.flat.params.copy_(kept)
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": copy.deepcopy(self.optimizer.state_dict()), "rng": self._rng.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._rng = state["rng"].clone()

@@ -1,0 +1,135 @@
+"""Trace: what happened, when, where, and how many bytes it sent.
+
+Every driver writes the same Trace; reports, statistics and comparisons read nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """One thing a rank did; `nbytes` is what it sent to others meanwhile."""
+
+    rank: int
+    kind: str
+    start: float
+    stop: float
+    nbytes: int = 0
+
+
+class Point(NamedTuple):
+    """One step of one worker with its loss, or one update of a server (`step` is its version) with its staleness."""
+
+    time: float
+    rank: int
+    step: int
+    samples: int
+    loss: float | None
+    staleness: int | None = None
+
+
+class Evaluation(NamedTuple):
+    """What the model at hand was worth at a time, after so many samples over all workers together."""
+
+    time: float
+    samples: int
+    values: dict[str, float]
+
+
+class Trace:
+    """Spans, points and evaluations in the order in which they ended.
+
+    >>> trace = Trace()
+    >>> trace.span(0, "all_reduce", 0.0, 0.5, nbytes=400)
+    >>> trace.bytes_sent(rank=0)
+    400
+    """
+
+    def __init__(self, points: list[Point] | None = None) -> None:
+        self.spans: list[Span] = []
+        self.points: list[Point] = [] if points is None else points
+        self.evaluations: list[Evaluation] = []
+
+    def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
+        self.spans.append(Span(rank, kind, start, stop, nbytes))
+
+    def point(self, time: float, rank: int, step: int, samples: int, loss: float | None, staleness: int | None = None) -> None:
+        self.points.append(Point(time, rank, step, samples, loss, staleness))
+
+    def evaluation(self, time: float, samples: int, values: dict[str, float]) -> None:
+        self.evaluations.append(Evaluation(time, samples, values))
+
+    def merge(self, other: Trace) -> None:
+        """Take in what another rank wrote, keeping the order of time."""
+        self.spans = sorted(self.spans + other.spans, key=lambda s: (s.stop, s.rank))
+        self.points = sorted(self.points + other.points, key=lambda p: (p.time, p.rank))
+        self.evaluations = sorted(self.evaluations + other.evaluations, key=lambda e: e.time)
+
+    @property
+    def seconds(self) -> float:
+        """When the last thing in it ended."""
+        return max((s.stop for s in self.spans), default=0.0)
+
+    def bytes_sent(self, rank: int | None = None) -> int:
+        return sum(s.nbytes for s in self.spans if rank is None or s.rank == rank)
+
+    def starts(self, kind: str) -> list[float]:
+        """When each span of a kind began, in order.
+
+        >>> trace = Trace(); trace.span(0, "reply", 2.0, 2.5); trace.span(1, "reply", 1.0, 3.0); trace.starts("reply")
+        [1.0, 2.0]
+        """
+        return sorted(s.start for s in self.spans if s.kind == kind)
+
+    def seconds_by_kind(self, rank: int) -> dict[str, float]:
+        """How long a rank spent in each kind of thing; overlapping spans each count in full."""
+        total: dict[str, float] = defaultdict(float)
+        for s in self.spans:
+            if s.rank == rank:
+                total[s.kind] += s.stop - s.start
+        return dict(total)
+
+    def staleness(self) -> list[int]:
+        return [p.staleness for p in self.points if p.staleness is not None]
+
+    def dumps(self) -> str:
+        """All of it as JSON; equal traces give equal text."""
+        return json.dumps({"spans": self.spans, "points": self.points, "evaluations": self.evaluations}, separators=(",", ":"))
+
+    @classmethod
+    def loads(cls, text: str) -> Trace:
+        """Read what `dumps` wrote.
+
+        >>> trace = Trace(); trace.point(1.5, 0, 9, 90, 0.4); Trace.loads(trace.dumps()).points[0].loss
+        0.4
+        """
+        raw = json.loads(text)
+        trace = cls([Point(*p) for p in raw["points"]])
+        trace.spans = [Span(*s) for s in raw["spans"]]
+        trace.evaluations = [Evaluation(*e) for e in raw["evaluations"]]
+        return trace
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.dumps())
+
+    def digest(self) -> str:
+        """A fingerprint of every byte of it.
+
+        >>> Trace().digest() == Trace().digest()
+        True
+        """
+        return hashlib.sha256(self.dumps().encode()).hexdigest()
+
+
+def time_to_loss(trace: Trace, target: float) -> float | None:
+    """Virtual or wall seconds until a worker's loss first reaches `target`; None if none ever does.
+
+    >>> time_to_loss(Trace(points=[Point(0.0, 0, 0, 0, 2.0), Point(1.5, 0, 9, 90, 0.4)]), target=0.5)
+    1.5
+    """
+    return next((p.time for p in trace.points if p.loss is not None and p.loss <= target), None)

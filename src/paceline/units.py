@@ -1,0 +1,36 @@
+"""Quantities as people write them: "10Gbit/s", "50us", "25MB"."""
+
+from __future__ import annotations
+
+import re
+
+_PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+
+
+def seconds(text: str | float) -> float:
+    """A duration in seconds.
+
+    >>> seconds("50us"), seconds(0.25)
+    (5e-05, 0.25)
+    """
+    if isinstance(text, (int, float)):
+        return float(text)
+    found = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*([a-zµ]+)\s*", text)
+    if not found or found[2] not in _SECONDS:
+        raise ValueError(f"{text!r} is not a duration: write a number and one of {', '.join(_SECONDS)}, as in '50us'")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def bytes_per_second(text: str | float) -> float:
+    """A bandwidth in bytes a second; bits and bytes are told apart by 'bit' and 'B'.
+
+    >>> bytes_per_second("10Gbit/s"), bytes_per_second("100MB/s")
+    (1250000000.0, 100000000.0)
+    """
+    if isinstance(text, (int, float)):
+        return float(text)
+    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kKMGT]?)(bit|B)/s\s*", text)
+    if not found:
+        raise ValueError(f"{text!r} is not a bandwidth: write a number and kbit/s, Mbit/s, Gbit/s, MB/s or GB/s, as in '10Gbit/s'")
+    return float(found[1]) * _PREFIX[found[2]] / (8 if found[3] == "bit" else 1)
