@@ -42,12 +42,16 @@ VOTE_NBYTES = 32
 
 async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
     """The weighted mean of `x`, by an all-reduce of sums."""
+    kept = x.clone() if ballot.weight == 0 else None
     if ballot.weight != 1.0:
         x.mul_(ballot.weight)
     tail = ballot.tensor()
     await endpoint.all_reduce(x, tail)
     total = Ballot(*tail.tolist())
-    if total.weight not in (0.0, 1.0):
+    if total.weight == 0:  # Nobody has anything to say: everything stays as it was.
+        assert kept is not None
+        x.copy_(kept)
+    elif total.weight != 1.0:
         x.div_(total.weight)
     return total
 
@@ -112,11 +116,13 @@ def stripe_of(index: int, numel: int, stripes: int, unit: int = 1) -> slice:
 
 def _weighted_mean(x: Tensor, link: ErrorFeedback, messages: Sequence[Tensor], weights: Sequence[float]) -> None:
     total = sum(weights)
+    if total == 0:
+        return
     x.zero_()
     for data, weight in zip(messages, weights, strict=True):
         if weight:
             x.add_(link.codec.decode(data, x.numel()).to(x.dtype).mul_(weight))
-    if total not in (0.0, 1.0):
+    if total != 1.0:
         x.div_(total)
 
 

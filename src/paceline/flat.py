@@ -86,6 +86,7 @@ class FlatModel:
             view.copy_(grad)
 
     def collect_all(self) -> None:
+        """The same for all of them at once."""
         for i in range(len(self.parameters)):
             self.collect(i)
 

@@ -7,7 +7,7 @@ a training process's, or the user's own loop.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,7 +29,7 @@ class NonFiniteGradient(RuntimeWarning):
 
 
 class Stopped(Exception):
-    """Raised out of `steps()` where a run is broken off to be resumed later."""
+    """Raised out of a strategy where its run ends: broken off to be resumed, or at a mean to which nobody had anything to add."""
 
 
 class Memory:
@@ -52,8 +52,8 @@ class Learner(Protocol):
         """Let the step pass without a change."""
         ...
 
-    def goes_on(self, replica: Replica) -> bool:
-        """Whether there is data for another gradient after the current one."""
+    def has_data(self, step: int) -> bool:
+        """Whether there is a minibatch for that step."""
         ...
 
 
@@ -111,14 +111,17 @@ class Replica:
 
     def steps_alone(self) -> Iterator[int]:
         """Count steps until this worker's own data ends, whatever the others do."""
-        while self.learner.goes_on(self):
+        while self.learner.has_data(self.k):
             self.at_step(self.k)
             yield self.k
             self.k += 1
 
     def gradient(self, each: Callable[[Bucket], None] | None = None) -> Op[Tensor]:
         """The mean gradient of the next minibatch at `params`; `each` sees every bucket as soon as backward filled it."""
-        return self.learner.gradient(self, each if self.workers > 1 else None)
+        if each is not None and self.workers == 1:  # Nobody to exchange with, and so nobody else to wait for.
+            self._over = not self.learner.has_data(self.k + 1)
+            each = None
+        return self.learner.gradient(self, each)
 
     def step(self, g: Tensor) -> Op[None]:
         """The user's optimizer, with `g` as the gradient."""
@@ -136,17 +139,27 @@ class Replica:
         return ErrorFeedback(codec, m.residual, m.owner_residual)
 
     def mean(self, x: Tensor, link: ErrorFeedback | None = None) -> Op[Tensor]:
-        """The mean of `x` over all workers, in place, weighted by the samples each has seen since the last mean."""
+        """The mean of `x` over all workers, in place, weighted by the samples each has seen since the last mean.
+
+        In a loop that ends without notice one mean comes too late, when nobody has new samples nor will have any: it ends
+        the strategy where it stands.
+        """
+        return self._spawn_mean(x, link, ends_if_empty=True)
+
+    def mean_of_bucket(self, bucket: Bucket, link: ErrorFeedback | None = None) -> Op[Tensor]:
+        """The mean over all workers of a stretch of the gradient, in place, weighted by samples."""
+        return self._spawn_mean(bucket.grad, link and link[bucket.where], ends_if_empty=False)
+
+    def _spawn_mean(self, x: Tensor, link: ErrorFeedback | None, *, ends_if_empty: bool) -> Op[Tensor]:
         self._mean_was_taken = True
         bad = float(self._bad is not None)
-        ballot = Ballot(self._since_mean, float(self.learner.goes_on(self)), bad, bad * self.rank)
-        if self.workers == 1:
-            self._count(ballot)
-            return Ready("mean", x)
-        return self.endpoint.spawn(self._mean(x, ballot, link), kind="mean")
+        ballot = Ballot(self._since_mean, float(self.learner.has_data(self.k + 1)), bad, bad * self.rank)
+        return self.endpoint.spawn(self._mean(x, ballot, link, ends_if_empty), kind="mean")
 
-    async def _mean(self, x: Tensor, ballot: Ballot, link: ErrorFeedback | None) -> Tensor:
-        if link is None:
+    async def _mean(self, x: Tensor, ballot: Ballot, link: ErrorFeedback | None, ends_if_empty: bool) -> Tensor:
+        if self.workers == 1:
+            total = ballot
+        elif link is None:
             total = await collectives.mean(self.endpoint, x, ballot)
         else:
             if ballot.bad:  # No code stands for NaN: this worker's part is left out, and the ballot says why.
@@ -155,14 +168,13 @@ class Replica:
             total = await collectives.mean_by_stripes(self.endpoint, x, ballot, link)
             if total.bad:  # As a plain sum would have it, so that whoever looks at the mean sees that it is none.
                 x.fill_(torch.nan)
-        self._count(total)
-        return x
-
-    def _count(self, total: Ballot) -> None:
         self._behind_update = total.weight
         if total.bad and self._bad is None:
             self._bad = f"{total.culprit()} had a gradient with NaN or infinity"
         self._over = not total.going_on
+        if ends_if_empty and self._over and not total.weight:
+            raise Stopped
+        return x
 
     async def mean_of_buffers(self) -> None:
         """Average floating-point buffers (BatchNorm statistics) over the workers; of integer ones take the largest."""
@@ -232,8 +244,17 @@ class Replica:
         return self._behind_update
 
     def deploy(self, vector: Tensor) -> None:
-        """Name the vector to evaluate and save in place of `params` (a look-ahead point is not the model)."""
+        """Name the vector to evaluate, and to end with, in place of `params`: a look-ahead point is not the model."""
         self.deployed = vector
+
+    async def run(self, role: Coroutine[Op[Any], Any, None]) -> None:
+        """A strategy's worker role from its start to its end, however it ends."""
+        try:
+            await role
+        except Stopped:
+            pass
+        if self._over and self.deployed is not None:
+            self.params.copy_(self.deployed)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs beside the optimizer's own state: plain numbers and tensors."""

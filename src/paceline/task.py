@@ -89,12 +89,12 @@ class Trainee:
         self.loss = torch.nan
         self._rng = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 + rank).get_state()
 
-    def goes_on(self, step: int) -> bool:
-        return step + 1 < self.task.total_steps
+    def has_data(self, step: int) -> bool:
+        return step < self.task.total_steps
 
     def draw(self, step: int) -> Batch | None:
         """This worker's part of the step's minibatch; None if there is none left or it is empty."""
-        if step >= self.task.total_steps:
+        if not self.has_data(step):
             return None
         part = self.task.part(step, self.rank, self.workers)
         return part if len(part[0]) else None

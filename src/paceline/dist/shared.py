@@ -8,26 +8,19 @@ they equal `((x0 + x1) + x2) + ...` to the last bit.
 
 from __future__ import annotations
 
-import array
-import hmac
-import math
 import mmap
 import os
-import secrets
-import select
-import socket
-import struct
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
-from datetime import timedelta
-from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
+from paceline.dist.mesh import CODES, Kind, Mesh, Notice, Peer, meet
 from paceline.endpoint import check_summable
 from paceline.errors import ClusterError, PeerLost
 from paceline.op import Op, Ready
@@ -35,54 +28,16 @@ from paceline.op import Op, Ready
 T = TypeVar("T")
 
 LINE = 64  # Bytes of a cache line; slots and stripes begin at one.
-CHUNK = 1 << 18  # Bytes summed at a time, so that running sums stay in the second-level cache.
-STRIPED_FROM = 1 << 18  # Bytes from which sharing the additions out is worth a second notice.
-SPIN_S = 100e-6  # How long to ask for news before sleeping; a sleeper takes some 50 us to wake.
+STRIPED_FROM = 1 << 21  # Bytes from which sharing out the additions is worth a second notice.
+STRIPE = 1 << 19  # Bytes of a block that one rank adds up: the operands stay in a second-level cache of 1 MiB.
+WINDOWS = 4
 
-DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+NOTHING = torch.empty(0, dtype=torch.uint8)
+NO_TAIL = torch.empty(0, dtype=torch.float64)
 
-# What a collective does, from copying into its slot (before the first yield) to its end.  What it yields is the
+# What a collective does, from copying into its slot (up to the first yield) to its end.  What it yields is the
 # collection that must hold every peer before it can go on.
 Steps = Generator[Collection[int], None, None]
-
-
-class Kind(IntEnum):
-    """What a notice tells of: the start of a collective, or one of the last three."""
-
-    all_reduce = 0
-    all_gather = 1
-    all_to_all = 2
-    broadcast = 3
-    striped = 4
-    arena = 5
-    lost = 6
-
-
-class Notice(NamedTuple):
-    """All that goes through the sockets.  `finished` is the last collective whose slots the sender will not read again."""
-
-    kind: int
-    dtype: int = 0
-    number: int = 0
-    finished: int = 0
-    rank: int = -1
-    nbytes: int = 0
-    tail: int = 0
-    offset: int = 0
-
-    def agrees(self, other: Notice) -> bool:
-        if self.kind == other.kind == Kind.all_to_all:
-            return True
-        return self._replace(finished=0, offset=0) == other._replace(finished=0, offset=0)
-
-    def __str__(self) -> str:
-        tail = f" and {self.tail} of tail" if self.tail else ""
-        src = f" from rank {self.rank}" if self.kind == Kind.broadcast else ""
-        return f"{Kind(self.kind).name} #{self.number} of {self.nbytes} bytes of {DTYPES[self.dtype]}{tail}{src}"
-
-
-NOTICE = struct.Struct("<BBxxIQqQQQ")
-HELLO = struct.Struct("<16sI")
 
 
 class Collective(Op[T]):
@@ -96,33 +51,14 @@ class Collective(Op[T]):
         self.slot = slot
         self.result = result
         self.finish = finish
-        self.steps: Steps | None = None  # None once finished.
+        self.steps: Steps | None = None
         self.awaited: Collection[int] = ()
         self.heard: dict[int, Tensor] = {}  # What each peer gives, by its place.
-        self.striped: set[int] = set()  # The peers whose stripe of the sum is ready.
+        self.striped: defaultdict[int, set[int]] = defaultdict(set)  # The peers whose stripe of the sum is ready.
 
     def wait(self) -> T:
-        if self.steps is not None:
-            self.finish(self.notice.number)
+        self.finish(self.notice.number)
         return self.result
-
-
-class Peer:
-    """Another member: its socket, its arena, and how far it has read mine."""
-
-    def __init__(self, place: int, rank: int, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.place = place
-        self.rank = rank
-        self.socket = connection
-        self.arena = NOTHING
-        self.finished = 0
-        # A child that the peer forked (for a DataLoader, say) keeps its socket open after its death; a pidfd is not fooled.
-        self.process = os.pidfd_open(credentials(connection).pid)
-
-    def close(self) -> None:
-        self.socket.close()
-        os.close(self.process)
 
 
 class SharedMemory:
@@ -132,33 +68,29 @@ class SharedMemory:
         self.rank = rank
         self.ranks = tuple(ranks)
         self._place = self.ranks.index(rank)
-        self._peers = {peer.place: peer for peer in peers}
+        self._others = [place for place in range(len(ranks)) if place != self._place]
+        self._mesh = Mesh(peers, timeout_s=timeout_s)
         self._timeout_s = timeout_s
+        self._block = STRIPE * len(ranks)
         self._number = 0
         self._finished = 0
         self._pending: dict[int, Collective[Any]] = {}
-        self._early: dict[int, list[tuple[Peer, Notice, Tensor]]] = {}
+        self._early: dict[int, list[tuple[int, Notice, Tensor]]] = {}
         self._arena = NOTHING
         self._slots: deque[tuple[int, int, int]] = deque()  # Number, start and stop of those that a peer may yet read.
-        self._gone: list[int] = []  # Ranks, the first to go first.
+        self._arenas = {place: NOTHING for place in self._others}
+        self._read_by = {place: 0 for place in self._others}  # The last collective that each peer has finished.
         self._broken: ClusterError | None = None
-        self._poll = select.poll()
-        self._files: dict[int, Peer] = {}
-        for peer in peers:
-            for file in (peer.socket.fileno(), peer.process):
-                self._files[file] = peer
-                self._poll.register(file, select.POLLIN)
 
     @classmethod
-    def connect(cls, store: torch.distributed.Store, rank: int, ranks: Sequence[int], *, timeout_s: float) -> SharedMemory:
+    def connect(cls, store: Store, rank: int, ranks: Sequence[int], *, timeout_s: float) -> SharedMemory:
         """Meet the other `ranks` through the store, whose keys must be this group's own (a PrefixStore)."""
         if rank not in ranks or len(set(ranks)) < len(ranks) or timeout_s <= 0:
             raise ValueError(
                 f"SharedMemory.connect(rank={rank}, ranks={list(ranks)}, timeout_s={timeout_s}): "
                 "the rank must be one of the ranks, no rank may occur twice, and the timeout must be above 0"
             )
-        peers = meet(store, rank, ranks, deadline=time.monotonic() + timeout_s) if len(ranks) > 1 else []
-        return cls(rank, ranks, peers, timeout_s=timeout_s)
+        return cls(rank, ranks, meet(store, rank, ranks, timeout_s=timeout_s), timeout_s=timeout_s)
 
     def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
         """The sum over the group, in place.  `tail`, a few float64 numbers, travels and is summed along."""
@@ -166,20 +98,22 @@ class SharedMemory:
         values = flat(x, "all_reduce")
         tail = NO_TAIL if tail is None else flat(tail, "all_reduce")
         if tail.dtype != torch.float64:
-            raise ValueError(f"all_reduce with a tail of {tail.dtype}: it must be torch.float64")
-        if not self._peers:
+            raise ValueError(f"all_reduce with a tail of {tail.dtype}: it must be of torch.float64")
+        if len(self.ranks) == 1:
             return Ready("all_reduce", x)
-        op = self._collective(Kind.all_reduce, x, values, tail=tail.nbytes, room=aligned(values.nbytes) + tail.nbytes)
-        sum_up = self._sum_stripes if values.nbytes >= STRIPED_FROM else self._sum_whole
-        return self._start(op, sum_up(op, values, tail))
+        op = self._collective(Kind.all_reduce, x, x.dtype, nbytes=x.nbytes, room=self._room(x.nbytes, tail.nbytes), tail=tail.nbytes)
+        add_up = self._add_stripes if values.nbytes >= STRIPED_FROM else self._add_whole
+        return self._start(op, add_up(op, values, tail))
 
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
         """Every member's `data`, in the order of the ranks; all of one size."""
         values = flat(data.contiguous(), "all_gather")
-        gathered = torch.empty((len(self.ranks), values.numel()), dtype=values.dtype)
-        result = [row.view(data.shape) for row in gathered]
-        op = self._collective(Kind.all_gather, result, values, room=values.nbytes)
-        return self._start(op, self._gather(op, values, gathered))
+        rows = [values.clone() if rank == self.rank else torch.empty_like(values) for rank in self.ranks]
+        result = [row.view(data.shape) for row in rows]
+        if len(self.ranks) == 1:
+            return Ready("all_gather", result)
+        op = self._collective(Kind.all_gather, result, data.dtype, nbytes=data.nbytes, room=data.nbytes)
+        return self._start(op, self._gather(op, [row.view(torch.uint8) for row in rows]))
 
     def all_to_all(self, parts: Sequence[Tensor]) -> Op[list[Tensor]]:
         """Give the j-th member `parts[j]`; get what each member had for this rank.  Parts are bytes, of any sizes."""
@@ -188,38 +122,280 @@ class SharedMemory:
                 f"all_to_all of {len(parts)} parts of {[part.dtype for part in parts]}: "
                 f"it takes one of torch.uint8 for each of the {len(self.ranks)} ranks"
             )
-        pieces = [flat(part.contiguous(), "all_to_all") for part in parts]
-        result: list[Tensor] = []
-        op = self._collective(Kind.all_to_all, result, pieces[self._place], room=sum(aligned(p.nbytes) for p in pieces))
-        return self._start(op, self._exchange(op, pieces, result), [p.nbytes for p in pieces])
+        given = [flat(part.contiguous(), "all_to_all") for part in parts]
+        result = [given[self._place].clone()] * len(given)
+        if len(self.ranks) == 1:
+            return Ready("all_to_all", result)
+        starts = list(accumulate((aligned(part.nbytes) for part in given), initial=0))
+        op = self._collective(Kind.all_to_all, result, torch.uint8, nbytes=sum(part.nbytes for part in given), room=starts.pop())
+        notices = {i: op.notice._replace(nbytes=given[i].nbytes, offset=op.notice.offset + starts[i]) for i in self._others}
+        return self._start(op, self._exchange(op, given, starts), notices)
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]:
         """What rank `src` has in `x`, into every member's `x`."""
         if src not in self.ranks:
             raise ValueError(f"broadcast(src={src}): the ranks of this group are {list(self.ranks)}")
         values = flat(x, "broadcast")
-        op = self._collective(Kind.broadcast, x, values, rank=src, room=values.nbytes if src == self.rank else 0)
-        return self._start(op, self._spread(op, values, self.ranks.index(src)))
+        if len(self.ranks) == 1:
+            return Ready("broadcast", x)
+        op = self._collective(Kind.broadcast, x, x.dtype, nbytes=x.nbytes, room=x.nbytes if src == self.rank else 0, src=src)
+        return self._start(op, self._spread(op, values.view(torch.uint8), self.ranks.index(src)))
 
     def poll(self) -> None:
         """Carry on with what was started, as far as that goes without waiting."""
-        self._listen(0)
+        if self._broken is not None:
+            raise self._broken
+        self._mesh.listen(0.0)
         self._progress()
 
     def close(self) -> None:
-        """Leave the group.  What peers still have to read of this rank's stays readable to them."""
+        """Leave the group.  What this rank has told its peers of stays readable to them."""
         self._broken = self._broken or ClusterError(f"rank {self.rank} has closed its shared memory")
-        for peer in self._peers.values():
-            peer.close()
-        self._peers.clear()
-        self._pending.clear()
         self._arena = NOTHING
+        self._mesh.close()
 
-    # The collectives.
-
-    def _sum_whole(self, op: Collective[Tensor], x: Tensor, tail: Tensor) -> Steps:
-        """Everyone sums everything: one notice to each peer, and so the least latency."""
-        split(op.slot, x, tail)
+    def _add_whole(self, op: Collective[Tensor], x: Tensor, tail: Tensor) -> Steps:
+        """Every rank adds up everything: one notice to each peer, and so the least latency."""
+        op.slot[: x.nbytes].view(x.dtype).copy_(x)
+        last(op.slot, tail).copy_(tail)
         yield op.heard
+        slots = self._in_order(op.heard, op.slot)
+        add([slot[: x.nbytes].view(x.dtype) for slot in slots], x)
+        if tail.numel() > 0:
+            add([last(slot, tail) for slot in slots], tail)
 
-    ...
+    def _add_stripes(self, op: Collective[Tensor], x: Tensor, tail: Tensor) -> Steps:
+        """Every rank adds up one stripe of each block for all: more notices, but no addition is done twice.
+
+        The blocks take turns in few windows, so that what is on its way stays in the cache.  When block b has been summed here,
+        peers may still be reading b - 1 and, one notice behind, b - 2; b itself is the third, and b + 1 needs a fourth window.
+        """
+        blocks = x.split(self._block // x.itemsize)
+        mine = self._windows(op.slot, x)
+        self._give(blocks[0], mine[0])
+        last(op.slot, tail).copy_(tail)
+        yield op.heard
+        theirs = {place: self._windows(slot, x) for place, slot in op.heard.items()}
+        for b, block in enumerate(blocks):
+            window = b % WINDOWS
+            own = self._stripes(block)[self._place]
+            total = mine[window][own]
+            add(self._in_order({place: windows[window][own] for place, windows in theirs.items()}, block[own]), total)
+            block[own].copy_(total)
+            if b + 1 < len(blocks):
+                self._give(blocks[b + 1], mine[(b + 1) % WINDOWS])
+            striped = Notice(Kind.striped, number=op.notice.number, finished=self._finished, offset=b)
+            self._tell(dict.fromkeys(self._others, striped))
+            if b > 0:
+                self._fetch(blocks[b - 1], {place: windows[(b - 1) % WINDOWS] for place, windows in theirs.items()})
+            yield op.striped[b]
+        self._fetch(blocks[-1], {place: windows[(len(blocks) - 1) % WINDOWS] for place, windows in theirs.items()})
+        if tail.numel() > 0:
+            add([last(slot, tail) for slot in self._in_order(op.heard, op.slot)], tail)
+
+    def _windows(self, slot: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return slot[: min(x.nbytes, WINDOWS * self._block)].view(x.dtype).split(self._block // x.itemsize)
+
+    def _stripes(self, block: Tensor) -> list[slice]:
+        return stripes_of(block.numel(), LINE // block.itemsize, len(self.ranks))
+
+    def _give(self, block: Tensor, window: Tensor) -> None:
+        stripes = self._stripes(block)
+        for place in self._others:
+            window[stripes[place]].copy_(block[stripes[place]])
+
+    def _fetch(self, block: Tensor, windows: Mapping[int, Tensor]) -> None:
+        stripes = self._stripes(block)
+        for place, window in windows.items():
+            block[stripes[place]].copy_(window[stripes[place]])
+
+    def _in_order(self, theirs: Mapping[int, Tensor], own: Tensor) -> list[Tensor]:
+        return [theirs.get(place, own) for place in range(len(self.ranks))]
+
+    def _gather(self, op: Collective[list[Tensor]], rows: list[Tensor]) -> Steps:
+        op.slot.copy_(rows[self._place])
+        yield op.heard
+        for place, slot in op.heard.items():
+            rows[place].copy_(slot)
+
+    def _exchange(self, op: Collective[list[Tensor]], given: list[Tensor], starts: list[int]) -> Steps:
+        for place in self._others:
+            op.slot[starts[place] : starts[place] + given[place].nbytes].copy_(given[place])
+        yield op.heard
+        for place, slot in op.heard.items():
+            op.result[place] = slot.clone()
+
+    def _spread(self, op: Collective[Tensor], x: Tensor, root: int) -> Steps:
+        if root == self._place:
+            op.slot.copy_(x)
+        yield op.heard
+        if root != self._place:
+            x.copy_(op.heard[root])
+
+    def _collective(
+        self, kind: Kind, result: T, dtype: torch.dtype, *, nbytes: int, room: int, tail: int = 0, src: int = -1
+    ) -> Collective[T]:
+        if self._broken is not None:
+            raise self._broken
+        self._number += 1
+        offset = self._place_for(room)
+        notice = Notice(kind, CODES[dtype], self._number, self._finished, src, nbytes, tail, offset)
+        return Collective(notice, self._arena[offset : offset + room], result, self._finish)
+
+    def _start(self, op: Collective[T], steps: Steps, notices: Mapping[int, Notice] | None = None) -> Op[T]:
+        number = op.notice.number
+        op.steps, op.awaited = steps, next(steps)
+        self._pending[number] = op
+        # The notice orders memory as well: sending and receiving it take one lock in the kernel, so whoever has read it sees
+        # all that was written to the arena before it was sent.
+        self._tell(notices or dict.fromkeys(self._others, op.notice))
+        for place, notice, slot in self._early.pop(number, ()):
+            self._take(op, place, notice, slot)
+        self.poll()
+        return op
+
+    def _finish(self, number: int) -> None:
+        """Carry on until collective `number` and all before it are finished."""
+        while number in self._pending:
+            if self._broken is not None:
+                raise self._broken
+            self._progress()
+            if number not in self._pending:
+                return
+            first = next(iter(self._pending.values()))
+            missing = [place for place in self._others if place not in first.awaited]
+            if any(place in self._mesh.gone for place in missing):
+                raise self._lost(first.notice)
+            if not self._mesh.listen(self._timeout_s):
+                names = " and ".join(f"rank {self.ranks[place]}" for place in missing)
+                self._broken = ClusterError(f"rank {self.rank} waited {self._timeout_s:.1f} s for {names} in {first.notice}")
+
+    def _progress(self) -> None:
+        while self._mesh.inbox:
+            self._hear(*self._mesh.inbox.popleft())
+        for op in list(self._pending.values()):
+            while op.steps is not None and len(op.awaited) == len(self._others):
+                try:
+                    op.awaited = next(op.steps)
+                except StopIteration:
+                    op.steps, op.slot = None, NOTHING
+                    op.heard.clear()
+            if op.steps is not None and op.awaited is op.heard:
+                break  # Peers start in the same order, so none has started what comes after.
+        while self._pending and self._pending[self._finished + 1].steps is None:
+            self._finished += 1
+            del self._pending[self._finished]
+
+    def _place_for(self, nbytes: int) -> int:
+        """Where in the arena, used as a ring, there is room; in a new and larger arena if there is none."""
+        while self._slots and self._slots[0][0] <= min(self._read_by.values()):
+            self._slots.popleft()
+        size = aligned(max(nbytes, 1))
+        start = 0
+        if self._slots:
+            oldest, newest = self._slots[0][1], self._slots[-1][2]
+            is_wrapped = newest <= oldest
+            if (oldest if is_wrapped else self._arena.numel()) - newest >= size:
+                start = newest
+            elif is_wrapped or oldest < size:
+                start = self._arena.numel()
+        if start + size > self._arena.numel():
+            self._grow(max(2 * self._arena.numel(), 2 * size, 1 << 20))
+            start = 0
+        self._slots.append((self._number, start, start + size))
+        return start
+
+    def _grow(self, nbytes: int) -> None:
+        # Peers keep the old arena mapped for as long as they have slots of it to read, so it can be forgotten here.
+        self._slots.clear()
+        file = os.memfd_create("paceline")
+        try:
+            os.ftruncate(file, nbytes)
+            self._arena = mapped(file, nbytes)
+            self._tell(dict.fromkeys(self._others, Notice(Kind.arena, nbytes=nbytes)), file)
+        finally:
+            os.close(file)
+
+    def _tell(self, notices: Mapping[int, Notice], file: int | None = None) -> None:
+        try:
+            for place, notice in notices.items():
+                self._mesh.tell(place, notice, file)
+        except ClusterError as error:
+            self._broken = error
+            raise
+
+    def _hear(self, place: int, notice: Notice, file: int | None) -> None:
+        if notice.kind == Kind.arena:
+            assert file is not None
+            self._arenas[place] = mapped(file, notice.nbytes)
+            os.close(file)
+        elif notice.kind == Kind.lost:
+            # In this order: it is the first to go whom errors name.
+            self._mesh.lose(self.ranks.index(notice.rank))
+            self._mesh.lose(place)
+        elif notice.kind == Kind.striped:
+            self._read_by[place] = notice.finished
+            self._pending[notice.number].striped[notice.offset].add(place)
+        else:
+            self._read_by[place] = notice.finished
+            room = self._room(notice.nbytes, notice.tail) if notice.kind == Kind.all_reduce else notice.nbytes
+            slot = self._arenas[place][notice.offset : notice.offset + room]
+            if notice.number in self._pending:
+                self._take(self._pending[notice.number], place, notice, slot)
+            else:
+                self._early.setdefault(notice.number, []).append((place, notice, slot))
+
+    def _take(self, op: Collective[Any], place: int, notice: Notice, slot: Tensor) -> None:
+        if not op.notice.agrees(notice):
+            self._broken = ClusterError(
+                f"rank {self.rank} began {op.notice}, but rank {self.ranks[place]} began {notice}: "
+                "all ranks must begin the same collectives in the same order"
+            )
+            raise self._broken
+        op.heard[place] = slot
+
+    def _lost(self, doing: Notice) -> ClusterError:
+        rank = self.ranks[self._mesh.gone[0]]
+        self._broken = PeerLost(rank, str(doing))
+        # Peers will now miss this rank too, but should name the one that went first.
+        self._tell(dict.fromkeys(self._others, Notice(Kind.lost, rank=rank)))
+        return self._broken
+
+    def _room(self, nbytes: int, tail: int) -> int:
+        return aligned(nbytes if nbytes < STRIPED_FROM else min(nbytes, WINDOWS * self._block)) + tail
+
+
+def flat(x: Tensor, doing: str) -> Tensor:
+    if x.device.type != "cpu" or not x.is_contiguous():
+        raise ValueError(f"{doing} of a tensor on {x.device} with strides {x.stride()}: it must be contiguous and on the cpu")
+    return x.detach().view(-1)
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // LINE) * LINE
+
+
+@lru_cache(maxsize=64)
+def stripes_of(numel: int, line: int, ranks: int) -> list[slice]:
+    """One for each rank, beginning at whole lines.
+
+    >>> stripes_of(100, 16, 3)
+    [slice(0, 48, None), slice(48, 80, None), slice(80, 100, None)]
+    """
+    edges = [min(-(-numel * i // ranks // line) * line, numel) for i in range(ranks + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def mapped(file: int, nbytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+
+
+def last(slot: Tensor, tail: Tensor) -> Tensor:
+    return slot[slot.numel() - tail.nbytes :].view(tail.dtype)
+
+
+def add(terms: Sequence[Tensor], total: Tensor) -> None:
+    """Sum in the order given."""
+    torch.add(terms[0], terms[1], out=total)
+    for term in terms[2:]:
+        total.add_(term)

@@ -126,7 +126,8 @@ def _draw(lines: list[list[tuple[float, float]]], *, x_title: str, x_label: str)
         # Zero has no place on a logarithmic axis, and the first hundredth of the shortest line is of no interest.
         lines = [[(x, y) for x, y in line if x >= min(ends) / 100] for line in lines]
         low, high = (choose(x for line in lines for x, _ in line) for choose in (min, max))
-        axis |= {"title": f"{x_title}, logarithmic", "values": log_ticks(low, high)}
+        ticks = log_ticks(low, high)
+        axis |= {"title": f"{x_title}, logarithmic", "values": ticks, "tickCount": len(ticks)}
         scale = {"type": "log", "domain": [low, high], "nice": False}
     most = max(2, min(POINTS_PER_LINE, POINTS_PER_CHART // max(1, len(lines))))
     lines = [thin(line, most) for line in lines]

@@ -53,8 +53,8 @@ class SimLearner:
         self.flat: FlatModel = trainee.flat
         self._rng = Random(f"{cluster.seed}/{trainee.rank}")
 
-    def goes_on(self, replica: Replica) -> bool:
-        return self.trainee.goes_on(replica.k)
+    def has_data(self, step: int) -> bool:
+        return self.trainee.has_data(step)
 
     def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]:
         return self.endpoint.spawn(self._gradient(replica, each), kind="gradient")
@@ -136,7 +136,7 @@ def simulate(
 
     for replica in replicas:
         replica.at_step = at_step if replica.rank == 0 else stop
-    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: _until_stopped(strategy.worker(r)) for r in replicas}
+    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy.worker(r)) for r in replicas}
     for rank in layout.server_ranks:
         roles[rank] = strategy.server(Shard(SimEndpoint(world, rank)))
     if task.evaluate is not None:
@@ -152,8 +152,3 @@ async def _evaluated_at_the_end(role: Coroutine[Op[Any], Any, None], evaluate: C
     evaluate()
 
 
-async def _until_stopped(role: Coroutine[Op[Any], Any, None]) -> None:
-    try:
-        await role
-    except Stopped:
-        pass

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.codecs import Codec
-from paceline.flat import Bucket
 from paceline.op import Op
 from paceline.replica import Replica
 from paceline.strategy import Strategy
@@ -25,13 +24,9 @@ class AllReduceSGD(Strategy):
 
     async def worker(self, w: Replica) -> None:
         link = w.link(self.codec)
+        means: list[Op[Tensor]] = []
         for _ in w.steps():
-            means: list[Op[Tensor]] = []
-
-            def exchange(b: Bucket, means: list[Op[Tensor]] = means) -> None:
-                means.append(w.mean(b.grad, link and link[b.where]))
-
-            g = await w.gradient(each=exchange)
-            for mean in means:
-                await mean
+            g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket, link)))
+            while means:
+                await means.pop(0)
             await w.step(g)

@@ -45,4 +45,3 @@ class BlockMomentum(Strategy):
                     m.start.add_(m.delta, alpha=eta)
                 w.params.copy_(m.start)
                 await w.mean_of_buffers()
-        w.params.copy_(m.model)

@@ -1,0 +1,172 @@
+"""attach: a strategy inside the user's own training loop.
+
+A strategy that exchanges gradients has done so by the end of `backward()`, as DistributedDataParallel has, so that clipping
+and GradScaler see what all ranks see; one that exchanges parameters does so inside `session.step()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline import registry
+from paceline.dist.job import Job
+from paceline.dist.loading import EMPTY, Parts, samples_in
+from paceline.dist.loop import Loop
+from paceline.dist.optimizer import SessionOptimizer
+from paceline.dist.same_model import check_same_model
+from paceline.flat import FlatModel
+from paceline.replica import NonFinite
+from paceline.strategy import Strategy
+from paceline.trace import Trace
+
+B = TypeVar("B")
+
+
+class Session:
+    """A model under a strategy, for as long as the `with` block lasts.  Made by `attach`."""
+
+    def __init__(self, job: Job, loop: Loop, optimizer: SessionOptimizer, strategy: Strategy) -> None:
+        self.job, self.loop, self.strategy = job, loop, strategy
+        self.optimizer = optimizer
+        self._is_open = True
+
+    @property
+    def rank(self) -> int:
+        return self.job.rank
+
+    @property
+    def workers(self) -> int:
+        return self.job.workers
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank did, and when."""
+        return self.job.endpoint.trace
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out because a gradient held NaN or infinity."""
+        return self.loop.replica.skipped
+
+    def step(self) -> None:
+        """Take this minibatch's step; a worker's turn in whatever the strategy exchanges."""
+        self.optimizer.step()
+
+    def shard(self, loader: Iterable[B]) -> Iterator[B]:
+        """This worker's part of every minibatch of `loader`, which is the same on every rank; a pass over it is an epoch."""
+        if self.workers == 1:
+            for batch in loader:
+                self.loop.samples += samples_in(batch)
+                yield batch
+            return
+        for part in Parts(loader, self.job.endpoint):
+            if part is EMPTY:
+                self.loop.take_empty()
+            else:
+                self.loop.samples += samples_in(part)
+                yield part
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this block only add to the gradient; the next one outside of it completes it."""
+        self.loop.is_paused = True
+        try:
+            yield
+        finally:
+            self.loop.is_paused = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank needs to go on later: parameters, optimizer state, the strategy's memory.  Between two steps."""
+        return {"replica": self.loop.replica.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; before the first step."""
+        self.loop.replica.load_state_dict(state["replica"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loop.start(self.strategy)
+
+    def close(self) -> None:
+        """This worker has no more data: take part until nobody has any, then give everything back."""
+        if self._is_open:
+            try:
+                self.loop.end()
+            except BaseException:
+                self._give_back(failed=True)
+                raise
+            self._give_back(failed=False)
+
+    def _give_back(self, *, failed: bool) -> None:
+        self._is_open = False
+        self.loop.close()
+        self.optimizer.release()
+        self.job.close(failed=failed)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        elif self._is_open:
+            self._give_back(failed=True)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | str,
+    *,
+    accumulate: int = 1,
+    nonfinite: NonFinite = "skip",
+    initial: Literal["equal", "broadcast"] = "equal",
+    bucket_mb: float = 25.0,
+    ordered: bool = False,
+    timeout_s: float = 1800.0,
+) -> Session:
+    """Put a model and its optimizer under a strategy, among the workers that this process was launched with.
+
+    Under `paceline run` or torchrun there are as many workers as processes; without a launcher there is one.  `accumulate`
+    backward passes make one gradient.  `initial` says whether all ranks must start from equal parameters or take rank 0's.
+    `ordered` makes sums across hosts the same to the last bit in every run, at N times the memory.
+    """
+    if accumulate < 1:
+        raise ValueError(f"attach(accumulate={accumulate}): at least 1 backward pass makes a gradient")
+    if initial not in ("equal", "broadcast"):
+        raise ValueError(f"attach(initial={initial!r}): ranks start from 'equal' parameters, or rank 0's are sent to all by 'broadcast'")
+    if isinstance(strategy, str):
+        strategy = registry.strategy(strategy)
+    flat = FlatModel(model, bucket_bytes=int(bucket_mb * 2**20))
+    _check_optimizer(optimizer, flat)
+    job = Job(strategy, device=flat.params.device, ordered=ordered, timeout_s=timeout_s)
+    wrapped: SessionOptimizer | None = None
+    try:
+        if job.workers > 1:
+            if initial == "broadcast":
+                job.endpoint.broadcast(flat.params, 0).wait()
+            check_same_model(job.endpoint, flat, job.store)
+
+        def take(scale: Tensor | None, found_inf: Tensor | None) -> None:
+            loop.take(scale, found_inf is not None and bool(found_inf))
+
+        wrapped = SessionOptimizer(optimizer, take)
+        loop = Loop(flat, job.endpoint, wrapped.inner_step, nonfinite=nonfinite, accumulate=accumulate)
+        loop.start(strategy)
+    except BaseException:
+        if wrapped is not None:
+            wrapped.release()
+        job.close(failed=True)
+        raise
+    return Session(job, loop, wrapped, strategy)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, flat: FlatModel) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, p in zip(flat.names, flat.parameters, strict=True):
+        if id(p) not in held:
+            raise ValueError(f"the optimizer does not hold the parameter '{name}' of the model: build it from model.parameters(), or freeze the parameter")

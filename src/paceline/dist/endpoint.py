@@ -1,0 +1,200 @@
+"""A rank's endpoint among real processes.
+
+Collectives go through shared memory where all ranks share a host and the tensors are on the CPU, otherwise through
+torch.distributed (gloo, NCCL); messages go through a ZeroMQ mailbox, opened with the first of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.dist.mailbox import Mailbox
+from paceline.dist.shared import SharedMemory
+from paceline.endpoint import Layout, Message, check_summable
+from paceline.errors import ClusterError
+from paceline.op import Op, Ready, Routine
+from paceline.sim import network
+from paceline.trace import Trace
+
+T = TypeVar("T")
+
+ANY_LINK = network.Link(bandwidth=1.0, latency=0.0)  # Only the bytes of a collective's cost are asked for here.
+
+
+class Clock:
+    """Seconds since a moment that all ranks of a job agree on."""
+
+    def __init__(self, epoch: float) -> None:
+        self._offset = time.time() - time.monotonic() - epoch
+
+    def now(self) -> float:
+        return time.monotonic() + self._offset
+
+
+class Watched(Op[T]):
+    """Another Op, with its span written to the trace when it is finished."""
+
+    __slots__ = ("_endpoint", "_inner", "_nbytes", "_start", "_value")
+
+    def __init__(self, inner: Op[T], endpoint: ProcessEndpoint, nbytes: int) -> None:
+        super().__init__(inner.kind)
+        self._inner: Op[T] | None = inner
+        self._endpoint, self._nbytes, self._start = endpoint, nbytes, endpoint.now()
+
+    def wait(self) -> T:
+        if self._inner is not None:
+            self._value = self._inner.wait()
+            self._inner = None
+            self._endpoint.trace.span(self._endpoint.rank, self.kind, self._start, self._endpoint.now(), self._nbytes)
+        return self._value
+
+
+class Work(Op[T]):
+    """torch.distributed's own handles, and what they leave behind."""
+
+    __slots__ = ("_result", "_works")
+
+    def __init__(self, kind: str, works: Sequence[dist.Work | None], result: Callable[[], T]) -> None:
+        super().__init__(kind)
+        self._works, self._result = works, result
+
+    def wait(self) -> T:
+        for work in self._works:
+            if work is not None:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise ClusterError(f"'{self.kind}' failed, most likely because a peer is gone: {error}") from error
+        return self._result()
+
+
+class ProcessEndpoint:
+    """One process's hold on its job.  `group` is None for a worker on its own and for servers."""
+
+    def __init__(
+        self,
+        rank: int,
+        layout: Layout,
+        clock: Clock,
+        *,
+        ranks: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        shared: SharedMemory | None = None,
+        open_mailbox: Callable[[], Mailbox] | None = None,
+        ordered: bool = False,
+        trace: Trace | None = None,
+    ) -> None:
+        self.rank, self.layout, self.clock, self.ordered = rank, layout, clock, ordered
+        self.ranks = tuple(layout.worker_ranks if ranks is None else ranks)
+        self.trace = Trace() if trace is None else trace
+        self._process_group, self._shared = group, shared
+        self._open_mailbox, self._mailbox = open_mailbox, None
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    def compute(self, work: Callable[[], T], *, kind: str = "compute", nbytes: int = 0) -> Op[T]:
+        start = self.now()
+        value = work()
+        self.trace.span(self.rank, kind, start, self.now())
+        return Ready(kind, value)
+
+    def spawn(self, routine: Coroutine[Op[Any], Any, T], *, kind: str = "routine") -> Op[T]:
+        return Routine(kind, routine)
+
+    def group(self, ranks: Sequence[int]) -> ProcessEndpoint:
+        # torch makes a group by the whole world's agreement; only what needs no agreement is offered until a strategy needs more.
+        if tuple(ranks) == self.ranks:
+            return self
+        raise ValueError(f"rank {self.rank} asked for the group {list(ranks)}: among real processes only all workers {list(self.ranks)} form one")
+
+    @property
+    def mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            if self._open_mailbox is None:
+                raise ClusterError(f"rank {self.rank} is on its own: there is nobody to write to or hear from")
+            self._mailbox = self._open_mailbox()
+        return self._mailbox
+
+    def send(self, dst: int, message: Message) -> Op[None]:
+        return Watched(self.mailbox.send(dst, message), self, message.nbytes)
+
+    def recv(self, *, src: int | None = None, timeout: float | None = None) -> Op[Message]:
+        return Watched(self.mailbox.recv(src, timeout), self, 0)
+
+    def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
+        check_summable(x)
+        if len(self.ranks) == 1:
+            return Ready("all_reduce", x)
+        if self._shared is not None and x.device.type == "cpu":
+            return self._watched(self._shared.all_reduce(x, tail), x.nbytes)
+        if self.ordered:
+            return self._watched(Routine("all_reduce", self._ordered_sum(x, tail)), x.nbytes)
+        works = [dist.all_reduce(t, group=self._process_group, async_op=True) for t in (x, tail) if t is not None]
+        return self._watched(Work("all_reduce", works, lambda: x), x.nbytes)
+
+    async def _ordered_sum(self, x: Tensor, tail: Tensor | None) -> Tensor:
+        """In order of ranks, so that the bits are those of the simulator; it costs N times the memory."""
+        for t in (x, tail):
+            if t is not None:
+                first, *others = await self._gather(t)
+                for other in others:
+                    first.add_(other)
+                t.copy_(first)
+        return x
+
+    def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
+        if len(self.ranks) == 1:
+            return Ready("all_gather", [data.clone()])
+        if self._shared is not None and data.device.type == "cpu":
+            return self._watched(self._shared.all_gather(data), data.nbytes)
+        return self._watched(self._gather(data), data.nbytes)
+
+    def _gather(self, data: Tensor) -> Op[list[Tensor]]:
+        parts = [torch.empty_like(data) for _ in self.ranks]
+        return Work("all_gather", [dist.all_gather(parts, data.contiguous(), group=self._process_group, async_op=True)], lambda: parts)
+
+    def all_to_all(self, parts: Sequence[Tensor]) -> Op[list[Tensor]]:
+        if len(parts) != len(self.ranks):
+            raise ValueError(f"rank {self.rank} gave all_to_all {len(parts)} parts for {len(self.ranks)} ranks")
+        if len(self.ranks) == 1:
+            return Ready("all_to_all", [parts[0].clone()])
+        mine = self.ranks.index(self.rank)
+        nbytes = sum(p.nbytes for i, p in enumerate(parts) if i != mine)
+        if self._shared is not None and parts[0].device.type == "cpu":
+            return self._watched(self._shared.all_to_all(parts), nbytes)
+        return self._watched(Routine("all_to_all", self._exchange(parts)), nbytes)
+
+    async def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        # Nobody knows how much the others have for it, so the sizes go first; bytes alone then follow.
+        sizes = await self._gather(torch.tensor([p.numel() for p in parts]))
+        mine = self.ranks.index(self.rank)
+        coming = [int(s[mine]) for s in sizes]
+        received = torch.empty(sum(coming), dtype=torch.uint8, device=parts[0].device)
+        work = dist.all_to_all_single(
+            received, torch.cat(list(parts)), coming, [p.numel() for p in parts], group=self._process_group, async_op=True
+        )
+        return await Work("all_to_all", [work], lambda: list(received.split(coming)))
+
+    def broadcast(self, x: Tensor, src: int) -> Op[Tensor]:
+        if len(self.ranks) == 1:
+            return Ready("broadcast", x)
+        if self._shared is not None and x.device.type == "cpu":
+            return self._watched(self._shared.broadcast(x, src), x.nbytes)
+        return self._watched(Work("broadcast", [dist.broadcast(x, src, group=self._process_group, async_op=True)], lambda: x), x.nbytes)
+
+    def _watched(self, op: Op[T], nbytes: int) -> Op[T]:
+        cost = network.COLLECTIVES[op.kind]("ring", len(self.ranks), nbytes, ANY_LINK)
+        return Watched(op, self, cost.nbytes(self.ranks.index(self.rank)))
+
+    def close(self) -> None:
+        if self._mailbox is not None:
+            self._mailbox.close()
+        if self._shared is not None:
+            self._shared.close()

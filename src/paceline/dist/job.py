@@ -1,0 +1,152 @@
+"""Job: this process's place among the workers, as its launcher set it up.
+
+A guest of torchrun and everything that sets its variables; of a process group that the user has made; or a worker on its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import tempfile
+import time
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from paceline.dist.companion import Companions
+from paceline.dist.endpoint import Clock, ProcessEndpoint
+from paceline.dist.mailbox import Mailbox
+from paceline.dist.shared import SharedMemory
+from paceline.endpoint import Layout
+from paceline.strategy import Strategy
+
+_joined = itertools.count()  # Jobs that this process has joined; the same on all ranks, so it names the job's keys.
+
+
+def under_launcher() -> bool:
+    """Whether a launcher has told this process its rank."""
+    return dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+@cache
+def _launched() -> tuple[dist.Store, int, int]:
+    """What the launcher's variables lead to; once in a process, since rank 0 may be the one that serves the store."""
+    return next(iter(dist.rendezvous("env://")))
+
+
+class Job:
+    """A strategy's ranks as real processes: rendezvous, process group, shared memory, mailboxes and companions."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        device: torch.device,
+        store: dist.Store | None = None,
+        rank: int | None = None,
+        workers: int | None = None,
+        ordered: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self._timeout_s, self._own_group, self._folder = timeout_s, False, None
+        self._companions: Companions | None = None
+        self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
+        group = self._join(device, store, rank, workers)
+        self.layout = Layout(self.workers, strategy.servers)
+        self.store = dist.PrefixStore(self._prefix, self._base)
+        epoch = self._agree("epoch", repr(time.time()))
+        hosts = self._everyones("host", _host())
+        self.is_one_host = len(set(hosts)) == 1
+        shared = None
+        if self.workers > 1 and self.is_one_host and hasattr(os, "memfd_create"):
+            shared = SharedMemory.connect(
+                dist.PrefixStore("shared", self.store), self.rank, range(self.workers), timeout_s=timeout_s
+            )
+        self.bind = "127.0.0.1" if self.is_one_host else _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        if strategy.servers and self.rank == 0:
+            self._companions = Companions(strategy, self.layout, self._base, self._prefix, epoch=float(epoch), bind=self.bind, timeout_s=timeout_s)
+        self.endpoint = ProcessEndpoint(
+            self.rank,
+            self.layout,
+            Clock(float(epoch)),
+            group=group,
+            shared=shared,
+            open_mailbox=lambda: Mailbox(self.store, self.rank, self.layout.size, bind=self.bind, timeout_s=timeout_s),
+            ordered=ordered,
+        )
+
+    def _join(self, device: torch.device, store: dist.Store | None, rank: int | None, workers: int | None) -> dist.ProcessGroup | None:
+        if not dist.is_initialized():
+            if store is None and under_launcher():
+                store, rank, workers = _launched()
+            if store is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
+                store, rank, workers = dist.FileStore(str(Path(self._folder.name, "store"))), 0, 1
+            assert rank is not None and workers is not None
+            self.rank, self.workers, self._base = rank, workers, _unwrapped(store)
+            if workers == 1:
+                return None
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            # A prefix of its own: a second job of the same processes must not find the first one's addresses.
+            store = dist.PrefixStore(f"{self._prefix}/torch", self._base)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=self._timeout_s))
+            self._own_group = True
+        else:
+            from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
+
+            self.rank, self.workers, self._base = dist.get_rank(), dist.get_world_size(), _unwrapped(_get_default_store())
+        return dist.group.WORLD
+
+    def _agree(self, key: str, value: str) -> str:
+        """Rank 0's value, on every rank."""
+        if self.rank == 0:
+            self.store.set(key, value)
+        return self.store.get(key).decode()
+
+    def _everyones(self, key: str, value: str) -> list[str]:
+        self.store.set(f"{key}/{self.rank}", value)
+        return [self.store.get(f"{key}/{r}").decode() for r in range(self.workers)]
+
+    def close(self, *, failed: bool = False) -> None:
+        """Give back all that was opened.  After a failure nobody is waited for."""
+        if self._companions is not None:
+            self._companions.close(wait_s=0 if failed else 60)
+        self.endpoint.close()
+        if self._own_group and dist.is_initialized():
+            dist.destroy_process_group()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close(failed=error is not None)
+
+
+def _unwrapped(store: dist.Store) -> dist.Store:
+    """The store below its prefixes: companions reach it by address and know nothing of them."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _host() -> str:
+    """What two processes have in common exactly if shared memory and abstract sockets can join them."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to another; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]

@@ -1,0 +1,183 @@
+"""Each worker's part of every minibatch (algorithms H5).
+
+A DataLoader is rebuilt so that a worker reads only its own part; any other iterable is read whole and sliced.  Either way the
+parts of one minibatch are disjoint, their sizes differ by at most one, and together they are the minibatch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+
+from paceline.collectives import stripe_of
+from paceline.endpoint import Endpoint
+from paceline.op import drive
+
+
+class EmptyShard(RuntimeWarning):
+    """A worker got no data at all."""
+
+
+EMPTY = object()  # A minibatch of which this worker has no part.
+
+
+class Parts:
+    """This worker's part of each minibatch; `EMPTY` where there is none for it."""
+
+    def __init__(self, loader: Iterable[Any], endpoint: Endpoint) -> None:
+        self.loader, self.endpoint = loader, endpoint
+        self.index, self.workers = list(endpoint.ranks).index(endpoint.rank), len(endpoint.ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        filled = seen = 0
+        for part in self._rebuilt() if self._can_rebuild() else self._sliced():
+            seen += 1
+            filled += part is not EMPTY
+            yield part
+        if not seen:
+            raise ValueError(f"session.shard({type(self.loader).__name__}): the loader yielded no minibatch")
+        if not filled:
+            warnings.warn(
+                EmptyShard(f"rank {self.endpoint.rank} got no sample out of {seen} minibatches: they hold fewer than {self.workers} samples"),
+                stacklevel=3,
+            )
+
+    def _can_rebuild(self) -> bool:
+        return isinstance(self.loader, DataLoader) and self.loader.batch_sampler is not None
+
+    def _rebuilt(self) -> Iterator[Any]:
+        loader = self.loader
+        assert isinstance(loader, DataLoader)
+        parts = _PartsOfIndices(loader, self)
+        mine = DataLoader(
+            loader.dataset,
+            batch_sampler=parts,  # pyright: ignore[reportArgumentType]
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+        )
+        batches = iter(mine)
+        # Empty parts have no batch to load: their places are remembered and told in order.
+        position = 0
+        for batch in batches:
+            while position in parts.empty:
+                position += 1
+                yield EMPTY
+            position += 1
+            yield batch
+        while position < parts.count:
+            position += 1
+            yield EMPTY
+
+    def _sliced(self) -> Iterator[Any]:
+        for i, batch in enumerate(self.loader):
+            if i == 0:
+                self.check_same(batch)
+            part = _part(batch, stripe_of(self.index, samples_in(batch), self.workers))
+            yield part if samples_in(part) else EMPTY
+
+    def check_same(self, first: Any) -> None:
+        """Ranks that read different minibatches would train on some samples twice and on others never."""
+        mine = torch.frombuffer(bytearray(hashlib.sha256(_bytes(first)).digest()), dtype=torch.uint8)
+        everyones = drive_gather(self.endpoint, mine)
+        for rank, other in zip(self.endpoint.ranks, everyones, strict=True):
+            if not torch.equal(other, everyones[0]):
+                raise ValueError(
+                    f"session.shard: rank {rank} reads another first minibatch than rank {self.endpoint.ranks[0]}; every rank must iterate over "
+                    "the same global minibatches: give the loader's shuffling one seed on all ranks"
+                )
+
+
+class _PartsOfIndices:
+    """A batch sampler that passes on this worker's indices of each batch, under one shuffling seed for all ranks."""
+
+    def __init__(self, loader: DataLoader[Any], parts: Parts) -> None:
+        self.batch_sampler, self.parts = loader.batch_sampler, parts
+        self.empty: set[int] = set()
+        self.count = 0
+        sampler = loader.sampler
+        self._seed = None
+        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+            # Without a generator torch draws a seed from the process's own, which the ranks need not share.
+            seed = torch.randint(2**62, (1,), dtype=torch.int64)
+            drive_broadcast(parts.endpoint, seed)
+            self._seed = int(seed)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        assert self.batch_sampler is not None
+        batches = iter(self.batch_sampler)
+        first = True
+        while True:
+            indices = self._first(batches) if first else next(batches, None)
+            if indices is None:
+                return
+            if first:
+                self.parts.check_same(torch.tensor(list(indices)))
+            first = False
+            mine = list(indices)[stripe_of(self.parts.index, len(indices), self.parts.workers)]
+            self.count += 1
+            if mine:
+                yield mine
+            else:
+                self.empty.add(self.count - 1)
+
+    def _first(self, batches: Iterator[Any]) -> Any:
+        if self._seed is None:
+            return next(batches, None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            return next(batches, None)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)  # pyright: ignore[reportArgumentType]
+
+
+def drive_gather(endpoint: Endpoint, x: Tensor) -> list[Tensor]:
+    return endpoint.all_gather(x).wait()
+
+
+def drive_broadcast(endpoint: Endpoint, x: Tensor) -> Tensor:
+    return endpoint.broadcast(x, endpoint.ranks[0]).wait()
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a minibatch holds: the length of the first tensor found in it."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        return samples_in(next(iter(batch.values())))
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return samples_in(batch[0]) if len(batch) and isinstance(batch[0], (Tensor, Mapping, Sequence)) and not isinstance(batch[0], str) else len(batch)
+    raise ValueError(f"session.shard: a minibatch of type {type(batch).__name__} has no length; use tensors, or tuples, lists and dicts of them")
+
+
+def _part(batch: Any, where: slice) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[where]
+    if isinstance(batch, Mapping):
+        return {k: _part(v, where) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_part(v, where) for v in batch))
+    if len(batch) and isinstance(batch[0], (Tensor, Mapping, tuple, list)):
+        return type(batch)(_part(v, where) for v in batch)
+    return batch[where]
+
+
+def _bytes(batch: Any) -> bytes:
+    if isinstance(batch, Tensor):
+        return batch.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(batch, Mapping):
+        return b"".join(_bytes(v) for v in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return b"".join(_bytes(v) for v in batch)
+    return repr(batch).encode()

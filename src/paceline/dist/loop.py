@@ -1,0 +1,192 @@
+"""Loop: a strategy's coroutine carried on by the events of a training loop that it does not own.
+
+The coroutine stands still at two places, where it waits for a gradient and where it waits for a step.  `backward()` and
+`step()` carry it from one to the other; everything else it waits for is waited for on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.dist.backward import BucketHooks, Each
+from paceline.endpoint import Endpoint
+from paceline.flat import Bucket, FlatModel
+from paceline.op import Op
+from paceline.replica import NonFinite, Replica
+from paceline.strategy import Strategy
+
+
+class Wish(Op[Any]):
+    """What only the loop can fulfil: a gradient (`each` wants its buckets) or a step (with `update`; None: without a change)."""
+
+    __slots__ = ("each", "update")
+
+    def __init__(self, kind: str, *, each: Each | None = None, update: Tensor | None = None) -> None:
+        super().__init__(kind)
+        self.each, self.update = each, update
+
+
+class Loop:
+    """Learner to the replica, driver to the strategy.  `take_step` is the user's optimizer."""
+
+    def __init__(self, flat: FlatModel, endpoint: Endpoint, take_step: Callable[[], object], *, nonfinite: NonFinite, accumulate: int) -> None:
+        self.flat, self.endpoint, self.accumulate = flat, endpoint, accumulate
+        self.is_paused = False
+        self.samples = 0.0  # of the minibatches drawn since the last step, if anyone counts them
+        self.replica = Replica(endpoint, self, nonfinite=nonfinite)
+        self.wish: Wish | None = None
+        self._take_step = take_step
+        self._strategy: Any = None
+        self._hooks: BucketHooks | None = None
+        self._passes = 0
+        self._is_over = False
+        self._unreached: list[int] = []
+
+    # What the replica asks of its learner.
+
+    def has_data(self, step: int) -> bool:
+        return not self._is_over
+
+    def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
+        return Wish("gradient", each=each)
+
+    def step(self, replica: Replica, g: Tensor) -> Op[None]:
+        return Wish("step", update=g)
+
+    def skip(self, replica: Replica) -> Op[None]:
+        return Wish("step")
+
+    # What happens in the loop.
+
+    def start(self, strategy: Strategy) -> None:
+        """Run the strategy up to its first wish."""
+        if self._strategy is not None:
+            self._strategy.close()
+        self._strategy = self.replica.run(strategy.worker(self.replica))
+        self._carry_on(None)
+
+    def take(self, scale: Tensor | None, overflow: bool) -> None:
+        """The user's step.  `scale` is what the gradients were multiplied by; on `overflow` they are worthless."""
+        if self.wish is None:
+            raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
+        if self.wish.kind == "gradient":
+            if self.wish.each is not None:
+                raise RuntimeError(f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the last step")
+            self._deliver_own(scale, overflow)
+            scale = None
+        if self.wish is not None and self.wish.kind == "step":
+            if self.wish.update is not None and not overflow:
+                if scale is not None:
+                    self.flat.grads.div_(scale.to(self.flat.grads))
+                self._take_step()
+            self._carry_on(None)
+        self.samples = 0.0
+
+    def take_empty(self) -> None:
+        """A step without data: no gradient of this worker's, but its turn in every exchange."""
+        assert self.wish is not None and self.wish.kind == "gradient"
+        self.replica.begin(0.0)
+        self.flat.grads.zero_()
+        for bucket in self.flat.buckets if self.wish.each else ():
+            self.wish.each(bucket)
+        self._unreached = []
+        self._carry_on(self.flat.grads)
+        if self.wish is not None and self.wish.kind == "step":
+            if self.wish.update is not None:
+                self._take_step()
+            self._carry_on(None)
+
+    def end(self) -> None:
+        """No more data here: go on in empty steps until nobody has any."""
+        self._is_over = True
+        while self.wish is not None:
+            self.take_empty()
+
+    def close(self) -> None:
+        if self._strategy is not None:
+            self._strategy.close()
+        if self._hooks is not None:
+            self._hooks.remove()
+
+    # In between.
+
+    def _carry_on(self, value: Any) -> None:
+        """Run the strategy up to its next wish."""
+        self.wish = None
+        error: BaseException | None = None
+        while self.wish is None:
+            try:
+                op = self._strategy.send(value) if error is None else self._strategy.throw(error)
+            except StopIteration:
+                return
+            if isinstance(op, Wish):
+                self.wish = op
+            else:
+                try:
+                    value, error = op.wait(), None
+                except Exception as failure:
+                    error = failure
+        if self.wish.kind == "gradient":
+            self._passes = 0
+            if self.wish.each is not None and self._hooks is None:
+                self._hooks = BucketHooks(self.flat, self._pass_begins, self._exchanged)
+        elif self.wish.update is not None:
+            self._show(self.wish.update)
+
+    def _show(self, g: Tensor) -> None:
+        """Let the optimizer, and whoever looks at `.grad` before it, see `g`."""
+        if g.data_ptr() != self.flat.grads.data_ptr():
+            self.flat.grads.copy_(g)
+        for i in range(len(self.flat.parameters)):
+            self.flat.expose(i)
+        for i in self._unreached:  # As on one machine: what has no gradient is not touched, not even by weight decay.
+            self.flat.parameters[i].grad = None
+
+    def _pass_begins(self) -> Each | None:
+        """Whether this backward pass completes the gradient, and who gets its buckets then."""
+        if self.is_paused or self.wish is None or (self.wish.kind == "gradient" and self.wish.each is None):
+            return None
+        self._passes += 1
+        if self.wish.kind == "step":
+            passes = self._passes
+            raise RuntimeError(
+                f"backward() ran again before session.step(), after this step's gradient had been exchanged: to add up {passes} passes, "
+                f"give attach(accumulate={passes}) or run all but the last `with session.no_sync()`"
+            )
+        if self._passes < self.accumulate:
+            return None
+        self.replica.begin(self.samples or 1.0)
+        self._unreached = []
+        return self._inspected
+
+    def _inspected(self, bucket: Bucket) -> None:
+        assert self.wish is not None and self.wish.each is not None
+        self.replica.inspect(bucket.where)
+        self.wish.each(bucket)
+
+    def _exchanged(self) -> None:
+        self._note()
+        with torch.no_grad():
+            self._carry_on(self.flat.grads)
+
+    def _deliver_own(self, scale: Tensor | None, overflow: bool) -> None:
+        """This worker's own gradient, to a strategy that has no part in backward."""
+        self.replica.begin(self.samples or 1.0)
+        self._unreached = [i for i, p in enumerate(self.flat.parameters) if p.grad is None]
+        self.flat.collect_all()
+        if overflow:
+            self.flat.grads.zero_()
+            self.replica.leave_out()
+        else:
+            if scale is not None:
+                self.flat.grads.div_(scale.to(self.flat.grads))
+            self.replica.settle()
+        self._note()
+        self._carry_on(self.flat.grads)
+
+    def _note(self) -> None:
+        self.endpoint.trace.point(self.endpoint.now(), self.replica.rank, self.replica.k, int(self.samples), None)

@@ -1,0 +1,54 @@
+"""Do all ranks start from one model?  Found out before the first step, and told by the parameter's name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from paceline.endpoint import Endpoint
+from paceline.flat import FlatModel
+
+
+def check_same_model(endpoint: Endpoint, flat: FlatModel, store: Store) -> None:
+    """Raise ValueError, on every rank alike, if a rank's parameters differ in name, shape, dtype or value from the first's."""
+    shapes = [[n, list(p.shape), str(p.dtype)] for n, p in zip(flat.names, flat.parameters, strict=True)]
+    store.set(f"model/{endpoint.rank}", json.dumps(shapes))
+    _compare_shapes(endpoint, shapes, store)
+    prints = torch.stack([_fingerprint(p) for p in flat.parameters])
+    everyones = endpoint.all_gather(prints).wait()
+    for rank, theirs in zip(endpoint.ranks, everyones, strict=True):
+        different = (theirs != everyones[0]).nonzero()
+        if len(different):
+            name = flat.names[int(different[0])]
+            raise ValueError(
+                f"rank {rank} starts from other values of '{name}' than rank {endpoint.ranks[0]} ({len(different)} of {len(flat.names)} parameters "
+                "differ): build the model after the same torch.manual_seed on every rank, or give attach(initial='broadcast')"
+            )
+
+
+def _compare_shapes(endpoint: Endpoint, mine: list[list[object]], store: Store) -> None:
+    digest = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(mine).encode()).digest()), dtype=torch.uint8)
+    everyones = endpoint.all_gather(digest).wait()
+    first = endpoint.ranks[0]
+    for rank, theirs in zip(endpoint.ranks, everyones, strict=True):
+        if not torch.equal(theirs, everyones[0]):
+            here, there = (json.loads(store.get(f"model/{r}")) for r in (first, rank))
+            for ours, other in zip(here, there, strict=False):
+                if ours != other:
+                    raise ValueError(f"the models differ: rank {first} has {_spelled(ours)}, rank {rank} has {_spelled(other)}")
+            raise ValueError(f"the models differ: rank {first} has {len(here)} parameters, rank {rank} has {len(there)}")
+
+
+def _spelled(shape: list[object]) -> str:
+    name, sizes, dtype = shape
+    return f"'{name}' of shape {sizes} and {dtype}"
+
+
+def _fingerprint(p: Tensor) -> Tensor:
+    """64 bits of a hash of the values."""
+    raw = p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(bytearray(hashlib.blake2b(raw.data, digest_size=8).digest()), dtype=torch.int64)[0]

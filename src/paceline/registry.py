@@ -1,0 +1,109 @@
+"""Strategies and codecs by name, and settings to and from plain data.
+
+A class is spelled `BlockMomentum` in Python and `block-momentum` in files and flags; either is understood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import runpy
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from paceline.codecs import CODECS, Codec
+from paceline.server.rules import RULES, Rule
+from paceline.strategies import STRATEGIES
+from paceline.strategy import Strategy, spelled
+
+C = TypeVar("C")
+
+
+def strategy(name: str, **settings: Any) -> Strategy:
+    """A strategy by its name.
+
+    >>> strategy("block-momentum", period=16).period
+    16
+    """
+    return _named("strategy", STRATEGIES, name, settings)
+
+
+def codec(name: str, **settings: Any) -> Codec:
+    """A codec by its name.
+
+    >>> codec("one-bit")
+    OneBit(bucket=512)
+    """
+    return _named("codec", CODECS, name, settings)
+
+
+def rule(name: str, **settings: Any) -> Rule:
+    """A parameter server's rule by its name."""
+    return _named("rule", RULES, name, settings)
+
+
+def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:
+    """The class of that name; a ValueError that names the nearest one if there is none."""
+    known = {spelled(c): c for c in classes}
+    wanted = spelled(type(name, (), {})) if any(ch.isupper() for ch in name) else name.replace("_", "-")
+    if wanted in known:
+        return known[wanted]
+    near = get_close_matches(wanted, known, n=1, cutoff=0.0)
+    raise ValueError(f"there is no {kind} '{name}'; did you mean '{near[0]}'? Known: {', '.join(known)}")
+
+
+def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str, Any]) -> C:
+    cls = find(kind, classes, name)
+    known = [f.name for f in dataclasses.fields(cls) if f.init]  # pyright: ignore[reportArgumentType]
+    for key in settings:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.0)
+            hint = f"; did you mean '{near[0]}'? It has: {', '.join(known)}" if near else "; it has no settings"
+            raise ValueError(f"{cls.__name__} has no setting '{key}'{hint}")
+    return cls(**settings)
+
+
+def describe(cls: type) -> dict[str, Any]:
+    """Name, one line and settings of a strategy or codec, as plain data."""
+    settings = [
+        {"name": f.name, "type": str(f.type), "default": _plain_default(f)}
+        for f in dataclasses.fields(cls)
+        if f.init
+    ]
+    doc = (cls.__doc__ or "").strip().splitlines()[0]
+    return {"name": spelled(cls), "class": cls.__name__, "summary": doc, "settings": settings}
+
+
+def _plain_default(f: dataclasses.Field[Any]) -> Any:
+    if f.default is dataclasses.MISSING:
+        return None
+    return f.default if f.default is None or isinstance(f.default, (bool, int, float, str)) else repr(f.default)
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass of settings as data that JSON can hold; `from_plain` makes it again, in another process too."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cls = type(value)
+        where = cls.__module__
+        if where == "__main__":  # A strategy defined in the user's script: the file is where another process finds it.
+            where = getattr(sys.modules["__main__"], "__file__", None) or where
+        settings = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"class": f"{where}:{cls.__qualname__}", "settings": settings}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    raise TypeError(f"{value!r} is no setting that another process can be told of: use numbers, text, lists and dataclasses of them")
+
+
+def from_plain(value: Any) -> Any:
+    """What `to_plain` was given.  Only for data from this job's own processes: it imports what it is told to."""
+    if isinstance(value, list):
+        return [from_plain(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    where, _, name = value["class"].rpartition(":")
+    found: Any = runpy.run_path(where, run_name="__paceline__") if where.endswith(".py") else vars(importlib.import_module(where))
+    return found[name](**{k: from_plain(v) for k, v in value["settings"].items()})

@@ -1,0 +1,564 @@
+"""The mailbox: everything arrives as it was sent, in order, and nothing from strangers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import FileStore, HashStore, PrefixStore, Store
+
+from paceline.dist.mailbox import COPY_BELOW, DTYPES, UNREAD, Mailbox
+from paceline.endpoint import Message
+from paceline.errors import ClusterError
+from paceline.op import drive
+
+DEADLINE_S = 10.0
+
+
+@contextmanager
+def job(size: int, store: Store | None = None, **settings: object) -> Iterator[list[Mailbox]]:
+    store = store or HashStore()
+    boxes = [Mailbox(store, rank, size, timeout_s=DEADLINE_S, **settings) for rank in range(size)]  # pyright: ignore
+    try:
+        yield boxes
+    finally:
+        for box in boxes:
+            box.close(linger_s=0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """ZeroMQ tells nobody when it has turned somebody away, so the tests that need to know must look."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).remainder(2 if dtype is torch.bool else 100).to(dtype).reshape(shape)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Mailbox]]:
+    with job(2) as boxes:
+        yield boxes
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 5), (1024, 1031)], ids=str)
+def test_a_tensor_of_any_type_and_shape_arrives_as_it_was_sent(pair: list[Mailbox], dtype: torch.dtype, shape: tuple[int, ...]):
+    sent = numbers(*shape, dtype=dtype)
+    pair[1].send(0, Message("push", (sent,))).wait()
+    (came,) = pair[0].recv().wait().tensors
+    assert came.dtype == dtype and came.shape == sent.shape and torch.equal(came, sent)
+    assert came.data_ptr() % dtype.itemsize == 0
+
+
+def test_a_message_arrives_with_all_that_is_in_it(pair: list[Mailbox]):
+    sent = Message("push", (numbers(3), numbers(2, 2, dtype=torch.bfloat16), torch.tensor(7)), version=2**40, samples=-1)
+    pair[0].send(1, sent).wait()
+    came = pair[1].recv().wait()
+    assert (came.kind, came.version, came.samples, came.src) == ("push", 2**40, -1, 0)
+    assert [t.tolist() for t in came.tensors] == [t.tolist() for t in sent.tensors]
+
+
+def test_a_message_needs_no_tensors(pair: list[Mailbox]):
+    pair[0].send(1, Message("hello")).wait()
+    assert pair[1].recv().wait() == Message("hello")
+
+
+def test_tensors_with_gaps_or_gradients_arrive(pair: list[Mailbox]):
+    tensors = (numbers(6, 4).t(), numbers(10)[::3], torch.ones(3, requires_grad=True), numbers(2000, 1000).t())
+    pair[0].send(1, Message("push", tensors)).wait()
+    assert all(map(torch.equal, pair[1].recv().wait().tensors, tensors))
+
+
+def test_a_received_tensor_may_be_written_to_and_outlives_its_mailbox():
+    with job(2) as (a, b):
+        a.send(1, Message("push", (numbers(5), numbers(COPY_BELOW)))).wait()
+        small, large = b.recv().wait().tensors
+    small += 1
+    large += 1
+    assert small.tolist() == [1, 2, 3, 4, 5] and torch.equal(large, numbers(COPY_BELOW) + 1)
+
+
+def test_a_rank_may_write_to_itself(pair: list[Mailbox]):
+    pair[0].send(0, Message("note")).wait()
+    assert pair[0].recv(src=0).wait().src == 0
+
+
+def test_messages_of_one_rank_keep_their_order():
+    with job(3) as boxes:
+        for i in range(100):
+            for box in boxes[1:]:
+                box.send(0, Message("push", (numbers(i % 7),), version=i))
+        came = [boxes[0].recv().wait() for _ in range(200)]
+        assert [m.version for m in came if m.src == 1] == [m.version for m in came if m.src == 2] == list(range(100))
+
+
+def test_receiving_from_one_rank_keeps_the_others_in_order():
+    with job(3) as (a, b, c):
+        for i in range(3):
+            b.send(0, Message("b", version=i)).wait()
+        assert a.recv(src=1).wait().version == 0
+        c.send(0, Message("c")).wait()
+        assert a.recv(src=2).wait().kind == "c"
+        assert [a.recv().wait().version for _ in range(2)] == [1, 2]
+
+
+def test_an_op_gives_the_same_message_each_time_it_is_waited_for(pair: list[Mailbox]):
+    op = pair[0].recv()
+    pair[1].send(0, Message("once")).wait()
+    assert op.wait() is op.wait()
+
+
+def test_a_strategy_can_await_both_ends(pair: list[Mailbox]):
+    async def echo() -> str:
+        await pair[0].send(1, Message("ping"))
+        return (await pair[1].recv(src=0)).kind
+
+    assert drive(echo()) == "ping"
+
+
+@pytest.mark.parametrize(("src", "whom"), [(None, "any rank"), (1, "rank 1")])
+def test_a_receive_that_takes_too_long_says_from_whom_and_how_long(pair: list[Mailbox], src: int | None, whom: str):
+    with pytest.raises(TimeoutError, match=rf"^rank 0 waited 0\.05 s for a message from {whom}$"):
+        pair[0].recv(src=src, timeout=0.05).wait()
+
+
+def test_what_has_arrived_is_given_even_when_the_time_is_over(pair: list[Mailbox]):
+    pair[1].send(0, Message("early")).wait()
+    pair[1].send(0, Message("late")).wait()
+    assert pair[0].recv().wait().kind == "early"
+    until(lambda: pair[0]._inbox.poll(0) != 0)
+    assert pair[0].recv(timeout=-1).wait().kind == "late"
+
+
+@pytest.mark.parametrize("numel", [10, COPY_BELOW // 4 - 1, COPY_BELOW // 4, 6_000_000])
+def test_overwriting_a_tensor_after_an_awaited_send_changes_nothing(pair: list[Mailbox], numel: int):
+    x = torch.ones(numel)
+    for i in range(3):
+        x.fill_(i)
+        pair[0].send(1, Message("push", (x, x))).wait()
+        x.fill_(-1)
+    for i in range(3):
+        assert all(bool((t == i).all()) for t in pair[1].recv().wait().tensors)
+
+
+def test_two_ranks_that_both_send_before_they_read_do_not_wait_for_each_other():
+    x = torch.zeros(COPY_BELOW)
+    with job(2) as (a, b):
+
+        def exchange(box: Mailbox) -> None:
+            for _ in range(2 * UNREAD):
+                box.send(1 - box.rank, Message("push", (x,))).wait()
+
+        other = threading.Thread(target=exchange, args=(b,))
+        other.start()
+        exchange(a)
+        other.join(DEADLINE_S)
+        assert not other.is_alive()
+        assert sum(box.recv().wait().tensors[0].numel() for box in (a, b) for _ in range(2 * UNREAD)) == 4 * UNREAD * COPY_BELOW
+
+
+def test_an_awaited_send_waits_for_a_reader_that_cannot_keep_up():
+    x = torch.zeros(COPY_BELOW)
+    store = HashStore()
+    a, b = Mailbox(store, 0, 2, timeout_s=0.3), Mailbox(store, 1, 2)
+    with pytest.raises(ClusterError, match=r"^rank 0 could not send 'push' to rank 1 within 0\.3 s$"):
+        for _ in range(10 * UNREAD):
+            a.send(1, Message("push", (x,))).wait()
+    b.close()
+    a.close(linger_s=0)
+
+
+def test_a_rank_that_never_comes_is_named():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    a = Mailbox(store, 0, 2)
+    with pytest.raises(ClusterError, match="rank 0 found no mailbox of rank 1 in the store"):
+        a.send(1, Message("push"))
+    a.close()
+
+
+def test_the_callers_mistakes_are_named(pair: list[Mailbox]):
+    with pytest.raises(ValueError, match=r"Mailbox\(rank=2, size=2\)"):
+        Mailbox(HashStore(), 2, 2)
+    with pytest.raises(ValueError, match="send: rank 2 is none of this job's, which are 0 to 1"):
+        pair[0].send(2, Message("push"))
+    with pytest.raises(ValueError, match="recv: rank -1 is none"):
+        pair[0].recv(src=-1)
+    with pytest.raises(ValueError, match=r"send of a torch\.complex64 tensor: a mailbox carries float32, "):
+        pair[0].send(1, Message("push", (torch.zeros(2, dtype=torch.complex64),)))
+    for bind in ("0.0.0.0", "*", "::"):
+        with pytest.raises(ValueError, match="name the one address"):
+            Mailbox(HashStore(), 0, 1, bind=bind)
+    with pytest.raises(zmq.ZMQError, match="no_such_interface"):
+        Mailbox(HashStore(), 0, 1, bind="no_such_interface")
+
+
+def test_a_rank_has_one_mailbox_in_a_store():
+    store = HashStore()
+    first = Mailbox(PrefixStore("job", store), 0, 1)
+    with pytest.raises(ValueError, match="the store has a mailbox of this rank"):
+        Mailbox(PrefixStore("job", store), 0, 1)
+    Mailbox(PrefixStore("other job", store), 0, 1).close()
+    first.send(0, Message("still here")).wait()
+    assert first.recv().wait().kind == "still here"
+    first.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6") or not Path("/proc/net/if_inet6").read_text(), reason="no IPv6 here")
+def test_a_mailbox_can_live_at_an_ipv6_address():
+    with job(2, bind="::1") as (a, b):
+        assert a.address.startswith("tcp://[::1]:")
+        b.send(0, Message("hello")).wait()
+        assert a.recv().wait().src == 1
+
+
+def test_a_rank_that_publishes_later_is_admitted():
+    store = HashStore()
+    a = Mailbox(store, 0, 3)
+    for rank in (2, 1):
+        late = Mailbox(store, rank, 3)
+        late.send(0, Message("hello")).wait()
+        assert a.recv(timeout=DEADLINE_S).wait().src == rank
+        late.close()
+    assert a.refused == 0
+    a.close()
+
+
+def test_a_tensor_beyond_the_limit_is_not_sent_and_one_at_the_limit_arrives():
+    with job(2, max_nbytes=4_000_000) as (a, b):
+        with pytest.raises(ValueError, match="send of a tensor of 4000004 bytes: this mailbox was made with max_nbytes=4000000"):
+            a.send(1, Message("push", (torch.zeros(1_000_001),)))
+        a.send(1, Message("push", (torch.zeros(1_000_000),))).wait()
+        assert b.recv().wait().nbytes == 4_000_000
+
+
+def test_a_frame_beyond_the_limit_does_not_reach_memory():
+    with job(2, max_nbytes=1000) as (a, b):
+        b.max_nbytes = None  # A rank that does not keep to it.
+        b.send(0, Message("push", (torch.zeros(1_000_000),)))
+        with pytest.raises(TimeoutError):
+            a.recv(timeout=0.2).wait()
+        b._outboxes.pop(0).close(linger=0)
+        assert_serves(a, b)
+
+
+def send_much(store: Store) -> None:
+    torch.set_num_threads(1)
+    Mailbox(store, 1, 3).send(0, Message("push", (torch.zeros(50_000_000),) * 2)).wait()
+
+
+@pytest.mark.dist
+def test_a_rank_killed_within_a_message_does_not_stop_the_others(tmp_path: Path):
+    store = FileStore(str(tmp_path / "store"))
+    a, c = Mailbox(store, 0, 3, timeout_s=DEADLINE_S), Mailbox(store, 2, 3)
+    child = multiprocessing.get_context("fork").Process(target=send_much, args=(store,))
+    child.start()
+    until(lambda: len(a._door._admitted) == 1)  # Two tensors of 200 MB take long enough.
+    child.kill()
+    child.join()
+    with pytest.raises(TimeoutError):
+        a.recv(timeout=0.2).wait()
+    assert_serves(a, c)
+    a.close()
+    c.close()
+
+
+# Strangers
+
+
+def stranger(box: Mailbox, **options: bytes) -> None:
+    """Push to `box` until it has refused it."""
+    before = box.refused
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.linger = 0
+        for name, value in options.items():
+            setattr(push, name, value)
+        push.connect(box.address)
+        push.send(msgspec.msgpack.encode(["hello", 1, 0, 0, []]))
+        until(lambda: box.refused > before)
+    with pytest.raises(TimeoutError):
+        box.recv(timeout=0.02).wait()
+
+
+def assert_serves(box: Mailbox, peer: Mailbox) -> None:
+    peer.send(box.rank, Message("still here")).wait()
+    assert box.recv().wait().kind == "still here"
+
+
+def test_a_stranger_without_a_key_is_refused(pair: list[Mailbox]):
+    stranger(pair[0])
+    assert "it has no key" in (pair[0].last_refusal or "")
+    assert_serves(*pair)
+
+
+def test_a_stranger_with_a_key_that_nobody_published_is_refused(pair: list[Mailbox]):
+    for boxes in (pair, None):  # Once where all ranks are known, and once where the store must be asked.
+        with job(2) as fresh:
+            box, peer = boxes or fresh
+            public, secret = zmq.curve_keypair()
+            stranger(box, curve_publickey=public, curve_secretkey=secret, curve_serverkey=box._public)
+            assert box.last_refusal == "a stranger at 127.0.0.1: no rank of this job has published its key"
+            assert_serves(box, peer)
+
+
+def test_a_stranger_with_a_ranks_public_key_but_not_its_secret_is_refused(pair: list[Mailbox]):
+    _, secret = zmq.curve_keypair()
+    stranger(pair[0], curve_publickey=pair[1]._public, curve_secretkey=secret, curve_serverkey=pair[0]._public)
+    assert_serves(*pair)
+
+
+def test_a_stranger_that_takes_this_rank_for_another_is_refused(pair: list[Mailbox]):
+    wrong, _ = zmq.curve_keypair()
+    stranger(pair[0], curve_publickey=pair[1]._public, curve_secretkey=pair[1]._secret, curve_serverkey=wrong)
+    assert_serves(*pair)
+
+
+def test_a_rank_of_another_job_is_refused():
+    store = HashStore()
+    with job(2, PrefixStore("a", store)) as ours, job(2, PrefixStore("b", store)) as theirs:
+        stranger(ours[0], curve_publickey=theirs[1]._public, curve_secretkey=theirs[1]._secret, curve_serverkey=ours[0]._public)
+        assert_serves(*ours)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 20, b"\xff" + bytes(8) + b"\x7f\x03", os.urandom(4096)])
+def test_other_protocols_on_its_port_do_not_disturb_it(pair: list[Mailbox], said: bytes):
+    host, port = pair[0].address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(said)
+        assert_serves(*pair)
+
+
+# Malformed messages of ranks that were admitted
+
+
+def deliver(pair: list[Mailbox], letters: list[list[bytes]]) -> list[Message]:
+    """Send raw frames as rank 1 and give what rank 0 made of them; all others must have been counted."""
+    a, b = pair
+    before = a.refused
+    for frames in letters:
+        b._outbox(0).send_multipart(frames)
+    b.send(0, Message("the end")).wait()
+    came: list[Message] = []
+    while (message := a.recv().wait()).kind != "the end":
+        came.append(message)
+    assert a.refused - before == len(letters) - len(came)
+    return came
+
+
+def header(kind: object = "push", src: object = 1, version: object = 0, samples: object = 0, tensors: object = ()) -> bytes:
+    return msgspec.msgpack.encode([kind, src, version, samples, tensors])
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b""], "truncated"),
+        ([b"\xc1"], "malformed"),
+        ([header() + b"x"], "trailing"),
+        ([msgspec.msgpack.encode(["push", 1, 0, 0])], "length 5, got 4"),
+        ([msgspec.msgpack.encode(["push", 1, 0, 0, [], 0])], "length 5, got 6|at most length 5"),
+        ([header(kind=b"push")], "Expected `str`"),
+        ([header(version=1.5)], "Expected `int`"),
+        ([header(version=True)], "Expected `int`"),
+        ([header(src=0)], "its header says that it is from rank 0"),
+        ([header(src=2)], "its header says that it is from rank 2"),
+        ([header(src=-1)], "its header says that it is from rank -1"),
+        ([header(), b""], "announces 0 tensors and 1 came"),
+        ([header(tensors=[["float32", [1]]])], "announces 1 tensors and 0 came"),
+        ([header(tensors=[["float32", [2]]]), bytes(7)], r"a float32 tensor of shape \(2,\) came with 7 bytes"),
+        ([header(tensors=[["float32", [2]]]), bytes(12)], "came with 12 bytes"),
+        ([header(tensors=[["float32", []]]), b""], r"a float32 tensor of shape \(\) came with 0 bytes"),
+        ([header(tensors=[["float32", [2**62, 4]]]), b""], "came with 0 bytes"),
+        ([header(tensors=[["float32", [2**63]]]), b""], "Expected `int`"),
+        ([header(tensors=[["float32", [-1, -4]]]), bytes(16)], ">= 0"),
+        ([header(tensors=[["float32", [1] * 65]]), bytes(4)], "length <= 64"),
+        ([header(tensors=[["uint8", [0, 2**62, 2**62]]]), b""], "has no strides"),
+        ([header(tensors=[["object", [1]]]), bytes(8)], "'object'"),
+        ([header(tensors=[["complex64", [1]]]), bytes(8)], "'complex64'"),
+        ([header(tensors=[["bool", [2]]]), b"\x01\x02"], "other than 0 and 1"),
+    ],
+)
+def test_a_malformed_message_is_dropped_and_the_reason_kept(pair: list[Mailbox], frames: list[bytes], reason: str):
+    assert deliver(pair, [frames]) == []
+    pair_refusal = pair[0].last_refusal or ""
+    assert pair_refusal.startswith("a message from rank 1: ")
+    with pytest.raises(ValueError, match=f"(?i){reason}"):
+        raise ValueError(pair_refusal)
+
+
+def test_an_empty_tensor_with_huge_sides_is_allowed(pair: list[Mailbox]):
+    (message,) = deliver(pair, [[header(tensors=[["float64", [0, 2**62]]]), b""]])
+    assert message.tensors[0].shape == (0, 2**62)
+
+
+sides = st.one_of(st.integers(0, 5), st.integers(-(2**63), 2**64 - 1))
+entries = st.tuples(st.sampled_from([*DTYPES, "complex64", "", "object"]), st.lists(sides, max_size=4))
+odd = st.one_of(st.none(), st.booleans(), st.floats(), st.text(max_size=3), st.integers(-(2**63), 2**64 - 1), st.lists(st.integers(0, 9)))
+lies = st.builds(
+    header,
+    kind=st.one_of(st.text(max_size=5), odd),
+    src=st.one_of(st.just(1), odd),
+    version=st.one_of(st.integers(0, 9), odd),
+    tensors=st.one_of(st.lists(entries, max_size=3), odd),
+)
+letters = st.builds(lambda head, rest: [head, *rest], st.one_of(lies, st.binary(max_size=60)), st.lists(st.binary(max_size=40), max_size=3))
+
+
+@given(batch=st.lists(letters, min_size=1, max_size=20))
+@settings(max_examples=150, deadline=None)
+def test_frames_of_any_bytes_are_a_message_or_counted(pair: list[Mailbox], batch: list[list[bytes]]):
+    for message in deliver(pair, batch):
+        assert message.src == 1 and all(t.dtype in DTYPES.values() for t in message.tensors)
+
+
+def test_two_thousand_damaged_letters_do_not_stop_it(pair: list[Mailbox]):
+    noise = torch.Generator().manual_seed(0)
+
+    def pick(below: int) -> int:
+        return int(torch.randint(below, (), generator=noise))
+
+    damaged: list[list[bytes]] = []
+    for _ in range(2000):
+        frames = [bytearray(header(tensors=[["float32", [2, 3]], ["bool", [4]]])), bytearray(24), bytearray(4)]
+        victim = frames[pick(3)]
+        match pick(4):
+            case 0:
+                victim[pick(len(victim))] ^= 1 << pick(8)
+            case 1:
+                del victim[pick(len(victim)) :]
+            case 2:
+                victim.insert(pick(len(victim)), pick(256))
+            case _:
+                del frames[pick(3)]
+        damaged.append([bytes(frame) for frame in frames] or [b""])
+    came = deliver(pair, damaged)
+    # A flipped bit in a number, or in what the header calls its kind, is a different letter and not a malformed one.
+    assert len(came) < 600
+    assert all(t.nbytes in (24, 4) for m in came for t in m.tensors)
+
+
+# Coming and going
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def one_job() -> list[str]:
+    with job(3) as boxes:
+        for box in boxes:
+            box.send((box.rank + 1) % 3, Message("push", (torch.zeros(COPY_BELOW),))).wait()
+        for box in boxes:
+            box.recv().wait()
+        return [box.address for box in boxes]
+
+
+def test_closing_leaves_no_thread_no_port_and_no_file():
+    one_job()  # pyzmq keeps one thread for all lent buffers of the process, and torch its own.
+    before = set(threading.enumerate()), open_files(), native_threads()
+    addresses = one_job()
+    assert (set(threading.enumerate()), open_files(), native_threads()) == before
+    for address in addresses:
+        host, port = address.removeprefix("tcp://").split(":")
+        with socket.socket() as probe:
+            assert probe.connect_ex((host, int(port))) != 0
+
+
+def test_closing_flushes_what_was_sent():
+    store = HashStore()
+    a, b = Mailbox(store, 0, 2), Mailbox(store, 1, 2)
+    for i in range(UNREAD):
+        a.send(1, Message("push", (torch.full((COPY_BELOW,), i),)))
+    a.close()
+    assert [int(b.recv().wait().tensors[0][-1]) for _ in range(UNREAD)] == list(range(UNREAD))
+    b.close()
+
+
+def test_closing_does_not_wait_longer_than_told_for_a_rank_that_is_gone():
+    store = HashStore()
+    a, b = Mailbox(store, 0, 2), Mailbox(store, 1, 2)
+    b.close()
+    a.send(1, Message("push", (torch.zeros(COPY_BELOW),)))
+    start = time.monotonic()
+    a.close(linger_s=0.2)
+    assert 0.1 < time.monotonic() - start < 2
+
+
+def test_a_closed_mailbox_says_so_and_may_be_closed_again():
+    box = Mailbox(HashStore(), 0, 1)
+    op = box.recv()
+    box.close()
+    box.close()
+    for use in (op.wait, box.recv, lambda: box.send(0, Message("push"))):
+        with pytest.raises(RuntimeError, match="rank 0's mailbox is closed"):
+            use()
+
+
+def pass_round(path: str, rank: int, size: int) -> None:
+    torch.set_num_threads(1)  # A forked child has none of its parent's OpenMP threads.
+    box = Mailbox(PrefixStore("job", FileStore(path, size)), rank, size, timeout_s=DEADLINE_S)
+    before, after = (rank - 1) % size, (rank + 1) % size
+    x = torch.zeros(COPY_BELOW)
+    for _ in range(3):
+        if rank == 0:
+            box.send(after, Message("token", (x,))).wait()
+        x = box.recv(src=before).wait().tensors[0]
+        x += rank
+        if rank != 0:
+            box.send(after, Message("token", (x,))).wait()
+    assert rank != 0 or bool((x == 3 * sum(range(size))).all())
+    box.close()
+
+
+@pytest.mark.dist
+def test_three_processes_pass_a_tensor_round(tmp_path: Path):
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=pass_round, args=(str(tmp_path / "store"), rank, 3)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(2 * DEADLINE_S)
+        assert [process.exitcode for process in ranks] == [0, 0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def use_inherited(box: Mailbox) -> None:
+    try:
+        box.send(0, Message("push"))
+    except RuntimeError as error:
+        os._exit(0 if "not of this process" in str(error) else 1)
+    os._exit(2)
+
+
+@pytest.mark.dist
+def test_a_forked_child_may_not_use_its_parents_mailbox():
+    with job(1) as (box,):
+        child = multiprocessing.get_context("fork").Process(target=use_inherited, args=(box,))
+        child.start()
+        child.join(DEADLINE_S)
+        assert child.exitcode == 0
+        assert_serves(box, box)

@@ -1,0 +1,226 @@
+"""The report says what the rows say, escapes what it is given, and needs nothing but itself."""
+
+import re
+from html.parser import HTMLParser
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from paceline.report import Row, charts, html, text
+from paceline.report.row import best
+
+NAN = float("nan")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def rising(seconds: float, nbytes: float, points: int = 20) -> list[tuple[float, float, float]]:
+    return [(seconds * i / points, nbytes * i / points, 0.1 + 0.8 * i / points) for i in range(points + 1)]
+
+
+ALLREDUCE = Row("AllReduceSGD", "AllReduceSGD", 0.97, 180.0, 69e6, 1.0, rising(180.0, 69e6))
+BLOCK = Row("block momentum", "BlockMomentum(period=64)", 0.96, 14.0, 1.1e6, 12.9, rising(14.0, 1.1e6))
+REAL = Row("block momentum", "BlockMomentum(period=64)", 0.95, 2.5, 1.1e6, None, rising(2.5, 1.1e6), real=True)
+
+
+class Page(HTMLParser):
+    """A page taken apart: its tags with their attributes, the text of each table cell, and whatever was left open."""
+
+    VOID = frozenset({"meta", "path", "line"})
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source, self.tags, self.open, self.table_rows = (
+            source,
+            list[tuple[str, dict[str, str | None]]](),
+            list[str](),
+            list[list[str]](),
+        )
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.table_rows.append([])
+        if tag in ("td", "th"):
+            self.table_rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.table_rows and ("td" in self.open or "th" in self.open):
+            self.table_rows[-1][-1] += data.strip()
+
+    @property
+    def drawings(self) -> list[ElementTree.Element]:
+        return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg xmlns=.*?</svg>", self.source, re.DOTALL)]
+
+
+def page(rows: list[Row], title: str = "A comparison", facts: dict[str, str] | None = None, notes: list[str] | None = None) -> Page:
+    parsed = Page(html.render(title, rows, facts or {}, notes or []))
+    assert parsed.open == []
+    return parsed
+
+
+def printed(rows: list[Row]) -> str:
+    out = StringIO()
+    Console(width=120, file=out).print(text.table(rows))
+    return out.getvalue()
+
+
+def lines_in(drawing: ElementTree.Element) -> list[str]:
+    return [
+        path.attrib["d"] for group in drawing.iter(f"{SVG}g") if "mark-line" in group.get("class", "") for path in group.iter(f"{SVG}path")
+    ]
+
+
+def words_in(drawing: ElementTree.Element) -> set[str]:
+    return {"".join(word.itertext()) for word in drawing.iter(f"{SVG}text")}
+
+
+def test_the_page_and_the_terminal_show_the_same_figures():
+    rows = page([ALLREDUCE, BLOCK]).table_rows
+    assert rows[1:] == [
+        ["AllReduceSGD", "97.0%", "3 min 00 s", "69.0 MB", "1.00x"],
+        ["block momentumBlockMomentum(period=64)", "96.0%", "14.0 s", "1.10 MB", "12.9x"],
+    ]
+    terminal = printed([ALLREDUCE, BLOCK])
+    assert all(figure in terminal for row in rows[1:] for figure in row[1:])
+
+
+def test_the_page_draws_accuracy_against_time_and_against_bytes_one_line_a_method():
+    over_time, over_bytes = page([ALLREDUCE, BLOCK]).drawings
+    assert "virtual time (s), logarithmic" in words_in(over_time)
+    assert {"bytes sent per worker, logarithmic", "300 kB", "1 MB", "3 MB", "10 MB", "30 MB"} <= words_in(over_bytes)
+    assert len(lines_in(over_time)) == len(lines_in(over_bytes)) == 2
+
+
+def test_methods_of_like_cost_are_drawn_on_linear_axes_from_zero():
+    twin = Row("twin", "Twin", 0.9, 100.0, 60e6, 1.8, rising(100.0, 60e6))
+    over_time, over_bytes = page([ALLREDUCE, twin]).drawings
+    assert {"virtual time (s)", "0"} <= words_in(over_time)
+    assert {"bytes sent per worker", "0", "20 MB"} <= words_in(over_bytes)
+
+
+def test_real_processes_are_never_compared_with_virtual_seconds():
+    parsed = page([ALLREDUCE, REAL, BLOCK])
+    headings = [row for row in parsed.table_rows if row[0] == "method"]
+    assert [heading[2] for heading in headings] == ["virtual time", "wall time"]
+    assert [len(lines_in(drawing)) for drawing in parsed.drawings] == [2, 2, 1, 1]
+    assert "2.50 s wall" in printed([ALLREDUCE, REAL, BLOCK])
+    assert best([ALLREDUCE, BLOCK, REAL]) == best([ALLREDUCE, BLOCK])
+
+
+def test_words_of_the_user_are_escaped_wherever_they_appear():
+    bad = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>{{ 7 * 7 }}&amp;"
+    parsed = page(
+        [Row(bad, bad + "()()", NAN, 1.0, 1.0, 1.0), Row("[bold]x[/]", bad, 0.9, 1.0, 1.0, 1.0, rising(1.0, 1.0))], bad, {bad: bad}, [bad]
+    )
+    assert not {tag for tag, _ in parsed.tags} & {"script", "img"}
+    assert not [name for _, attributes in parsed.tags for name in attributes if name.startswith("on")]
+    assert parsed.table_rows[1][0] == bad + bad + "()()"
+    assert all("alert" not in ElementTree.tostring(drawing, "unicode") for drawing in parsed.drawings)
+    assert "[bold]x[/]" in printed([Row("[bold]x[/]", "", 0.9, 1.0, 1.0, 1.0)])
+
+
+def test_the_page_loads_nothing_and_runs_nothing():
+    parsed = page([ALLREDUCE, BLOCK, REAL])
+    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "image", "iframe", "object", "use", "foreignobject"}
+    assert not re.search(r"@import|url\(", parsed.source)
+    addresses = re.findall(r'(\S+)="https?://', parsed.source)
+    assert set(addresses) == {"xmlns", "xmlns:xlink"}
+    assert len(re.findall("https?://", parsed.source)) == len(addresses)
+
+
+def test_drawings_cannot_clash_because_they_hold_no_ids():
+    assert not [attributes["id"] for _, attributes in page([ALLREDUCE, BLOCK, REAL]).tags if "id" in attributes]
+
+
+def test_no_rows_make_a_page_that_says_so():
+    parsed = page([], notes=["a note"])
+    assert "no method was run" in parsed.source and "a note" in parsed.source
+    assert parsed.drawings == []
+    assert "method" in printed([])
+
+
+def test_one_point_is_drawn_as_a_mark():
+    drawings = page([Row("one", "One", 0.9, 3.0, 100.0, None, [(3.0, 100.0, 0.9)])]).drawings
+    assert len(drawings) == 2
+    for drawing in drawings:
+        (mark,) = [p for g in drawing.iter(f"{SVG}g") if "mark-symbol" in g.get("class", "") for p in g.iter(f"{SVG}path")]
+        assert mark.get("fill") == charts.COLOURS[0]
+        assert "NaN" not in ElementTree.tostring(drawing, "unicode")
+
+
+def test_a_run_that_diverged_is_shown_and_wins_nothing():
+    hot = Row("too hot", "Hot", NAN, 0.1, 0.0, 999.0, [(0.0, 0.0, 0.1), (0.1, 0.0, NAN)])
+    unknown = Row("unmeasured", "Unmeasured", None, float("inf"), NAN, None)
+    parsed = page([hot, unknown, ALLREDUCE, BLOCK])
+    assert parsed.table_rows[1][1:] == ["nan", "100 ms", "0 B", "999x"]
+    assert parsed.table_rows[2][1:] == ["-", "inf", "nan", "-"]
+    assert not [winner for winner in best([hot, unknown, ALLREDUCE, BLOCK]) if winner[0] < 2]
+    assert "Nothing to draw for too hot, unmeasured." in parsed.source
+    assert "NaN" not in "".join(lines_in(parsed.drawings[0]))
+
+
+def test_a_line_of_many_points_is_thinned_to_five_hundred_and_keeps_its_ends():
+    drawing = page([Row("long", "Long", 0.9, 10.0, 1e6, None, rising(10.0, 1e6, points=20_000))]).drawings[0]
+    (line,) = lines_in(drawing)
+    xs = [float(x) for x in re.findall(r"[ML](-?[\d.]+),", line)]
+    assert len(xs) == 500 and xs[0] == 0.0 and xs[-1] == 440.0
+
+
+def test_many_methods_with_many_points_stay_below_a_megabyte(tmp_path: Path):
+    rows = [Row(f"method {i}", "S", 0.9, 10.0 + i, 1e6 + i, 1.0, rising(10.0 + i, 1e6 + i, points=3000)) for i in range(60)]
+    html.write(tmp_path / "report.html", "Sixty methods", rows, {"seed": "0"}, [])
+    assert 10_000 < (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_a_page_is_small_enough_to_mail_and_the_same_every_time(tmp_path: Path):
+    for name in ("a.html", "b.html"):
+        html.write(tmp_path / name, "Twice \udcff", [ALLREDUCE, BLOCK], {"torch": "2"}, [])
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    assert (tmp_path / "a.html").stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("colour", charts.COLOURS)
+@pytest.mark.parametrize("paper", ["#ffffff", "#15171a"])
+def test_every_line_is_legible_on_light_and_on_dark(colour: str, paper: str):
+    def luminance(hex_colour: str) -> float:
+        channels = [int(hex_colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted([luminance(colour), luminance(paper)])
+    # WCAG 2.1, 1.4.11: graphical objects need 3:1.
+    assert (light + 0.05) / (dark + 0.05) >= 3.0
+
+
+def test_the_first_twenty_four_lines_are_drawn_in_twenty_four_ways():
+    assert len({charts.swatch(i) for i in range(24)}) == 24
+
+
+@given(st.floats(min_value=0, max_value=1e9), st.floats(min_value=0, max_value=1e9))
+def test_formatting_never_shows_four_digits_before_a_unit(seconds: float, sent: float):
+    for words in (text.seconds(seconds), text.nbytes(sent)):
+        assert re.fullmatch(r"\d+(\.\d+)? [a-zA-Z]+( \d\d [a-z]+)?", words), words
+        assert "min 60" not in words and "h 60" not in words and "d 24" not in words
+    assert len(text.nbytes(sent).split()[0]) <= 4
+
+
+@given(st.floats(min_value=1e-6, max_value=1e12), st.floats(min_value=10.0, max_value=1e12))
+@settings(deadline=None)
+def test_logarithmic_axes_have_between_one_and_nine_labels(low: float, ratio: float):
+    ticks = charts.log_ticks(low, low * ratio)
+    assert 1 <= len(ticks) <= 9
+    assert all(low <= a < b <= low * ratio for a, b in pairwise(ticks))
