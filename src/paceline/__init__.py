@@ -1,15 +1,22 @@
 """paceline: train any PyTorch model data-parallel over workers that are far apart, slow to reach, unequal or unreliable."""
 
+from typing import TYPE_CHECKING, Any
+
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
 from paceline.errors import ClusterError, PeerLost
 from paceline.op import Op
 from paceline.replica import Memory, NonFiniteGradient, Replica
+from paceline.run import Run
 from paceline.server import Rule, Sgd, Shard, Store
-from paceline.sim import Cluster, Compute, Constant, Link, LogNormal, Measured, Run, Stragglers, simulate
+from paceline.sim import Cluster, Compute, Constant, Link, LogNormal, Measured, Stragglers, simulate
 from paceline.strategies import AllReduceSGD, BlockMomentum, ParameterServer, PeriodicAveraging
 from paceline.strategy import Strategy
 from paceline.task import Task
 from paceline.trace import Trace
+
+if TYPE_CHECKING:
+    from paceline.dist.attach import Session, attach
+    from paceline.dist.train import train
 
 __version__ = "0.1.0"
 
@@ -37,6 +44,7 @@ __all__ = [
     "Replica",
     "Rule",
     "Run",
+    "Session",
     "Sgd",
     "Shard",
     "Store",
@@ -44,5 +52,18 @@ __all__ = [
     "Strategy",
     "Task",
     "Trace",
+    "attach",
     "simulate",
+    "train",
 ]
+
+_LATER = {"Session": "paceline.dist.attach", "attach": "paceline.dist.attach", "train": "paceline.dist.train"}
+
+
+def __getattr__(name: str) -> Any:
+    """Real processes need more than torch and numpy: what they need is imported when they are asked for."""
+    import importlib
+
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'paceline' has no attribute '{name}'")

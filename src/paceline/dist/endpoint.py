@@ -132,12 +132,13 @@ class ProcessEndpoint:
         check_summable(x)
         if len(self.ranks) == 1:
             return Ready("all_reduce", x)
+        nbytes = x.nbytes + (0 if tail is None else tail.nbytes)
         if self._shared is not None and x.device.type == "cpu":
-            return self._watched(self._shared.all_reduce(x, tail), x.nbytes)
+            return self._watched(self._shared.all_reduce(x, tail), nbytes)
         if self.ordered:
-            return self._watched(Routine("all_reduce", self._ordered_sum(x, tail)), x.nbytes)
+            return self._watched(Routine("all_reduce", self._ordered_sum(x, tail)), nbytes)
         works = [dist.all_reduce(t, group=self._process_group, async_op=True) for t in (x, tail) if t is not None]
-        return self._watched(Work("all_reduce", works, lambda: x), x.nbytes)
+        return self._watched(Work("all_reduce", works, lambda: x), nbytes)
 
     async def _ordered_sum(self, x: Tensor, tail: Tensor | None) -> Tensor:
         """In order of ranks, so that the bits are those of the simulator; it costs N times the memory."""

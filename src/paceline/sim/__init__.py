@@ -2,6 +2,6 @@
 
 from paceline.sim.cluster import Cluster, Compute, Constant, LogNormal, Measured, Stragglers
 from paceline.sim.network import Link
-from paceline.sim.run import Run, simulate
+from paceline.sim.run import simulate
 
-__all__ = ["Cluster", "Compute", "Constant", "Link", "LogNormal", "Measured", "Run", "Stragglers", "simulate"]
+__all__ = ["Cluster", "Compute", "Constant", "Link", "LogNormal", "Measured", "Stragglers", "simulate"]

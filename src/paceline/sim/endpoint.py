@@ -184,7 +184,9 @@ class SimEndpoint:
         stop = start + cost.seconds
         for i, r in enumerate(self.ranks):
             world.sending_free[r] = world.receiving_free[r] = stop
-            simulator.trace.span(r, meeting.kind, meeting.members[r][0][3], stop, cost.nbytes(i))
+            _, _, own, since = meeting.members[r][0]
+            # Parts for others may differ in size from rank to rank: the largest paces all, each sends its own.
+            simulator.trace.span(r, meeting.kind, since, stop, own if meeting.kind == "all_to_all" else cost.nbytes(i))
         simulator.at(stop, self._close, meeting)
 
     def _close(self, meeting: Meeting) -> None:

@@ -5,44 +5,22 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.endpoint import Layout
 from paceline.flat import Bucket, FlatModel
 from paceline.op import Op, Ready
 from paceline.replica import NonFinite, Replica, Stopped
+from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint, World
 from paceline.sim.simulator import Simulator
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
-from paceline.trace import Trace
-
-
-@dataclass
-class Run:
-    """What came out: the trained model and its vector, the trace, and every worker's state to resume from."""
-
-    model: nn.Module
-    params: Tensor
-    trace: Trace
-    states: list[dict[str, Any]]
-    waits: int = 0
-
-    @property
-    def seconds(self) -> float:
-        return self.trace.seconds
-
-    @property
-    def final(self) -> dict[str, float]:
-        """The last evaluation."""
-        return self.trace.evaluations[-1].values if self.trace.evaluations else {}
 
 
 class SimLearner:

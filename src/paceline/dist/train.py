@@ -1,0 +1,243 @@
+"""train: a task by a strategy on real processes.
+
+Under a launcher this process is one of the workers; otherwise the workers are forked here.  Forked workers need nothing
+pickled, so tasks may be made of lambdas; they compute with one thread each unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.dist.backward import BucketHooks, Each
+from paceline.dist.job import Job, under_launcher
+from paceline.dist.same_model import check_same_model
+from paceline.endpoint import Endpoint
+from paceline.errors import ClusterError
+from paceline.flat import FlatModel
+from paceline.op import Op, Ready, drive
+from paceline.replica import NonFinite, Replica
+from paceline.run import Run
+from paceline.strategy import Strategy
+from paceline.task import Task, Trainee
+from paceline.trace import Trace
+
+
+class ProcessLearner:
+    """Computes this process's gradients, when they are waited for, and hands out buckets while it does."""
+
+    def __init__(self, trainee: Trainee, endpoint: Endpoint) -> None:
+        self.trainee, self.endpoint = trainee, endpoint
+        self.flat: FlatModel = trainee.flat
+        self._each: Each | None = None
+        self._replica: Replica | None = None
+        self._hooks = BucketHooks(trainee.flat, lambda: self._each and self._hand_on, lambda: None)
+
+    def has_data(self, step: int) -> bool:
+        return self.trainee.has_data(step)
+
+    def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
+        return Gradient(lambda: self._compute(replica, each))
+
+    def _hand_on(self, bucket: Any) -> None:
+        assert self._each is not None and self._replica is not None
+        self._replica.inspect(bucket.where)
+        self._each(bucket)
+
+    def _compute(self, replica: Replica, each: Each | None) -> Tensor:
+        flat, batch = self.flat, self.trainee.draw(replica.k)
+        replica.begin(0 if batch is None else len(batch[0]))
+        if batch is None:
+            flat.grads.zero_()
+            for bucket in flat.buckets if each else ():
+                each(bucket)
+            return flat.grads
+        start = self.endpoint.now()
+        self._each, self._replica = each, replica
+        self.trainee.backward(batch)
+        if each is None:
+            flat.collect_all()
+            replica.settle()
+        now = self.endpoint.now()
+        self.endpoint.trace.span(replica.rank, "gradient", start, now)
+        self.endpoint.trace.point(now, replica.rank, replica.k, len(batch[0]), self.trainee.loss)
+        return flat.grads
+
+    def step(self, replica: Replica, g: Tensor) -> Op[None]:
+        self.trainee.step(g)
+        return Ready("step", None)
+
+    def skip(self, replica: Replica) -> Op[None]:
+        return Ready("skip", None)
+
+
+class Gradient(Op[Tensor]):
+    """A gradient that is computed when it is waited for."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        super().__init__("gradient")
+        self._work = work
+
+    def wait(self) -> Tensor:
+        return self._work()
+
+
+def train(
+    task: Task,
+    strategy: Strategy,
+    workers: int | None = None,
+    *,
+    nonfinite: NonFinite = "skip",
+    ordered: bool = False,
+    threads: int = 1,
+    timeout_s: float = 1800.0,
+    progress: Callable[[int], None] | None = None,
+) -> Run:
+    """Train `task` by `strategy`: as this rank of a launched job, or on `workers` processes of this machine."""
+    if under_launcher():
+        if workers is not None and workers != int(os.environ.get("WORLD_SIZE", workers)):
+            raise ValueError(f"train(workers={workers}) under a launcher that started {os.environ['WORLD_SIZE']}: leave `workers` out")
+        run, _ = _work(task, strategy, nonfinite, ordered, timeout_s, progress)
+        return run
+    if workers is None or workers < 1:
+        raise ValueError(f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run or torchrun")
+    return _fork(task, strategy, workers, nonfinite, ordered, threads, timeout_s, progress)
+
+
+def _work(
+    task: Task,
+    strategy: Strategy,
+    nonfinite: NonFinite,
+    ordered: bool,
+    timeout_s: float,
+    progress: Callable[[int], None] | None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    workers: int | None = None,
+) -> tuple[Run, Job]:
+    model = task.build()
+    device = next(model.parameters()).device
+    with Job(strategy, device=device, store=store, rank=rank, workers=workers, ordered=ordered, timeout_s=timeout_s) as job:
+        trainee = Trainee(task, model, job.rank, job.workers)
+        if job.workers > 1:
+            check_same_model(job.endpoint, trainee.flat, job.store)
+        learner = ProcessLearner(trainee, job.endpoint)
+        replica = Replica(job.endpoint, learner, nonfinite=nonfinite)
+
+        def evaluate(k: int) -> None:
+            job.endpoint.trace.evaluation(job.endpoint.now(), k * task.batch, trainee.evaluate(replica.deployed))
+
+        def at_step(k: int) -> None:
+            if progress is not None:
+                progress(k)
+            if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0:
+                evaluate(k)
+
+        if job.rank == 0:
+            replica.at_step = at_step
+        drive(replica.run(strategy.worker(replica)))
+        if task.evaluate is not None and job.rank == 0:
+            evaluate(task.total_steps)
+        if job.rank == 0:
+            for server in job.layout.server_ranks:
+                job.endpoint.trace.merge(Trace.loads(job.store.get(f"trace/{server}").decode()))
+    states = [{"replica": replica.state_dict(), "trainee": trainee.state_dict()}]
+    return Run(model, replica.params.clone(), job.endpoint.trace, states), job
+
+
+def _fork(
+    task: Task,
+    strategy: Strategy,
+    workers: int,
+    nonfinite: NonFinite,
+    ordered: bool,
+    threads: int,
+    timeout_s: float,
+    progress: Callable[[int], None] | None,
+) -> Run:
+    context = multiprocessing.get_context("fork")
+    steps = context.Value("l", 0, lock=False)
+
+    def child(rank: int, folder: Path) -> None:
+        torch.set_num_threads(threads)
+        try:
+            store = dist.FileStore(str(folder / "store"))
+            report = (lambda k: setattr(steps, "value", k)) if rank == 0 else None
+            run, _ = _work(task, strategy, nonfinite, ordered, timeout_s, report, store, rank, workers)
+            (folder / f"trace-{rank}.json").write_text(run.trace.dumps())
+            if rank == 0:
+                run.params.cpu().contiguous().view(torch.uint8).numpy().tofile(folder / "params")
+        except BaseException as error:
+            story = {"error": f"{type(error).__name__}: {error}", "is_peer": isinstance(error, ClusterError), "trace": traceback.format_exc()}
+            (folder / f"error-{rank}.json").write_text(json.dumps(story))
+            os._exit(1)
+        os._exit(0)  # The parent's exit handlers are not this process's.
+
+    with tempfile.TemporaryDirectory(prefix="paceline-") as name:
+        folder = Path(name)
+        processes = [context.Process(target=child, args=(rank, folder), name=f"worker-{rank}") for rank in range(workers)]
+        try:
+            for process in processes:
+                process.start()
+            _watch(processes, folder, steps, progress)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                process.close()
+        trace = Trace()
+        for rank in range(workers):
+            trace.merge(Trace.loads((folder / f"trace-{rank}.json").read_text()))
+        model = task.build()
+        flat = FlatModel(model)
+        flat.params.copy_(torch.from_numpy(np.fromfile(folder / "params", dtype=np.uint8)).view(flat.params.dtype))
+        return Run(model, flat.params.clone(), trace, [])
+
+
+def _watch(processes: list[Any], folder: Path, steps: Any, progress: Callable[[int], None] | None) -> None:
+    """Wait for all of them; on the first failure say whose it was."""
+    alive = {p.sentinel: (rank, p) for rank, p in enumerate(processes)}
+    while alive:
+        for sentinel in wait(list(alive), timeout=0.1):
+            rank, process = alive.pop(sentinel)  # pyright: ignore[reportArgumentType]
+            process.join()
+            if process.exitcode:
+                raise ClusterError(_cause(processes, rank, folder))
+        if progress is not None:
+            progress(steps.value)
+
+
+def _cause(processes: list[Any], rank: int, folder: Path) -> str:
+    """Whose failure was the first: a rank that only lost its peer is not the one to name."""
+    deadline = time.monotonic() + 1.0
+    stories: dict[int, dict[str, Any]] = {}
+    while time.monotonic() < deadline:
+        for r, process in enumerate(processes):
+            path = folder / f"error-{r}.json"
+            if process.exitcode and path.exists():
+                stories[r] = json.loads(path.read_text())
+            elif process.exitcode is not None and process.exitcode < 0:
+                return f"worker {r} was killed by signal {-process.exitcode}"
+        causes = [r for r, s in stories.items() if not s["is_peer"]]
+        if causes:
+            return f"worker {causes[0]} failed: {stories[causes[0]]['error']}\n\n{stories[causes[0]]['trace']}"
+        time.sleep(0.01)
+    if rank in stories:
+        return f"worker {rank} failed: {stories[rank]['error']}"
+    return f"worker {rank} ended with exit code {processes[rank].exitcode}"
