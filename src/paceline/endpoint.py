@@ -72,10 +72,17 @@ class Endpoint(Protocol):
     in place where they return what they were given.  A buffer handed to an Op belongs to it until it was awaited.
     """
 
-    rank: int
-    ranks: Sequence[int]
-    layout: Layout
-    trace: Trace
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def trace(self) -> Trace: ...
 
     def now(self) -> float:
         """Seconds since the job began; the only clock in the library."""

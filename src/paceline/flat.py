@@ -82,7 +82,9 @@ class FlatModel:
             view.zero_()
         elif grad is not view:
             if grad.is_sparse:
-                raise ValueError(f"parameter '{self.names[index]}' has a sparse gradient, which this strategy cannot exchange (sparse=False)")
+                raise ValueError(
+                    f"parameter '{self.names[index]}' has a sparse gradient, which this strategy cannot exchange (sparse=False)"
+                )
             view.copy_(grad)
 
     def collect_all(self) -> None:

@@ -51,7 +51,7 @@ class Routine(Op[T]):
     Nothing runs behind the caller's back, so the ranks of a job start their collectives in one and the same order.
     """
 
-    __slots__ = ("_coroutine", "_result", "_pending")
+    __slots__ = ("_coroutine", "_pending", "_result")
 
     def __init__(self, kind: str, coroutine: Coroutine[Op[Any], Any, T]) -> None:
         super().__init__(kind)

@@ -67,11 +67,7 @@ def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str,
 
 def describe(cls: type) -> dict[str, Any]:
     """Name, one line and settings of a strategy or codec, as plain data."""
-    settings = [
-        {"name": f.name, "type": str(f.type), "default": _plain_default(f)}
-        for f in dataclasses.fields(cls)
-        if f.init
-    ]
+    settings = [{"name": f.name, "type": str(f.type), "default": _plain_default(f)} for f in dataclasses.fields(cls) if f.init]
     doc = (cls.__doc__ or "").strip().splitlines()[0]
     return {"name": spelled(cls), "class": cls.__name__, "summary": doc, "settings": settings}
 

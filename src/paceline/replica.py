@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 import torch
@@ -37,6 +38,9 @@ class Memory:
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:  # Only asked for what is not there; it tells type checkers that the rest is.
+        raise AttributeError(f"this memory holds {sorted(vars(self))}, not '{name}'")
 
 
 class Learner(Protocol):
@@ -194,7 +198,9 @@ class Replica:
         """Whatever outlives an iteration; what is not in a memory is lost on resume."""
         saved = self._resumed[len(self._memories)] if len(self._memories) < len(self._resumed) else {}
         if saved and saved.keys() != initial.keys():
-            raise ValueError(f"the saved memory holds {sorted(saved)}, the strategy remembers {sorted(initial)}: it was saved by another strategy")
+            raise ValueError(
+                f"the saved memory holds {sorted(saved)}, the strategy remembers {sorted(initial)}: it was saved by another strategy"
+            )
         memory = Memory(**{name: _copied(saved.get(name, value)) for name, value in initial.items()})
         self._memories.append(memory)
         return memory
@@ -249,10 +255,8 @@ class Replica:
 
     async def run(self, role: Coroutine[Op[Any], Any, None]) -> None:
         """A strategy's worker role from its start to its end, however it ends."""
-        try:
+        with suppress(Stopped):
             await role
-        except Stopped:
-            pass
         if self._over and self.deployed is not None:
             self.params.copy_(self.deployed)
 
@@ -275,7 +279,7 @@ class Replica:
         self.params.copy_(state["params"])
         for mine, saved in zip(self.flat.model.buffers(), state["buffers"], strict=True):
             mine.copy_(saved)
-        self._resumed = state["memories"]
+        self._resumed, self._memories, self._over = state["memories"], [], False
 
 
 def _copied(value: Any) -> Any:

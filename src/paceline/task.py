@@ -42,7 +42,9 @@ class Task:
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
         if self.batch < 1 or len({len(t) for t in self.data}) != 1 or not len(self.data[0]):
             sizes = [len(t) for t in self.data]
-            raise ValueError(f"Task(batch={self.batch}, data of lengths {sizes}): needs a batch of at least 1 and equally long, non-empty data")
+            raise ValueError(
+                f"Task(batch={self.batch}, data of lengths {sizes}): needs a batch of at least 1 and equally long, non-empty data"
+            )
 
     @property
     def samples(self) -> int:

@@ -485,10 +485,10 @@ def test_closing_leaves_no_thread_no_port_and_no_file():
 def test_closing_flushes_what_was_sent():
     store = HashStore()
     a, b = Mailbox(store, 0, 2), Mailbox(store, 1, 2)
-    for i in range(UNREAD):
+    for i in range(UNREAD // 2):
         a.send(1, Message("push", (torch.full((COPY_BELOW,), i),)))
     a.close()
-    assert [int(b.recv().wait().tensors[0][-1]) for _ in range(UNREAD)] == list(range(UNREAD))
+    assert [int(b.recv().wait().tensors[0][-1]) for _ in range(UNREAD // 2)] == list(range(UNREAD // 2))
     b.close()
 
 

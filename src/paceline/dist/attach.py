@@ -6,7 +6,7 @@ and GradScaler see what all ranks see; one that exchanges parameters does so ins
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -73,7 +73,7 @@ class Session:
                 yield part
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Backward passes in this block only add to the gradient; the next one outside of it completes it."""
         self.loop.is_paused = True
         try:

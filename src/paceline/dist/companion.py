@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from paceline import registry
 from paceline.dist.endpoint import Clock, ProcessEndpoint
-from paceline.dist.mailbox import Mailbox
 from paceline.endpoint import Layout
 from paceline.op import drive
 from paceline.server.shard import Shard
@@ -83,11 +82,13 @@ def _address(store: dist.Store) -> dict[str, Any]:
     if isinstance(store, dist.TCPStore):
         return {"tcp": [store.host, store.port]}
     if isinstance(store, dist.FileStore):
-        return {"file": store.path}
+        return {"file": store.path}  # pyright: ignore
     raise ValueError(f"servers cannot reach a {type(store).__name__}: start the job by torchrun or paceline run, or with a TCPStore or FileStore")
 
 
 def _serve(plain: dict[str, Any]) -> None:
+    from paceline.dist.mailbox import Mailbox
+
     address = plain["store"]
     base = dist.FileStore(address["file"]) if "file" in address else dist.TCPStore(*address["tcp"], is_master=False)
     rank, layout = plain["rank"], Layout(*plain["layout"])

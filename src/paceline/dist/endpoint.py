@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.dist.mailbox import Mailbox
 from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout, Message, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Op, Ready, Routine
 from paceline.sim import network
 from paceline.trace import Trace
+
+if TYPE_CHECKING:
+    from paceline.dist.mailbox import Mailbox
 
 T = TypeVar("T")
 

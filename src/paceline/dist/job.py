@@ -14,16 +14,19 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from paceline.dist.companion import Companions
 from paceline.dist.endpoint import Clock, ProcessEndpoint
-from paceline.dist.mailbox import Mailbox
 from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout
 from paceline.strategy import Strategy
+
+if TYPE_CHECKING:
+    from paceline.dist.mailbox import Mailbox
 
 _joined = itertools.count()  # Jobs that this process has joined; the same on all ranks, so it names the job's keys.
 
@@ -76,7 +79,7 @@ class Job:
             Clock(float(epoch)),
             group=group,
             shared=shared,
-            open_mailbox=lambda: Mailbox(self.store, self.rank, self.layout.size, bind=self.bind, timeout_s=timeout_s),
+            open_mailbox=self._open_mailbox,
             ordered=ordered,
         )
 
@@ -101,6 +104,11 @@ class Job:
 
             self.rank, self.workers, self._base = dist.get_rank(), dist.get_world_size(), _unwrapped(_get_default_store())
         return dist.group.WORLD
+
+    def _open_mailbox(self) -> Mailbox:
+        from paceline.dist.mailbox import Mailbox
+
+        return Mailbox(self.store, self.rank, self.layout.size, bind=self.bind, timeout_s=self._timeout_s)
 
     def _agree(self, key: str, value: str) -> str:
         """Rank 0's value, on every rank."""

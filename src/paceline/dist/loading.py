@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from paceline.collectives import stripe_of
 from paceline.endpoint import Endpoint
-from paceline.op import drive
 
 
 class EmptyShard(RuntimeWarning):

@@ -78,27 +78,23 @@ class Loop:
                 raise RuntimeError(f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the last step")
             self._deliver_own(scale, overflow)
             scale = None
-        if self.wish is not None and self.wish.kind == "step":
-            if self.wish.update is not None and not overflow:
-                if scale is not None:
-                    self.flat.grads.div_(scale.to(self.flat.grads))
-                self._take_step()
-            self._carry_on(None)
+        elif scale is not None and not overflow:
+            self.flat.grads.div_(scale.to(self.flat.grads))
+        self._fulfil_step(overflow)
         self.samples = 0.0
 
     def take_empty(self) -> None:
         """A step without data: no gradient of this worker's, but its turn in every exchange."""
-        assert self.wish is not None and self.wish.kind == "gradient"
+        wish = self.wish
+        assert wish is not None and wish.kind == "gradient"
         self.replica.begin(0.0)
         self.flat.grads.zero_()
-        for bucket in self.flat.buckets if self.wish.each else ():
-            self.wish.each(bucket)
+        if wish.each is not None:
+            for bucket in self.flat.buckets:
+                wish.each(bucket)
         self._unreached = []
         self._carry_on(self.flat.grads)
-        if self.wish is not None and self.wish.kind == "step":
-            if self.wish.update is not None:
-                self._take_step()
-            self._carry_on(None)
+        self._fulfil_step(overflow=False)
 
     def end(self) -> None:
         """No more data here: go on in empty steps until nobody has any."""
@@ -136,6 +132,13 @@ class Loop:
                 self._hooks = BucketHooks(self.flat, self._pass_begins, self._exchanged)
         elif self.wish.update is not None:
             self._show(self.wish.update)
+
+    def _fulfil_step(self, overflow: bool) -> None:
+        """Take the step, if the strategy wants one after all; a method without local steps goes straight to its next gradient."""
+        if self.wish is not None and self.wish.kind == "step":
+            if self.wish.update is not None and not overflow:
+                self._take_step()
+            self._carry_on(None)
 
     def _show(self, g: Tensor) -> None:
         """Let the optimizer, and whoever looks at `.grad` before it, see `g`."""

@@ -180,7 +180,7 @@ class Mailbox:
         return _Begun("recv", partial(self._next, src, limit, time.monotonic() + limit))
 
     def close(self, linger_s: float = 5) -> None:
-        """Hand what was sent to the network, for at most `linger_s` seconds, and give back every thread and port."""
+        """Flush what was sent, and lose what a peer has not taken in after `linger_s` seconds; leave no thread or port behind."""
         if self._context.closed:
             return
         self._check_call("close")

@@ -127,7 +127,7 @@ class Mesh:
                 if not self.listen(1e-3) and time.monotonic() > deadline:
                     raise ClusterError(f"rank {peer.rank} has read none of its notices for {self._timeout_s:.1f} s") from None
             except ConnectionError:
-                self.lose(place)
+                self._lose(peer)
 
     def listen(self, timeout_s: float) -> bool:
         """Put what has come into the inbox; False if nothing came within the time."""
@@ -143,17 +143,8 @@ class Mesh:
             if peer is not None and file == peer.files[0]:
                 self._read(peer)
             elif peer is not None:
-                while self._read(peer):
-                    pass
-                self.lose(peer.place)
+                self._lose(peer)
         return bool(ready)
-
-    def lose(self, place: int) -> None:
-        if place not in self.gone:
-            self.gone.append(place)
-        for file in self.peers[place].files:
-            if self._by_file.pop(file, None) is not None:
-                self._poll.unregister(file)
 
     def close(self) -> None:
         for peer in self.peers.values():
@@ -162,6 +153,19 @@ class Mesh:
             if file is not None:
                 os.close(file)
         self.inbox.clear()
+
+    def _lose(self, peer: Peer) -> None:
+        """Lose a peer, but nothing of what it said before it went."""
+        while peer.place not in self.gone and self._read(peer):
+            pass
+        self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        if peer.place not in self.gone:
+            self.gone.append(peer.place)
+            for file in peer.files:
+                self._poll.unregister(file)
+                del self._by_file[file]
 
     def _read(self, peer: Peer) -> bool:
         # Linux takes a message this small whole or not at all, so a buffer for whole notices receives whole notices;
@@ -175,9 +179,14 @@ class Mesh:
         file = array.array("i", extra[0][2])[0] if extra else None
         for fields in NOTICE.iter_unpack(data):
             notice = Notice(*fields)
-            self.inbox.append((peer.place, notice, file if notice.kind == Kind.arena else None))
+            if notice.kind == Kind.lost:
+                # The teller has given up because of another, who therefore must be the first in `gone`.
+                self._lose(next(other for other in self.peers.values() if other.rank == notice.rank))
+                self._forget(peer)
+            else:
+                self.inbox.append((peer.place, notice, file if notice.kind == Kind.arena else None))
         if not data:
-            self.lose(peer.place)
+            self._forget(peer)
         return bool(data)
 
 

@@ -15,7 +15,7 @@ from paceline.flat import FlatModel
 
 def check_same_model(endpoint: Endpoint, flat: FlatModel, store: Store) -> None:
     """Raise ValueError, on every rank alike, if a rank's parameters differ in name, shape, dtype or value from the first's."""
-    shapes = [[n, list(p.shape), str(p.dtype)] for n, p in zip(flat.names, flat.parameters, strict=True)]
+    shapes: list[list[object]] = [[n, list(p.shape), str(p.dtype)] for n, p in zip(flat.names, flat.parameters, strict=True)]
     store.set(f"model/{endpoint.rank}", json.dumps(shapes))
     _compare_shapes(endpoint, shapes, store)
     prints = torch.stack([_fingerprint(p) for p in flat.parameters])

@@ -329,10 +329,6 @@ class SharedMemory:
             assert file is not None
             self._arenas[place] = mapped(file, notice.nbytes)
             os.close(file)
-        elif notice.kind == Kind.lost:
-            # In this order: it is the first to go whom errors name.
-            self._mesh.lose(self.ranks.index(notice.rank))
-            self._mesh.lose(place)
         elif notice.kind == Kind.striped:
             self._read_by[place] = notice.finished
             self._pending[notice.number].striped[notice.offset].add(place)

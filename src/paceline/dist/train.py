@@ -62,8 +62,9 @@ class ProcessLearner:
         replica.begin(0 if batch is None else len(batch[0]))
         if batch is None:
             flat.grads.zero_()
-            for bucket in flat.buckets if each else ():
-                each(bucket)
+            if each is not None:
+                for bucket in flat.buckets:
+                    each(bucket)
             return flat.grads
         start = self.endpoint.now()
         self._each, self._replica = each, replica
@@ -173,12 +174,14 @@ def _fork(
     context = multiprocessing.get_context("fork")
     steps = context.Value("l", 0, lock=False)
 
+    def report(k: int) -> None:
+        steps.value = k
+
     def child(rank: int, folder: Path) -> None:
         torch.set_num_threads(threads)
         try:
             store = dist.FileStore(str(folder / "store"))
-            report = (lambda k: setattr(steps, "value", k)) if rank == 0 else None
-            run, _ = _work(task, strategy, nonfinite, ordered, timeout_s, report, store, rank, workers)
+            run, _ = _work(task, strategy, nonfinite, ordered, timeout_s, report if rank == 0 else None, store, rank, workers)
             (folder / f"trace-{rank}.json").write_text(run.trace.dumps())
             if rank == 0:
                 run.params.cpu().contiguous().view(torch.uint8).numpy().tofile(folder / "params")

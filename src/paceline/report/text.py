@@ -77,7 +77,7 @@ def table(rows: Sequence[Row], title: str | None = None) -> Table:
     kinds = {row.real for row in rows}
     clock = "wall time" if kinds == {True} else "time" if kinds == {True, False} else "virtual time"
     out = Table(title=None if title is None else Text(title), title_justify="left")
-    out.add_column("method", overflow="fold")
+    out.add_column("method", no_wrap=True)
     for heading in ("accuracy", clock, "bytes per worker", "speed-up over AllReduceSGD"):
         out.add_column(heading, justify="right")
     winners = best(rows)

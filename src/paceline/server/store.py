@@ -23,7 +23,9 @@ class Store:
         self.shards = list(self.endpoint.layout.server_ranks)
         self.slices = [stripe_of(j, replica.params.numel(), len(self.shards)) for j in range(len(self.shards))]
         if len(self.shards) > replica.params.numel():
-            raise ValueError(f"{len(self.shards)} servers for {replica.params.numel()} parameters: there must be at least one parameter a shard")
+            raise ValueError(
+                f"{len(self.shards)} servers for {replica.params.numel()} parameters: there must be at least one parameter a shard"
+            )
         self.versions = [0] * len(self.shards)
         self.value = replica.params.clone()
         self._started = False

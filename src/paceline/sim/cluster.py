@@ -58,7 +58,7 @@ class LogNormal(Compute):
 class Stragglers(Compute):
     """Another distribution in which some workers are always slower, and any gradient may by chance be."""
 
-    usual: Compute = Constant()  # noqa: RUF009 (frozen)
+    usual: Compute = Constant()
     slow: Mapping[int, float] = field(default_factory=dict[int, float])
     chance: float = 0.0
     factor: float = 10.0
@@ -96,7 +96,9 @@ class Cluster:
         if isinstance(each, Sequence) and not isinstance(each, str) and len(each) != self.workers:
             raise ValueError(f"Cluster(workers={self.workers}, compute of {len(each)}): give one time, or one for each worker")
         if units.bytes_per_second(self.bandwidth) <= 0 or units.seconds(self.latency) < 0:
-            raise ValueError(f"Cluster(bandwidth={self.bandwidth!r}, latency={self.latency!r}): bandwidth must be positive, latency not negative")
+            raise ValueError(
+                f"Cluster(bandwidth={self.bandwidth!r}, latency={self.latency!r}): bandwidth must be positive, latency not negative"
+            )
 
     @property
     def computing(self) -> Compute:

@@ -89,7 +89,9 @@ class SimEndpoint:
     def send(self, dst: int, message: Message) -> Op[None]:
         world, simulator = self.world, self._simulator
         if not 0 <= dst < world.layout.size or dst == self.rank:
-            raise ValueError(f"rank {self.rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {world.layout.size - 1}, not itself")
+            raise ValueError(
+                f"rank {self.rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {world.layout.size - 1}, not itself"
+            )
         link = world.cluster.link(self.rank, dst)
         start = max(simulator.now, world.sending_free[self.rank], world.receiving_free[dst])
         stop = start + message.nbytes / link.bandwidth

@@ -42,8 +42,9 @@ class SimLearner:
         replica.begin(0 if batch is None else len(batch[0]))
         if batch is None:
             flat.grads.zero_()
-            for bucket in flat.buckets if each else ():
-                each(bucket)
+            if each is not None:
+                for bucket in flat.buckets:
+                    each(bucket)
             return flat.grads
         began = time.perf_counter()
         self.trainee.backward(batch)
@@ -98,6 +99,7 @@ def simulate(
         if resume is not None:
             replicas[-1].load_state_dict(resume[rank]["replica"])
             trainee.load_state_dict(resume[rank]["trainee"])
+
     def evaluate(k: int) -> None:
         """What worker 0's model is worth, in no virtual time."""
         values = learners[0].trainee.evaluate(replicas[0].deployed)
@@ -128,5 +130,3 @@ def simulate(
 async def _evaluated_at_the_end(role: Coroutine[Op[Any], Any, None], evaluate: Callable[[], None]) -> None:
     await role
     evaluate()
-
-

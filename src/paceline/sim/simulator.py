@@ -134,7 +134,9 @@ class Simulator:
     def _check_end(self) -> None:
         if self._processes:
             waiting = [
-                f"  {self.name_of(p.op.rank)} waits for {p.waits_for!r}" for p in self._processes.values() if p.waits_for and not p.waits_for.done
+                f"  {self.name_of(p.op.rank)} waits for {p.waits_for!r}"
+                for p in self._processes.values()
+                if p.waits_for and not p.waits_for.done
             ]
             raise ClusterError(f"deadlock at virtual time {self.now:g} s: nothing more can happen, but\n" + "\n".join(sorted(waiting)))
         if self._unawaited:

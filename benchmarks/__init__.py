@@ -1,0 +1,1 @@
+"""Side by side against peers: each prints a table and, with --json, writes its figures."""

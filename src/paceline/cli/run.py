@@ -1,0 +1,21 @@
+"""`paceline run -n 4 train.py ...`: start local workers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The training script (or module, with -m); what follows are its own arguments.")],
+    n: Annotated[int, typer.Option("-n", "--workers", help="Worker processes to start.")] = 1,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
+    port: Annotated[int, typer.Option(help="Port of the rendezvous on loopback; 0: any free one.")] = 0,
+    restarts: Annotated[int, typer.Option(help="How often to start all workers again after a failure.")] = 0,
+) -> None:
+    """Run a script that calls paceline.attach or paceline.train on several processes of this machine."""
+    from paceline.dist.launch import launch
+
+    launch([script, *context.args], n, port=port, is_module=module, restarts=restarts)

@@ -1,0 +1,18 @@
+"""`paceline strategies`: what there is to choose from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def strategies(
+    name: Annotated[str | None, typer.Argument(help="Only this one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """List the training strategies with their settings."""
+    from paceline.cli.listing import show
+    from paceline.strategies import STRATEGIES
+
+    show("strategy", STRATEGIES, name, as_json)

@@ -1,0 +1,156 @@
+"""One coroutine on every rank of an endpoint of any kind, and what it returned on each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.dist.endpoint import Clock, ProcessEndpoint
+from paceline.dist.mailbox import Mailbox
+from paceline.dist.shared import SharedMemory
+from paceline.endpoint import Layout
+from paceline.op import drive
+from paceline.sim import Cluster
+from paceline.sim.endpoint import SimEndpoint, World
+from paceline.sim.simulator import Simulator
+
+DEADLINE_S = 30.0
+TIMEOUT_S = 10.0
+
+Law = Callable[[Any], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A kind of endpoint.  `is_ordered`: sums are taken in the order of ranks, to the bit."""
+
+    start: Callable[[Path, int, Law, bool], list[Any]]
+    is_ordered: bool
+    is_real: bool = True
+
+    def __call__(self, path: Path, workers: int, law: Law) -> list[Any]:
+        """What `law` returns on each rank: numbers, text, None, tensors and lists, tuples and dicts of them."""
+        return self.start(path, workers, law, self.is_ordered)
+
+
+def on_simulator(path: Path, workers: int, law: Law, ordered: bool) -> list[Any]:
+    layout = Layout(workers)
+    simulator = Simulator(layout.name)
+    world = World(simulator, Cluster(workers=workers), layout, strict=True)
+    results: list[Any] = [None] * workers
+
+    async def role(rank: int) -> None:
+        results[rank] = await law(SimEndpoint(world, rank))
+
+    simulator.run({rank: role(rank) for rank in range(workers)})
+    return results
+
+
+def on_shared_memory(path: Path, workers: int, law: Law, ordered: bool) -> list[Any]:
+    return _forked(path, workers, law, ordered, shares=True)
+
+
+def on_gloo(path: Path, workers: int, law: Law, ordered: bool) -> list[Any]:
+    return _forked(path, workers, law, ordered, shares=False)
+
+
+def _forked(path: Path, workers: int, law: Law, ordered: bool, *, shares: bool) -> list[Any]:
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    processes = [
+        context.Process(target=_child, args=(path, rank, workers, law, ordered, shares, pipes[rank][1])) for rank in range(workers)
+    ]
+    results: dict[int, Any] = {}
+    try:
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+        reading = {ours: rank for rank, (ours, _) in enumerate(pipes)}
+        end = time.monotonic() + DEADLINE_S
+        while reading and time.monotonic() < end:
+            for ready in wait(list(reading), timeout=end - time.monotonic()):
+                rank = reading.pop(ready)  # pyright: ignore
+                try:
+                    results[rank] = ready.recv()  # pyright: ignore
+                except EOFError:
+                    results[rank] = ("failed", "it ended without a word")
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+        for ours, _ in pipes:
+            ours.close()
+    failures = [f"rank {rank}: {what}" for rank, (how, what) in sorted(results.items()) if how == "failed"]
+    assert not failures, "\n".join(failures)
+    assert not late, f"ranks {late} were still there after {DEADLINE_S:g} s"
+    return [_thawed(results[rank][1]) for rank in range(workers)]
+
+
+def _child(path: Path, rank: int, workers: int, law: Law, ordered: bool, shares: bool, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    result: tuple[str, Any] = ("failed", "it did not begin")
+    try:
+        store = dist.FileStore(str(path / "store"), workers)
+        limit = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=workers, timeout=limit)
+        shared = SharedMemory.connect(dist.PrefixStore("shared", store), rank, range(workers), timeout_s=TIMEOUT_S) if shares else None
+        endpoint = ProcessEndpoint(
+            rank,
+            Layout(workers),
+            Clock(time.time()),
+            group=dist.group.WORLD,
+            shared=shared,
+            open_mailbox=lambda: Mailbox(dist.PrefixStore("mail", store), rank, workers, timeout_s=TIMEOUT_S),
+            ordered=ordered,
+        )
+        result = ("done", _frozen(drive(law(endpoint))))
+        # A rank that leaves early takes its sockets with it: gloo's peers may still be reading.
+        dist.barrier()
+        endpoint.close()
+        dist.destroy_process_group()
+    except BaseException:
+        result = ("failed", traceback.format_exc())
+    finally:
+        pipe.send(result)
+        pipe.close()
+        os._exit(0)
+
+
+def _frozen(value: Any) -> Any:
+    """Tensors as numpy's bytes: torch's own way through a pipe leaves files in /dev/shm."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    if isinstance(value, (list, tuple)):
+        return ("list", [_frozen(v) for v in value])
+    if isinstance(value, dict):
+        return ("dict", {k: _frozen(v) for k, v in value.items()})
+    return ("plain", value)
+
+
+def _thawed(value: Any) -> Any:
+    match value:
+        case ("tensor", dtype, shape, raw):
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            return torch.frombuffer(bytearray(raw), dtype=kind).view(shape) if raw else torch.empty(shape, dtype=kind)
+        case ("list", values):
+            return [_thawed(v) for v in values]
+        case ("dict", values):
+            return {k: _thawed(v) for k, v in values.items()}
+        case _:
+            return value[1]

@@ -1,0 +1,339 @@
+"""What every wire format obeys, alone and under error feedback (algorithms B0), and what 1-bit and fp16 promise besides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline import codecs
+from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
+from paceline.server import RULES as KNOWN_RULES
+from tests.laws.every import CODECS, RULES
+from tests.laws.tasks import numbers, same
+
+SIZES = [0, 1, 7, 8, 9, 31, 33, 511, 512, 513, 1023, 2**16 + 3]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+every_size = pytest.mark.parametrize("numel", SIZES)
+
+
+def random(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def said(codec: Codec, x: Tensor) -> Tensor:
+    return codec.decode(codec.encode(x, random()), x.numel())
+
+
+def feedback(codec: Codec, numel: int, dtype: torch.dtype = torch.float64) -> ErrorFeedback:
+    return ErrorFeedback(codec, torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), random())
+
+
+def moderate(width: int = 32, *, least: int = 0, most: int = 700) -> st.SearchStrategy[list[float]]:
+    """Values as gradients are: far from where any format ends, zeros of both signs and denormals among them."""
+    return st.lists(st.floats(-1000, 1000, width=width), min_size=least, max_size=most)
+
+
+def test_every_codec_and_every_rule_is_under_the_laws():
+    assert {type(c) for c in CODECS.values()} == set(codecs.CODECS)
+    assert {type(r) for r in RULES.values()} == set(KNOWN_RULES)
+
+
+@every_codec
+@every_size
+def test_encoded_length_is_the_one_announced(codec: Codec, numel: int):
+    data = codec.encode(numbers(numel, dtype=torch.float32), random())
+    assert data.dtype == torch.uint8 and data.dim() == 1
+    assert data.numel() == codec.nbytes(numel)
+    values = codec.decode(data, numel)
+    assert values.dtype == torch.float32 and values.shape == (numel,) and values.isfinite().all()
+
+
+@every_codec
+@every_size
+def test_bytes_of_a_wrong_length_are_refused_by_name(codec: Codec, numel: int):
+    data = codec.encode(numbers(numel, dtype=torch.float32), random())
+    too_long = torch.cat([data, torch.zeros(1, dtype=torch.uint8)])
+    for wrong in [too_long, data[:-1]] if numel else [too_long]:
+        with pytest.raises(ValueError, match=f"{type(codec).__name__}.* {numel} values .*given {wrong.numel()} bytes"):
+            codec.decode(wrong, numel)
+
+
+@every_codec
+def test_what_is_no_row_of_bytes_is_refused_by_name(codec: Codec):
+    data = codec.encode(torch.ones(8), random())
+    for wrong in (data.to(torch.int8), data[None]):
+        with pytest.raises(ValueError, match=f"{type(codec).__name__}.*uint8"):
+            codec.decode(wrong, 8)
+
+
+@every_codec
+@every_size
+def test_zeros_are_sent_as_zeros_and_leave_no_residual(codec: Codec, numel: int):
+    link = feedback(codec, numel)
+    for _ in range(3):
+        assert not codec.decode(link.encode(torch.zeros(numel)), numel).count_nonzero()
+    assert not link.residual.count_nonzero()
+
+
+@every_codec
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 517, 1029])
+def test_a_value_that_is_not_finite_survives_or_is_refused_with_its_place(codec: Codec, bad: float, at: int):
+    x = numbers(1030, dtype=torch.float32)
+    x[at] = bad
+    link = feedback(codec, 1030)
+    link.residual.copy_(before := numbers(1030, seed=1))
+    try:
+        values = said(codec, x)
+    except ValueError as error:
+        assert type(codec).__name__ in str(error) and f"index {at}" in str(error) and f"{bad:g}" in str(error)
+        with pytest.raises(ValueError, match=f"index {at}"):
+            link.encode(x)
+        assert same(link.residual, before), "what was refused must not be remembered"
+    else:
+        assert values[at].item() == bad or (math.isnan(bad) and values[at].isnan())
+        assert same(values[torch.arange(1030) != at], x[torch.arange(1030) != at])
+
+
+@every_codec
+@given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=80))
+def test_finite_values_are_read_as_finite_or_refused_by_name(codec: Codec, values: list[float]):
+    try:
+        read = said(codec, torch.tensor(values))
+    except ValueError as error:
+        assert type(codec).__name__ in str(error)
+    else:
+        assert read.isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [OneBit(), OneBit(bucket=64)])
+def test_values_whose_sum_overflows_still_have_a_mean(codec: OneBit):
+    x = torch.full((512,), 3e38)
+    x[::2] *= -1
+    assert torch.equal(said(codec, x), x)
+
+
+@every_codec
+@given(values=moderate(most=80), seed=st.integers(0, 2**31))
+def test_same_values_and_generator_give_the_same_bytes(codec: Codec, values: list[float], seed: int):
+    x = torch.tensor(values)
+    assert torch.equal(codec.encode(x, random(seed)), codec.encode(x.clone(), random(seed)))
+
+
+@every_codec
+@every_size
+def test_memory_layout_does_not_matter(codec: Codec, numel: int):
+    x = numbers(2 * numel, dtype=torch.float32)[::2]
+    data = codec.encode(x, random())
+    assert torch.equal(data, codec.encode(x.clone(), random()))
+    for shift in (1, 2, 4, 8):  # Out of the middle of a longer message, as collectives read it.
+        message = torch.cat([torch.full((shift,), 255, dtype=torch.uint8), data, torch.full((3,), 255, dtype=torch.uint8)])
+        assert same(codec.decode(message[shift : shift + data.numel()], numel), codec.decode(data, numel))
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_floating_point_type_is_accepted_and_never_written_to(codec: Codec, dtype: torch.dtype):
+    x = numbers(1023, dtype=dtype)
+    before = x.clone()
+    data = codec.encode(x, random())
+    link = feedback(codec, 1023, dtype)
+    link.encode(x)
+    assert same(x, before)
+    assert link.residual.dtype == dtype
+    assert torch.equal(data, codec.encode(before.float(), random()))
+    kept = data.clone()
+    codec.decode(data, 1023)
+    assert torch.equal(data, kept)
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_encoded_bytes_stay_when_the_values_change(codec: Codec, dtype: torch.dtype):
+    x = numbers(1023, dtype=dtype)
+    data = codec.encode(x, random())
+    before = data.clone()
+    x.zero_()
+    assert torch.equal(data, before)
+
+
+@every_codec
+def test_a_gradient_of_autograd_may_be_encoded(codec: Codec):
+    x = numbers(9, dtype=torch.float32).requires_grad_()
+    assert not codec.encode(x * 2, random()).requires_grad
+
+
+# B0: error feedback.
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", [1, 9, 513, 1023])
+def test_what_was_said_and_what_is_remembered_is_what_was_meant(codec: Codec, dtype: torch.dtype, numel: int):
+    """B0.1.  Each of the T steps rounds twice, in u = g + r and in r = u - D(q), by half an ulp of the largest u."""
+    link, steps = feedback(codec, numel, dtype), 50
+    link.residual.copy_(start := numbers(numel, seed=99, dtype=dtype))
+    meant, heard, largest = start.double(), torch.zeros(numel, dtype=torch.float64), 0.0
+    for t in range(steps):
+        g = numbers(numel, seed=t, dtype=dtype)
+        largest = max(largest, (g + link.residual).abs().max().item())
+        meant += g.double()
+        heard += codec.decode(link.encode(g), numel).double()
+    error = (heard + link.residual.double() - meant).abs().max().item()
+    assert error <= steps * torch.finfo(dtype).eps * 2 * largest
+
+
+@every_codec
+@given(values=moderate(64, least=1, most=100), steps=st.integers(1, 8))
+def test_a_constant_gradient_is_said_on_average_up_to_the_residual(codec: Codec, values: list[float], steps: int):
+    """B0.3: the time-average of what is said differs from g by r_T/T, up to float64's rounding of values below 1000 T."""
+    g = torch.tensor(values, dtype=torch.float64)
+    link, heard = feedback(codec, g.numel()), torch.zeros_like(g)
+    for _ in range(steps):
+        heard += codec.decode(link.encode(g), g.numel())
+    assert torch.allclose(heard / steps, g - link.residual / steps, rtol=0, atol=1e-9)
+
+
+@every_codec
+def test_bias_dies_out_with_feedback_and_persists_without(codec: Codec):
+    g = numbers(1023)
+    bias = (said(codec, g) - g).norm().item()
+    link, heard = feedback(codec, 1023), torch.zeros_like(g)
+    for _ in range(200):
+        heard += codec.decode(link.encode(g), 1023)
+    assert bias > 0  # Even fp32's: these are float64.
+    assert (heard / 200 - g).norm().item() < bias / 10
+
+
+@every_codec
+def test_residual_stays_bounded_on_a_stationary_stream(codec: Codec):
+    """B0.5: were it to grow, as without end a sum of errors does, its square would be ten times larger after ten times the steps."""
+    link, norms = feedback(codec, 1023), []
+    for t in range(600):
+        link.encode(numbers(1023, seed=t))
+        norms.append(link.residual.norm().item())
+    assert max(norms[60:]) < 1.5 * max(norms[:60])
+
+
+@given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50))
+def test_fp32_remembers_nothing(values: list[float]):
+    """B0.2."""
+    x = torch.tensor(values)
+    link = feedback(Fp32(), len(values), torch.float32)
+    for _ in range(3):
+        assert same(Fp32().decode(link.encode(x), len(values)), x + 0.0)  # -0.0 + 0.0 is 0.0.
+        assert not link.residual.count_nonzero()
+
+
+def test_slices_of_a_link_share_its_memory():
+    link = feedback(OneBit(), 1024)
+    link[512:].encode(numbers(512))
+    assert not link.residual[:512].count_nonzero() and link.residual[512:].count_nonzero()
+    link.owned(slice(0, 512)).encode(numbers(512))
+    assert link.owner_residual[:512].count_nonzero() and not link.owner_residual[512:].count_nonzero()
+    assert not link.residual[:512].count_nonzero()
+
+
+# B1: one bit.
+
+
+def test_one_bit_sends_one_bit_per_value_and_two_means_per_bucket():
+    sizes = {0: 0, 1: 9, 7: 9, 8: 9, 9: 10, 31: 12, 33: 13, 511: 72, 512: 72, 513: 81, 1023: 144, 2**16 + 3: 129 * 8 + 8193}
+    assert {n: OneBit().nbytes(n) for n in sizes} == sizes
+    assert OneBit(bucket=64).nbytes(512) == 64 + 64
+
+
+@pytest.mark.parametrize("bucket", [0, 4, -8, 12])
+def test_one_bit_refuses_a_bucket_that_is_no_multiple_of_8(bucket: int):
+    with pytest.raises(ValueError, match=rf"OneBit\(bucket={bucket}\)"):
+        OneBit(bucket=bucket)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 33, 512, 513, 1023, 1536])
+def test_one_bit_keeps_the_sum_of_every_bucket(numel: int):
+    """B1.2.  The means are rounded to float32, after sums of at most 512 float32: 512 values off by some ulps of their mean."""
+    link = feedback(OneBit(), numel)
+    for t in range(20):
+        link.encode(numbers(numel, seed=t))
+        for start in range(0, numel, 512):
+            part = link.residual[start : start + 512]
+            assert abs(part.sum().item()) < 512 * 8 * 2**-24
+
+
+@given(values=moderate(least=2, most=64), factor=st.floats(0.5, 1.5))
+def test_no_other_pair_of_values_stands_for_the_signs_better(values: list[float], factor: float):
+    """B1.3, up to the rounding of the means to float32, of which the squared error is a quadratic."""
+    x = torch.tensor(values, dtype=torch.float64)
+    data = OneBit().encode(x)
+    best = (OneBit().decode(data, len(values)).double() - x).square().sum().item()
+    for level in (0, 1):
+        other = data.clone()
+        other[:8].view(torch.float32)[level] *= factor
+        assert (OneBit().decode(other, len(values)).double() - x).square().sum().item() >= best * (1 - 1e-6) - 1e-6
+
+
+@given(values=moderate(least=1, most=700))
+def test_one_bit_keeps_every_sign(values: list[float]):
+    """B1.6: the bits come back in their places, whatever the length."""
+    x = torch.tensor([v if abs(v) > 1e-30 else 0.0 for v in values])  # The mean of smaller ones may vanish, and their sign with it.
+    assert torch.equal(said(OneBit(), x) >= 0, x >= 0)
+
+
+@every_size
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_a_bucket_of_one_sign_leaves_the_other_level_unused(numel: int, sign: float):
+    """B1.5: all are read as their mean; padding is no value and pulls it nowhere."""
+    x = sign * (numbers(numel, dtype=torch.float32).abs() + 0.5)
+    data = OneBit().encode(x)
+    means = data[: 8 * OneBit().buckets(numel)].view(torch.float32).view(-1, 2)
+    assert not means[:, 0 if sign > 0 else 1].count_nonzero()
+    for b, part in enumerate(x.split(512) if numel else ()):
+        assert means[b, int(sign > 0)].item() == pytest.approx(part.double().mean().item(), rel=1e-5)
+
+
+@given(values=moderate(least=1, most=100), power=st.integers(-8, 8))
+def test_one_bit_is_equivariant_to_scale(values: list[float], power: int):
+    """B1.7: to the bit for powers of two, as long as nothing underflows; up to rounding for any other factor."""
+    x = torch.tensor([v if abs(v) > 1e-30 else 0.0 for v in values])
+    assert same(said(OneBit(), x * 2.0**power), said(OneBit(), x) * 2.0**power)
+    assert torch.allclose(said(OneBit(), x * 0.3), said(OneBit(), x) * 0.3, rtol=1e-5)
+
+
+@given(signs=st.lists(st.booleans(), min_size=1, max_size=600), level=st.integers(1, 1000))
+def test_one_bit_is_exact_for_two_opposite_values(signs: list[bool], level: int):
+    """B1.8; multiples of 1/64 up to 16 add up exactly."""
+    x = torch.tensor([level / 64 if s else -level / 64 for s in signs])
+    link = feedback(OneBit(), len(signs))
+    assert torch.equal(OneBit().decode(link.encode(x), len(signs)), x)
+    assert not link.residual.count_nonzero()
+
+
+# B9: casts.
+
+
+@given(values=st.lists(st.floats(2**-14, 65504.0, width=32), min_size=1, max_size=100), sign=st.sampled_from([-1, 1]))
+def test_fp16_is_off_by_half_an_ulp_at_most(values: list[float], sign: int):
+    """B9.1, in the normal range."""
+    x = sign * torch.tensor(values)
+    assert ((said(Fp16(), x) - x).abs() <= 2**-11 * x.abs()).all()
+
+
+@pytest.mark.parametrize("large", [1e5, -1e5, 65520.0])
+def test_fp16_refuses_what_it_would_send_as_infinity(large: float):
+    """B9.2."""
+    x = torch.zeros(10)
+    x[7] = large
+    with pytest.raises(ValueError, match=rf"Fp16\(\) cannot encode {large:g} at index 7"):
+        Fp16().encode(x)
+
+
+def test_fp16_sends_many_large_values_whose_sum_no_half_could_hold():
+    x = torch.full((2**16,), 65504.0)
+    assert torch.equal(said(Fp16(), x), x)
