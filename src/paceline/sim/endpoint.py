@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from paceline import units
 from paceline.endpoint import Layout, Message, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Op
@@ -24,6 +25,16 @@ from paceline.trace import Trace
 T = TypeVar("T")
 
 
+class Member(NamedTuple):
+    """What a rank brought to a collective, and when; `snapshot` is what its tensors then held, if anyone will look."""
+
+    given: Any
+    snapshot: Sequence[Tensor]
+    nbytes: int
+    since: float
+    op: SimOp[Any]
+
+
 @dataclass(slots=True)
 class Meeting:
     """A collective while its members arrive."""
@@ -31,22 +42,40 @@ class Meeting:
     kind: str
     signature: tuple[Any, ...]
     first: int
-    members: dict[int, tuple[Any, SimOp[Any]]] = field(default_factory=dict[int, tuple[Any, SimOp[Any]]])
+    members: dict[int, Member] = field(default_factory=dict[int, Member])
+
+
+@dataclass(slots=True)
+class Group:
+    """Ranks that have collectives of their own: how many each has begun, and those for which not all are there yet."""
+
+    ranks: tuple[int, ...]
+    pace: network.Link
+    begun: dict[int, int]
+    meetings: dict[int, Meeting] = field(default_factory=dict[int, Meeting])
 
 
 class World:
     """What all simulated ranks share: the simulator, the cluster, who is busy until when, and who meets whom."""
 
     def __init__(self, simulator: Simulator, cluster: Cluster, layout: Layout, *, strict: bool) -> None:
-        self.simulator, self.cluster, self.layout, self.strict = simulator, cluster, layout, strict
+        self.simulator, self.cluster, self.layout, self.strict = simulator, _in_numbers(cluster), layout, strict
+        self.names = [layout.name(rank) for rank in range(layout.size)]
         self.processor_free = [0.0] * layout.size
         self.sending_free = [0.0] * layout.size
         self.receiving_free = [0.0] * layout.size
         self.inboxes: list[deque[Message]] = [deque() for _ in range(layout.size)]
         self.receivers: list[list[tuple[int | None, SimOp[Message]]]] = [[] for _ in range(layout.size)]
-        self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
-        self.sequence: dict[tuple[tuple[int, ...], int], int] = {}
-        self.paces = {(tuple(layout.worker_ranks)): cluster.slowest(layout.worker_ranks)}
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._usual_link = None if cluster.links else cluster.link(0, 0)
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        if ranks not in self._groups:
+            self._groups[ranks] = Group(ranks, self.cluster.slowest(ranks), begun=dict.fromkeys(ranks, 0))
+        return self._groups[ranks]
+
+    def link(self, a: int, b: int) -> network.Link:
+        return self._usual_link or self.cluster.link(a, b)
 
 
 class SimEndpoint:
@@ -57,6 +86,7 @@ class SimEndpoint:
         self.ranks = tuple(world.layout.worker_ranks if ranks is None else ranks)
         self.layout = world.layout
         self._simulator = world.simulator
+        self._group = world.group(self.ranks)
 
     @property
     def trace(self) -> Trace:
@@ -87,39 +117,38 @@ class SimEndpoint:
         return op
 
     def send(self, dst: int, message: Message) -> Op[None]:
-        world, simulator = self.world, self._simulator
-        if not 0 <= dst < world.layout.size or dst == self.rank:
-            raise ValueError(
-                f"rank {self.rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {world.layout.size - 1}, not itself"
-            )
-        link = world.cluster.link(self.rank, dst)
-        start = max(simulator.now, world.sending_free[self.rank], world.receiving_free[dst])
-        stop = start + message.nbytes / link.bandwidth
-        world.sending_free[self.rank] = world.receiving_free[dst] = stop
-        simulator.trace.span(self.rank, "send", start, stop, message.nbytes)
-        op = simulator.op(f"send of '{message.kind}'", self.rank, f" to {simulator.name_of(dst)}")
-        sent = replace(message, tensors=tuple(t.clone() for t in message.tensors), src=self.rank)
+        world, simulator, rank = self.world, self._simulator, self.rank
+        if not 0 <= dst < world.layout.size or dst == rank:
+            raise ValueError(f"rank {rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {world.layout.size - 1}, not itself")
+        link, nbytes = world.link(rank, dst), message.nbytes
+        start = max(simulator.now, world.sending_free[rank], world.receiving_free[dst])
+        stop = start + nbytes / link.bandwidth
+        world.sending_free[rank] = world.receiving_free[dst] = stop
+        simulator.trace.span(rank, "send", start, stop, nbytes)
+        op = simulator.op("send", rank, " of '", message.kind, "' to ", world.names[dst])
+        snapshot = [t.clone() for t in message.tensors]
+        sent = Message(message.kind, tuple(snapshot), message.version, message.samples, rank)
         simulator.at(stop + link.latency, self._deliver, dst, sent)
-        guards = [(t, s) for t, s in zip(message.tensors, sent.tensors, strict=True)] if world.strict else []
-        simulator.at(stop, self._sent, op, guards)
+        simulator.at(stop, self._sent, op, message.tensors, snapshot)
         return op
 
-    def _sent(self, op: SimOp[None], guards: list[tuple[Tensor, Tensor]]) -> None:
-        for given, snapshot in guards:
+    def _sent(self, op: SimOp[None], given: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
+        if self.world.strict:
             _check_untouched(op, given, snapshot)
         self._simulator.finish(op)
 
     def _deliver(self, dst: int, message: Message) -> None:
-        for i, (src, op) in enumerate(self.world.receivers[dst]):
+        receivers = self.world.receivers[dst]
+        for i, (src, op) in enumerate(receivers):
             if src is None or src == message.src:
-                del self.world.receivers[dst][i]
+                del receivers[i]
                 self._simulator.finish(op, message)
                 return
         self.world.inboxes[dst].append(message)
 
     def recv(self, *, src: int | None = None, timeout: float | None = None) -> Op[Message]:
         simulator, inbox = self._simulator, self.world.inboxes[self.rank]
-        op = simulator.op("a message", self.rank, "" if src is None else f" from {simulator.name_of(src)}")
+        op = simulator.op("a message", self.rank) if src is None else simulator.op("a message", self.rank, " from ", self.world.names[src])
         for i, message in enumerate(inbox):
             if src is None or src == message.src:
                 del inbox[i]
@@ -137,11 +166,11 @@ class SimEndpoint:
 
     def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)
-        nbytes = x.numel() * x.element_size() + (0 if tail is None else 8 * tail.numel())
-        return self._meet("all_reduce", (tuple(x.shape), x.dtype, tail is None), (x, tail), nbytes)
+        nbytes = x.nbytes + (0 if tail is None else tail.nbytes)
+        return self._meet("all_reduce", (x.shape, x.dtype, tail is None), (x, tail), nbytes)
 
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
-        return self._meet("all_gather", (tuple(data.shape), data.dtype), data, data.numel() * data.element_size())
+        return self._meet("all_gather", (data.shape, data.dtype), data, data.nbytes)
 
     def all_to_all(self, parts: Sequence[Tensor]) -> Op[list[Tensor]]:
         if len(parts) != len(self.ranks):
@@ -150,56 +179,52 @@ class SimEndpoint:
         return self._meet("all_to_all", (), list(parts), sum(p.numel() for i, p in enumerate(parts) if i != mine))
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]:
-        return self._meet("broadcast", (tuple(x.shape), x.dtype, src), x, x.numel() * x.element_size())
+        return self._meet("broadcast", (x.shape, x.dtype, src), x, x.nbytes)
 
     def _meet(self, kind: str, signature: tuple[Any, ...], given: Any, nbytes: int) -> Op[Any]:
-        world, simulator = self.world, self._simulator
-        number = world.sequence.get((self.ranks, self.rank), 0)
-        world.sequence[self.ranks, self.rank] = number + 1
-        op = simulator.op(kind, self.rank, f" #{number} of {len(self.ranks)} ranks")
-        meeting = world.meetings.get((self.ranks, number))
+        simulator, group, rank = self._simulator, self._group, self.rank
+        number = group.begun[rank]
+        group.begun[rank] = number + 1
+        op = simulator.op(kind, rank, " #", number, " of ", len(group.ranks), " ranks")
+        meeting = group.meetings.get(number)
         if meeting is None:
-            meeting = world.meetings[self.ranks, number] = Meeting(kind, signature, self.rank)
-        elif (meeting.kind, meeting.signature) != (kind, signature):
+            meeting = group.meetings[number] = Meeting(kind, signature, rank)
+        elif meeting.kind != kind or meeting.signature != signature:
             raise ClusterError(
                 f"collective #{number} does not match: {simulator.name_of(meeting.first)} called {_call(meeting.kind, meeting.signature)}, "
-                f"{simulator.name_of(self.rank)} called {_call(kind, signature)}"
+                f"{simulator.name_of(rank)} called {_call(kind, signature)}"
             )
-        guard = _snapshot(given) if world.strict else None
-        meeting.members[self.rank] = ((given, guard, nbytes, simulator.now), op)
-        if len(meeting.members) == len(self.ranks):
-            del world.meetings[self.ranks, number]
+        snapshot = [t.clone() for t in _tensors(given)] if self.world.strict else ()
+        meeting.members[rank] = Member(given, snapshot, nbytes, simulator.now, op)
+        if len(meeting.members) == len(group.ranks):
+            del group.meetings[number]
             self._hold(meeting)
         return op
 
     def _hold(self, meeting: Meeting) -> None:
         """All are there: the cards are taken for as long as it lasts, and it ends for everyone at once."""
-        world, simulator = self.world, self._simulator
-        pace = world.paces.get(self.ranks)
-        if pace is None:
-            pace = world.paces[self.ranks] = world.cluster.slowest(self.ranks)
-        start = simulator.now
-        for r in self.ranks:
-            start = max(start, world.sending_free[r], world.receiving_free[r])
-        nbytes = max(m[0][2] for m in meeting.members.values())
-        cost = network.COLLECTIVES[meeting.kind](world.cluster.collective, len(self.ranks), nbytes, pace)
+        world, simulator, ranks = self.world, self._simulator, self.ranks
+        sending_free, receiving_free = world.sending_free, world.receiving_free
+        start = max(simulator.now, max(sending_free[r] for r in ranks), max(receiving_free[r] for r in ranks))
+        nbytes = max(m.nbytes for m in meeting.members.values())
+        cost = network.COLLECTIVES[meeting.kind](world.cluster.collective, len(ranks), nbytes, self._group.pace)
         stop = start + cost.seconds
-        for i, r in enumerate(self.ranks):
-            world.sending_free[r] = world.receiving_free[r] = stop
-            _, _, own, since = meeting.members[r][0]
+        for i, r in enumerate(ranks):
+            sending_free[r] = receiving_free[r] = stop
+            member = meeting.members[r]
             # Parts for others may differ in size from rank to rank: the largest paces all, each sends its own.
-            simulator.trace.span(r, meeting.kind, since, stop, own if meeting.kind == "all_to_all" else cost.nbytes(i))
+            sent = member.nbytes if meeting.kind == "all_to_all" else cost.nbytes(i)
+            simulator.trace.span(r, meeting.kind, member.since, stop, sent)
         simulator.at(stop, self._close, meeting)
 
     def _close(self, meeting: Meeting) -> None:
         members = [meeting.members[r] for r in self.ranks]
         if self.world.strict:
-            for (given, guard, _, _), op in members:
-                for x, snapshot in zip(_tensors(given), guard, strict=True):
-                    _check_untouched(op, x, snapshot)
-        results = _RESULTS[meeting.kind]([m[0][0] for m in members], self.ranks, meeting)
-        for (_, op), result in zip(members, results, strict=True):
-            self._simulator.finish(op, result)
+            for m in members:
+                _check_untouched(m.op, _tensors(m.given), m.snapshot)
+        results = _RESULTS[meeting.kind]([m.given for m in members], self.ranks, meeting)
+        for m, result in zip(members, results, strict=True):
+            self._simulator.finish(m.op, result)
 
 
 def _sum(given: list[tuple[Tensor, Tensor | None]], ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
@@ -232,14 +257,22 @@ def _tensors(given: Any) -> list[Tensor]:
     return [given] if isinstance(given, Tensor) else [t for t in given if t is not None]
 
 
-def _snapshot(given: Any) -> list[Tensor]:
-    return [t.clone() for t in _tensors(given)]
-
-
-def _check_untouched(op: SimOp[Any], x: Tensor, snapshot: Tensor) -> None:
-    if not torch.equal(x, snapshot) and not torch.equal(torch.nan_to_num(x), torch.nan_to_num(snapshot)):
-        raise RuntimeError(f"rank {op.rank} wrote to a buffer of {x.numel()} values while '{op!r}' was sending it: await it first")
+def _check_untouched(op: SimOp[Any], given: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
+    for x, was in zip(given, snapshot, strict=True):
+        if not torch.equal(x, was) and not torch.equal(torch.nan_to_num(x), torch.nan_to_num(was)):
+            raise RuntimeError(f"rank {op.rank} wrote to a buffer of {x.numel()} values while '{op!r}' was sending it: await it first")
 
 
 def _call(kind: str, signature: tuple[Any, ...]) -> str:
-    return f"{kind}({', '.join(str(s) for s in signature)})"
+    return f"{kind}({', '.join(str(tuple(s)) if isinstance(s, torch.Size) else str(s) for s in signature)})"
+
+
+def _in_numbers(cluster: Cluster) -> Cluster:
+    """The same cluster, its quantities read once and not again for every message."""
+    return replace(
+        cluster,
+        bandwidth=units.bytes_per_second(cluster.bandwidth),
+        latency=units.seconds(cluster.latency),
+        codec_bandwidth=units.bytes_per_second(cluster.codec_bandwidth),
+        memory_bandwidth=units.bytes_per_second(cluster.memory_bandwidth),
+    )

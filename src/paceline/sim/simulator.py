@@ -22,7 +22,7 @@ class SimOp(Op[T]):
 
     __slots__ = ("awaited", "detail", "done", "error", "rank", "value", "waiter")
 
-    def __init__(self, kind: str, rank: int, detail: str = "") -> None:
+    def __init__(self, kind: str, rank: int, detail: tuple[object, ...] = ()) -> None:
         self.kind = kind
         self.rank = rank
         self.detail = detail
@@ -33,7 +33,7 @@ class SimOp(Op[T]):
         self.waiter: Process | None = None
 
     def __repr__(self) -> str:
-        return f"{self.kind}{self.detail}"
+        return self.kind + "".join(map(str, self.detail))
 
 
 class Process:
@@ -58,11 +58,12 @@ class Simulator:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
         self._processes: dict[int, Process] = {}
-        self._unawaited: dict[int, SimOp[Any]] = {}
+        self._unawaited: set[SimOp[Any]] = set()
 
-    def op(self, kind: str, rank: int, detail: str = "") -> SimOp[Any]:
+    def op(self, kind: str, rank: int, *detail: object) -> SimOp[Any]:
+        """A new Op; `detail` is written out behind its kind wherever it must be named."""
         op: SimOp[Any] = SimOp(kind, rank, detail)
-        self._unawaited[id(op)] = op
+        self._unawaited.add(op)
         return op
 
     def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
@@ -108,7 +109,7 @@ class Simulator:
                 if op.__class__ is SimOp:
                     if not op.awaited:
                         op.awaited = True
-                        del self._unawaited[id(op)]
+                        self._unawaited.remove(op)
                     if not op.done:
                         if op.waiter is not None:
                             raise RuntimeError(f"{self.name_of(op.rank)}: '{op!r}' is awaited twice at once")
@@ -140,5 +141,5 @@ class Simulator:
             ]
             raise ClusterError(f"deadlock at virtual time {self.now:g} s: nothing more can happen, but\n" + "\n".join(sorted(waiting)))
         if self._unawaited:
-            forgotten = sorted({f"  {self.name_of(op.rank)}: {op!r}" for op in self._unawaited.values()})
+            forgotten = sorted({f"  {self.name_of(op.rank)}: {op!r}" for op in self._unawaited})
             raise RuntimeError("started but never awaited:\n" + "\n".join(forgotten[:20]))

@@ -1,0 +1,433 @@
+"""attach: a strategy in a loop that the user wrote."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import pytest
+import torch
+from tests.dist import forked
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+from paceline.dist.loading import EmptyShard
+
+pytestmark = pytest.mark.dist
+
+ORDERED = {
+    "all-reduce": pl.AllReduceSGD(),
+    "one-bit": pl.AllReduceSGD(codec=pl.OneBit()),
+    "averaging": pl.PeriodicAveraging(period=4),
+    "block-momentum": pl.BlockMomentum(period=7),
+}
+
+
+def task(steps: int = 22, batch: int = 30) -> pl.Task:
+    """30 samples for 4 workers: parts of 8 and 7, so that weights matter."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(200, 12, generator=generator), torch.randint(0, 5, (200,), generator=generator)
+    return pl.Task(
+        model=lambda: nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 5)),
+        loss=lambda model, part: F.cross_entropy(model(part[0]), part[1]),
+        data=(x, y),
+        batch=batch,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9),
+        steps=steps,
+        bucket_bytes=1024,  # several buckets
+    )
+
+
+def vector(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def minibatches(job: pl.Task) -> list[tuple[torch.Tensor, ...]]:
+    """The job's global minibatches, as a user's loader would yield them."""
+    return [job.part(step, 0, 1) for step in range(job.total_steps)]
+
+
+def attached(job: pl.Task, strategy: pl.Strategy) -> torch.Tensor:
+    """The loop that a user would write."""
+    model = job.build()
+    optimizer = job.optimizer(model.parameters())
+    with pl.attach(model, optimizer, strategy, bucket_mb=1 / 1024) as session:
+        for x, y in session.shard(minibatches(job)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            session.step()
+    return vector(model)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_path):
+    simulated = pl.simulate(task(), ORDERED[name], pl.Cluster(workers=4)).params
+    trained = pl.train(task(), ORDERED[name], 4).params
+    in_a_loop = forked.run(4, lambda rank: attached(task(), ORDERED[name]).tolist(), tmp_path)
+    assert torch.equal(simulated, trained)
+    for vector_of_rank in in_a_loop:
+        assert simulated.tolist() == vector_of_rank
+
+
+@pytest.mark.parametrize("name", [*ORDERED, "server"])
+def test_one_worker_needs_no_launcher_and_equals_the_plain_loop(name):
+    strategy = pl.ParameterServer(rule=pl.Sgd(lr=0.2), servers=2) if name == "server" else ORDERED[name]
+    job = task()
+    model = job.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2) if name == "server" else job.optimizer(model.parameters())
+    for x, y in minibatches(job):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    # Block momentum adds a difference back to where it came from, which rounds; all others leave one worker's bits alone.
+    tolerance = 1e-6 if name == "block-momentum" else 0.0
+    assert torch.allclose(attached(job, strategy), vector(model), rtol=tolerance, atol=tolerance)
+
+
+def test_every_rank_sees_its_part_of_each_minibatch_and_each_sample_once(tmp_path):
+    def work(rank):
+        torch.manual_seed(rank)  # Ranks that do not share a seed must still shuffle alike.
+        model = nn.Linear(1, 1)
+        dataset = TensorDataset(torch.arange(103.0).unsqueeze(1))
+        loader = DataLoader(dataset, batch_size=20, shuffle=True)
+        seen = []
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.AllReduceSGD(), initial="broadcast") as session:
+            for _ in range(2):
+                for (x,) in session.shard(loader):
+                    model(x).sum().backward()
+                    session.step()
+                    seen.append(x.view(-1).tolist())
+        return seen
+
+    ranks = forked.run(3, work, tmp_path)
+    # The last minibatch of an epoch has 3 samples, one for each; every part differs by at most one in size.
+    for step in zip(*ranks, strict=True):
+        sizes = [len(part) for part in step]
+        assert max(sizes) - min(sizes) <= 1
+    epochs = [[sorted(x for r in ranks for part in r[e * 6 : (e + 1) * 6] for x in part)] for e in range(2)]
+    assert epochs == [[list(map(float, range(103)))]] * 2
+    assert ranks[0][:6] != ranks[0][6:], "every epoch is shuffled anew"
+
+
+def test_ranks_that_read_different_minibatches_are_told(tmp_path):
+    def work(rank):
+        model = nn.Linear(1, 1)
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD(), initial="broadcast") as session:
+            for (x,) in session.shard([(torch.full((4, 1), float(rank)),)]):
+                model(x).sum().backward()
+                session.step()
+
+    for result in forked.run(2, work, tmp_path):
+        assert "rank 1 reads another first minibatch than rank 0" in result["error"]
+
+
+@pytest.mark.parametrize("name", [*ORDERED, "server"])
+def test_unequal_data_ends_cleanly_with_equal_models(name, tmp_path):
+    strategy = pl.ParameterServer(rule=pl.Sgd(lr=0.05)) if name == "server" else ORDERED[name]
+
+    def work(rank):
+        job = task()
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        with pl.attach(model, optimizer, strategy) as session:
+            for step in range((9, 13, 0)[rank]):  # Rank 2 never has any data.
+                x, y = job.part(step, rank, 3)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                session.step()
+        return vector(model).tolist()
+
+    results = forked.run(3, work, tmp_path)
+    assert all(isinstance(r, list) for r in results), results
+    if name != "server":
+        assert results[0] == results[1] == results[2]
+
+
+def test_a_worker_that_never_gets_a_sample_is_told_and_takes_part(tmp_path):
+    def work(rank):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD()) as session:
+                for (x,) in session.shard(DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2)):
+                    model(x).sum().backward()
+                    session.step()
+        return [[str(w.message) for w in caught if w.category is EmptyShard], vector(model).tolist()]
+
+    results = forked.run(3, work, tmp_path)
+    assert [len(told) for told, _ in results] == [0, 0, 1]
+    assert "rank 2 got no sample out of 2 minibatches" in results[2][0][0]
+    assert results[0][1] == results[1][1] == results[2][1]
+
+
+def test_a_loader_without_minibatches_is_refused(tmp_path):
+    def work(rank):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD()) as session:
+            list(session.shard([]))
+
+    for result in forked.run(2, work, tmp_path):
+        assert "the loader yielded no minibatch" in result["error"]
+
+
+def test_models_that_differ_in_shape_are_named_at_the_start(tmp_path):
+    def work(rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + (rank == 1)))
+        pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD())
+
+    for result in forked.run(3, work, tmp_path):
+        assert result["error"] == (
+            "ValueError: the models differ: rank 0 has '1.weight' of shape [5, 4] and torch.float32, "
+            "rank 1 has '1.weight' of shape [6, 4] and torch.float32"
+        )
+
+
+def test_models_that_start_from_other_values_are_named_or_broadcast(tmp_path):
+    def work(rank, initial="equal"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+        if rank == 2:
+            nn.init.ones_(model[1].bias)
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD(), initial=initial):
+            pass
+        return vector(model).tolist()
+
+    for result in forked.run(3, work, tmp_path / "equal"):
+        assert "rank 2 starts from other values of '1.bias' than rank 0 (1 of 4 parameters differ)" in result["error"]
+    one, two, three = forked.run(3, lambda rank: work(rank, "broadcast"), tmp_path / "broadcast")
+    assert one == two == three
+
+
+def poisoned(policy: str, strategy: pl.Strategy, rank: int) -> dict[str, object]:
+    """Rank 1 has a NaN in the gradient of its second layer at step 3."""
+    job = task()
+    model = job.build()
+    optimizer = job.optimizer(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pl.attach(model, optimizer, strategy, nonfinite=policy) as session:
+            for step, (x, y) in enumerate(session.shard(minibatches(job)[:8])):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                if step == 3 and rank == 1:
+                    loss = loss + model[2].bias.sum() * torch.nan
+                loss.backward()
+                session.step()
+            skipped = session.skipped
+    told = [str(w.message) for w in caught if w.category is pl.NonFiniteGradient]
+    return {"finite": bool(vector(model).isfinite().all()), "told": told, "skipped": skipped, "vector": vector(model).tolist()}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_a_nan_gradient_is_named_and_skipped(name, tmp_path):
+    results = forked.run(2, lambda rank: poisoned("skip", ORDERED[name], rank), tmp_path)
+    assert results[1]["told"] == ["rank 1 has NaN or infinity in the gradient of '2.bias' at step 3; the step was skipped"]
+    assert results[0]["told"] == []
+    assert results[0]["finite"] and results[1]["finite"]
+    assert results[0]["vector"] == results[1]["vector"]
+    # A step of all together is skipped by all; a step of one's own only by oneself.
+    assert [r["skipped"] for r in results] == ([1, 1] if "all-reduce" in name or "one-bit" in name else [0, 1])
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "averaging"])
+def test_a_nan_gradient_stops_the_run_or_passes_if_so_asked(name, tmp_path):
+    stopped = forked.run(2, lambda rank: poisoned("stop", ORDERED[name], rank), tmp_path / "stop")
+    assert stopped[1]["error"].startswith("FloatingPointError: rank 1 has NaN or infinity in the gradient of '2.bias' at step 3")
+    assert "error" in stopped[0], "the other rank learns of it, by the same exchange or by the loss of its peer"
+    passed = forked.run(2, lambda rank: poisoned("pass", ORDERED[name], rank), tmp_path / "pass")
+    assert not passed[0]["finite"] and not passed[0]["told"]
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "one-bit", "averaging"])
+def test_grad_scaler_sees_one_ranks_overflow_and_no_rank_falls_out_of_step(name, tmp_path):
+    def work(rank):
+        job = task()
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        warnings.simplefilter("ignore", pl.NonFiniteGradient)
+        with pl.attach(model, optimizer, ORDERED[name]) as session:
+            for step, (x, y) in enumerate(session.shard(minibatches(job))):
+                session.optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = F.cross_entropy(model(x), y)
+                if step == 5 and rank == 1:
+                    loss = loss * torch.inf
+                scaler.scale(loss).backward()
+                scaler.step(session.optimizer)
+                scaler.update()
+        return {"scale": scaler.get_scale(), "vector": vector(model).tolist()}
+
+    results = forked.run(2, work, tmp_path)
+    scales = [r["scale"] for r in results]
+    # Exchanged gradients overflow everywhere, a gradient of one's own only there.
+    assert scales == ([512.0, 512.0] if name != "averaging" else [1024.0, 512.0])
+    assert results[0]["vector"] == results[1]["vector"]
+    assert all(torch.tensor(r["vector"]).isfinite().all() for r in results)
+
+
+def test_scaled_gradients_give_the_same_steps_as_unscaled_ones(tmp_path):
+    def work(rank, strategy, scaled):
+        job = task()
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000, enabled=scaled)
+        with pl.attach(model, optimizer, strategy) as session:
+            for x, y in session.shard(minibatches(job)):
+                optimizer.zero_grad()
+                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                scaler.unscale_(session.optimizer) if session.loop.replica.k % 2 else None
+                scaler.step(session.optimizer)
+                scaler.update()
+        return vector(model).tolist()
+
+    for name in ("all-reduce", "averaging"):
+        plain = forked.run(2, lambda rank, n=name: work(rank, ORDERED[n], False), tmp_path / f"{name}-plain")
+        scaled = forked.run(2, lambda rank, n=name: work(rank, ORDERED[n], True), tmp_path / f"{name}-scaled")
+        # A scale of 2^10 changes no bit of a gradient that neither overflows nor underflows.
+        assert plain == scaled
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "averaging"])
+@pytest.mark.parametrize("how", ["accumulate", "no_sync"])
+def test_accumulated_gradients_equal_the_whole_minibatch(name, how, tmp_path):
+    def work(rank):
+        job = task(batch=32)
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        with pl.attach(model, optimizer, ORDERED[name], accumulate=2 if how == "accumulate" else 1) as session:
+            for x, y in session.shard(minibatches(job)):
+                optimizer.zero_grad()
+                half = len(x) // 2
+                if how == "accumulate":
+                    (F.cross_entropy(model(x[:half]), y[:half]) / 2).backward()
+                else:
+                    with session.no_sync():
+                        (F.cross_entropy(model(x[:half]), y[:half]) / 2).backward()
+                (F.cross_entropy(model(x[half:]), y[half:]) / 2).backward()
+                session.step()
+        return vector(model).tolist()
+
+    whole = pl.simulate(task(batch=32), ORDERED[name], pl.Cluster(workers=2)).params
+    for result in forked.run(2, work, tmp_path):
+        assert torch.allclose(torch.tensor(result), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_backward_that_was_not_announced_is_refused(tmp_path):
+    def work(rank):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD()):
+            model(torch.ones(3, 2)).sum().backward()
+            model(torch.ones(3, 2)).sum().backward()
+
+    for result in forked.run(2, work, tmp_path):
+        assert "give attach(accumulate=2) or run all but the last `with session.no_sync()`" in result["error"]
+
+
+def test_clipping_after_backward_sees_the_gradient_of_all(tmp_path):
+    def work(rank):
+        job = task()
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        norms = []
+        with pl.attach(model, optimizer, pl.AllReduceSGD()) as session:
+            for x, y in session.shard(minibatches(job)):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+                session.step()
+        return [norms, vector(model).tolist()]
+
+    first, second = forked.run(2, work, tmp_path)
+    assert first == second
+    job = task()
+    model = job.build()
+    optimizer = job.optimizer(model.parameters())
+    for x, y in minibatches(job):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    assert torch.allclose(vector(model), torch.tensor(first[1]), rtol=1e-4, atol=1e-5)
+
+
+def test_the_sessions_optimizer_is_a_real_one():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    with pl.attach(model, optimizer, pl.PeriodicAveraging(period=2)) as session:
+        assert isinstance(session.optimizer, torch.optim.Optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(session.optimizer, step_size=1, gamma=0.5)
+        model(torch.ones(3, 2)).sum().backward()
+        session.optimizer.step()
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert session.optimizer.state_dict() == optimizer.state_dict()
+        with pytest.raises(RuntimeError, match=r"would go past the strategy: call session.step\(\)"):
+            optimizer.step()
+    optimizer.step()  # After the session it is the user's again.
+
+
+def test_an_optimizer_that_lacks_a_parameter_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"does not hold the parameter '1.weight'"):
+        pl.attach(model, torch.optim.SGD(model[0].parameters(), lr=0.1), pl.AllReduceSGD())
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_a_session_saved_and_loaded_goes_on_as_if_unbroken(name, tmp_path):
+    def work(rank):
+        job = task()
+        batches = minibatches(job)
+        unbroken = attached(job, ORDERED[name])
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        with pl.attach(model, optimizer, ORDERED[name], bucket_mb=1 / 1024) as session:
+            for i, (x, y) in enumerate(session.shard(batches)):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                session.step()
+                if i == 8:
+                    state = session.state_dict()
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        with pl.attach(model, optimizer, ORDERED[name], bucket_mb=1 / 1024) as session:
+            session.load_state_dict(state)
+            for x, y in session.shard(batches[9:]):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                session.step()
+        return torch.equal(vector(model), unbroken)
+
+    assert forked.run(2, work, tmp_path) == [True, True]
+
+
+def test_a_killed_worker_is_named_by_the_others_within_a_second(tmp_path):
+    def work(rank):
+        job = task(steps=10_000)
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        began = time.monotonic()
+        try:
+            with pl.attach(model, optimizer, pl.AllReduceSGD()) as session:
+                for step in range(job.total_steps):
+                    x, y = job.part(step, rank, 3)
+                    if rank == 1 and step == 50:
+                        forked.kill_myself()
+                    began = time.monotonic()
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    session.step()
+        except pl.PeerLost as error:
+            return [error.rank, time.monotonic() - began]
+
+    first, killed, third = forked.run(3, work, tmp_path)
+    assert killed == {"error": "no result, exit code -9"}
+    # A survivor may also hear of it from another survivor that has already given up.
+    assert 1 in (first[0], third[0])
+    assert first[1] < 1.0 and third[1] < 1.0

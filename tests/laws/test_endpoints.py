@@ -1,0 +1,375 @@
+"""What every endpoint does, whether its ranks are coroutines in virtual time or processes of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.codecs import Fp32, OneBit
+from paceline.codecs.codec import ErrorFeedback
+from paceline.collectives import Ballot, mean, mean_by_gather, mean_by_stripes, stripe_of
+from paceline.endpoint import SUMMABLE, Message
+from tests.laws.every import ENDPOINTS
+from tests.laws.ranks import Ranks
+from tests.laws.tasks import close, numbers, same
+
+KINDS = [pytest.param(ranks, marks=pytest.mark.dist if ranks.is_real else (), id=name) for name, ranks in ENDPOINTS.items()]
+every_endpoint = pytest.mark.parametrize("ranks", KINDS)
+every_size = pytest.mark.parametrize("workers", [1, 2, 4])
+
+WEIGHTS = [3.0, 5.0, 0.0, 8.0]
+SIZES = [0, 1, 7, 513, 2000]
+
+
+def mine(rank: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Values whose sum depends on the order of addition."""
+    return (numbers(numel, seed=100 * seed + rank) * 10.0 ** (rank % 3)).to(dtype)
+
+
+def in_order(workers: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    total = mine(0, numel, dtype, seed)
+    for rank in range(1, workers):
+        total = total + mine(rank, numel, dtype, seed)
+    return total
+
+
+def agree(results: list[Any]) -> bool:
+    return all(same(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
+
+
+@every_endpoint
+@every_size
+def test_all_reduce_leaves_the_sum_on_every_rank(ranks: Ranks, workers: int, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        sums: list[Tensor] = []
+        for dtype in SUMMABLE:
+            for numel in SIZES:
+                x = mine(endpoint.rank, numel, dtype)
+                assert await endpoint.all_reduce(x) is x
+                sums.append(x)
+        return sums
+
+    results = ranks(tmp_path, workers, law)
+    assert agree(results)
+    expected = [in_order(workers, numel, dtype) for dtype in SUMMABLE for numel in SIZES]
+    for x, total in zip(results[0], expected, strict=True):
+        if ranks.is_ordered or not x.dtype.is_floating_point or workers < 3:
+            assert same(x, total), f"{x.dtype} of {x.numel()}"
+        else:  # A ring adds up in another order: each of its additions rounds by half an ulp of what are at most 3 numbers up to 400.
+            assert (x.double() - total.double()).abs().max().item() <= 400 * workers * torch.finfo(x.dtype).eps if x.numel() else True
+
+
+@every_endpoint
+@every_size
+def test_a_matrix_is_summed_in_its_shape(ranks: Ranks, workers: int, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        x = torch.full((2, 3), endpoint.rank + 1.0)
+        return await endpoint.all_reduce(x)
+
+    for x in ranks(tmp_path, workers, law):
+        assert x.tolist() == [[workers * (workers + 1) / 2] * 3] * 2
+
+
+@every_endpoint
+@every_size
+def test_the_tail_is_summed_too(ranks: Ranks, workers: int, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        x, tail = mine(endpoint.rank, 9), torch.tensor([1.0, endpoint.rank, 2.0**-30], dtype=torch.float64)
+        await endpoint.all_reduce(x, tail)
+        return x, tail
+
+    for x, tail in ranks(tmp_path, workers, law):
+        assert tail.tolist() == [workers, workers * (workers - 1) / 2, workers * 2.0**-30]
+        assert torch.allclose(x, in_order(workers, 9))
+
+
+@every_endpoint
+@every_size
+def test_all_gather_gives_everyones_in_the_order_of_ranks(ranks: Ranks, workers: int, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        data = torch.tensor([[endpoint.rank, 7], [250, endpoint.rank]], dtype=torch.uint8)
+        parts = await endpoint.all_gather(data)
+        parts[endpoint.rank][0, 1] = 9  # They are the receiver's own: neither what was given nor anybody else's changes.
+        assert data.tolist() == [[endpoint.rank, 7], [250, endpoint.rank]]
+        return [*parts, *await endpoint.all_gather(torch.zeros(0))]
+
+    for rank, result in enumerate(ranks(tmp_path, workers, law)):
+        expected = [[[r, 9 if r == rank else 7], [250, r]] for r in range(workers)]
+        assert [part.tolist() for part in result] == expected + [[]] * workers
+
+
+@every_endpoint
+@every_size
+def test_all_to_all_delivers_parts_of_any_size(ranks: Ranks, workers: int, tmp_path: Path):
+    """From i to j go (i + 2j) % 4 bytes of value 10i + j: some parts are empty, and the sizes tell nobody what to expect."""
+
+    async def law(endpoint: Any) -> Any:
+        i = endpoint.rank
+        parts = [torch.full(((i + 2 * j) % 4,), 10 * i + j, dtype=torch.uint8) for j in range(workers)]
+        received = await endpoint.all_to_all(parts)
+        nothing = await endpoint.all_to_all([torch.zeros(0, dtype=torch.uint8)] * workers)
+        return received + nothing
+
+    for j, result in enumerate(ranks(tmp_path, workers, law)):
+        expected = [[10 * i + j] * ((i + 2 * j) % 4) for i in range(workers)]
+        assert [part.tolist() for part in result] == expected + [[]] * workers
+
+
+@every_endpoint
+def test_all_to_all_wants_a_part_for_everyone(ranks: Ranks, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        with pytest.raises(ValueError, match="3 parts"):
+            endpoint.all_to_all([torch.zeros(1, dtype=torch.uint8)] * 3)
+
+    ranks(tmp_path, 2, law)
+
+
+@every_endpoint
+@every_size
+def test_broadcast_gives_everyone_what_the_source_has(ranks: Ranks, workers: int, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        copies: list[Tensor] = []
+        for src in range(workers):
+            x = mine(endpoint.rank, 600, seed=src)
+            assert await endpoint.broadcast(x, src) is x
+            copies.append(x)
+        return copies
+
+    results = ranks(tmp_path, workers, law)
+    assert agree(results)
+    assert all(same(x, mine(src, 600, seed=src)) for src, x in enumerate(results[0]))
+
+
+@every_endpoint
+@pytest.mark.parametrize("order", ["first begun first", "last begun first", "otherwise on every rank"])
+def test_several_may_be_under_way_and_be_awaited_in_any_order(ranks: Ranks, order: str, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        rank = endpoint.rank
+        xs = [mine(rank, numel, seed=numel) for numel in (5, 700, 1)]
+        tails = [torch.tensor([float(rank + i)], dtype=torch.float64) for i in range(3)]
+        parts = [torch.full((rank + j,), rank, dtype=torch.uint8) for j in range(3)]
+        ops = [endpoint.all_reduce(x, tail) for x, tail in zip(xs, tails, strict=True)]
+        ops += [endpoint.all_to_all(parts), endpoint.all_gather(mine(rank, 3)), endpoint.broadcast(mine(rank, 4), 1)]
+        places = list(range(len(ops)))
+        if order == "last begun first" or (order == "otherwise on every rank" and rank == 1):
+            places.reverse()
+        elif order == "otherwise on every rank" and rank == 2:
+            places = places[3:] + places[:3]
+        results: list[Any] = [None] * len(ops)
+        for place in places:
+            results[place] = await ops[place]
+        return [*results, tails]
+
+    for rank, (a, b, c, parts, gathered, spread, tails) in enumerate(ranks(tmp_path, 3, law)):
+        for x, numel in ((a, 5), (b, 700), (c, 1)):
+            assert torch.allclose(x, in_order(3, numel, seed=numel), atol=1e-4)
+        assert [t.item() for t in tails] == [3.0, 6.0, 9.0]
+        assert [p.tolist() for p in parts] == [[i] * (i + rank) for i in range(3)]
+        assert all(same(x, mine(i, 3)) for i, x in enumerate(gathered))
+        assert same(spread, mine(1, 4))
+
+
+@every_endpoint
+def test_encoded_bytes_are_not_summed(ranks: Ranks, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        for wrong in (torch.uint8, torch.bool):
+            with pytest.raises(ValueError, match=f"all_reduce of {wrong}.*mean_by_gather"):
+                endpoint.all_reduce(torch.zeros(4, dtype=wrong))
+        with pytest.raises(ValueError, match="contiguous"):
+            endpoint.all_reduce(torch.zeros(4, 4)[:, 1])
+
+    ranks(tmp_path, 2, law)
+
+
+# Means.
+
+
+def link_for(codec: Any, numel: int) -> ErrorFeedback:
+    return ErrorFeedback(codec, torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64))
+
+
+async def any_mean(name: str, endpoint: Any, x: Tensor, ballot: Ballot, codec: Any) -> Ballot:
+    if name == "mean":
+        return await mean(endpoint, x, ballot)
+    by = mean_by_gather if name == "mean_by_gather" else mean_by_stripes
+    return await by(endpoint, x, ballot, link_for(codec, x.numel()))
+
+
+every_mean = pytest.mark.parametrize("name", ["mean", "mean_by_gather", "mean_by_stripes"])
+
+
+@every_endpoint
+@every_mean
+def test_a_mean_is_weighted_and_the_same_on_every_rank(ranks: Ranks, name: str, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        rank, results = endpoint.rank, []
+        for numel in (1, 7, 513, 2000):
+            x = mine(rank, numel)
+            total = await any_mean(name, endpoint, x, Ballot(WEIGHTS[rank], going_on=1.0, bad=float(rank == 2), bad_rank=2.0 * (rank == 2)), Fp32())
+            assert (total.weight, total.going_on, total.bad, total.culprit()) == (16.0, 4.0, 1.0, "rank 2")
+            results.append(x)
+        return results
+
+    results = ranks(tmp_path, 4, law)
+    assert agree(results)
+    for x, numel in zip(results[0], (1, 7, 513, 2000), strict=True):
+        expected = sum(w * mine(rank, numel, torch.float64) for rank, w in enumerate(WEIGHTS)) / 16
+        assert torch.allclose(x.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@every_endpoint
+@pytest.mark.parametrize("name", ["mean_by_gather", "mean_by_stripes"])
+def test_a_mean_of_lossy_codes_is_the_same_on_every_rank(ranks: Ranks, name: str, tmp_path: Path):
+    """B2.2."""
+
+    async def law(endpoint: Any) -> Any:
+        x = mine(endpoint.rank, 2000)
+        await any_mean(name, endpoint, x, Ballot(WEIGHTS[endpoint.rank]), OneBit())
+        return [x]
+
+    assert agree(ranks(tmp_path, 4, law))
+
+
+@every_endpoint
+@every_mean
+def test_where_nobody_has_weight_everything_stays_as_it_was(ranks: Ranks, name: str, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        x = mine(endpoint.rank, 1025)
+        total = await any_mean(name, endpoint, x, Ballot(0.0), OneBit())
+        assert total.weight == 0.0
+        return x
+
+    assert all(same(x, mine(rank, 1025)) for rank, x in enumerate(ranks(tmp_path, 4, law)))
+
+
+@every_endpoint
+def test_what_the_stripes_say_and_all_remember_is_what_was_meant(ranks: Ranks, tmp_path: Path):
+    """B2.1 for the weighted mean, over 20 rounds of 1 bit; float64 throughout, but for codes that are float32 exactly."""
+    numel, rounds = 1500, 20
+
+    async def law(endpoint: Any) -> Any:
+        link, heard = link_for(OneBit(), numel), torch.zeros(numel, dtype=torch.float64)
+        for t in range(rounds):
+            x = mine(endpoint.rank, numel, torch.float64, seed=t)
+            await mean_by_stripes(endpoint, x, Ballot(WEIGHTS[endpoint.rank]), link)
+            heard += x
+        return heard, link.residual, link.owner_residual
+
+    results = ranks(tmp_path, 4, law)
+    heard = results[0][0]
+    owners = torch.zeros(numel, dtype=torch.float64)
+    for rank, (_, _, owner) in enumerate(results):
+        own = stripe_of(rank, numel, 4, unit=512)
+        owners[own] = owner[own]
+        assert owner.count_nonzero() == owner[own].count_nonzero(), "a rank remembers sums of its own stripe only"
+    remembered = sum(w * residual for w, (_, residual, _) in zip(WEIGHTS, results, strict=True)) / 16
+    meant = sum(w * mine(r, numel, torch.float64, seed=t) for r, w in enumerate(WEIGHTS) for t in range(rounds)) / 16
+    assert close(heard + remembered + owners, meant)
+    assert not close(heard, meant, rtol=1e-2), "1 bit loses enough for the residuals to matter"
+
+
+@every_endpoint
+def test_a_rank_without_data_loses_nothing_that_it_remembers(ranks: Ranks, tmp_path: Path):
+    """Delayed, not lost (B0): in a round in which its weight is 0 a rank's residual is either kept or counted.
+
+    Two of four ranks have data in each round, with weight 1; x is 0 for the others, as gradients are.  All rounds weigh 2.
+    """
+    numel, rounds = 600, 12
+
+    def given(rank: int, t: int) -> Tensor:
+        return mine(rank, numel, torch.float64, seed=t) * float((rank + t) % 2)
+
+    async def law(endpoint: Any) -> Any:
+        link, heard = link_for(OneBit(), numel), torch.zeros(numel, dtype=torch.float64)
+        for t in range(rounds):
+            x = given(endpoint.rank, t)
+            total = await mean_by_gather(endpoint, x, Ballot(float((endpoint.rank + t) % 2)), link)
+            heard += x * total.weight
+        return heard, link.residual
+
+    results = ranks(tmp_path, 4, law)
+    meant = sum(given(rank, t) for rank in range(4) for t in range(rounds))
+    assert close(results[0][0] + sum(residual for _, residual in results), meant)
+
+
+# Messages.
+
+
+@every_endpoint
+def test_messages_between_two_ranks_keep_their_order(ranks: Ranks, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        if endpoint.rank == 0:
+            sends = [endpoint.send(1, Message("note", (torch.full((3,), float(i)),), version=i, samples=-i)) for i in range(20)]
+            for send in sends:
+                await send
+            return None
+        came = [await endpoint.recv() for _ in range(20)]
+        return [(m.kind, m.src, m.version, m.samples, m.tensors[0].tolist()) for m in came]
+
+    results = ranks(tmp_path, 2, law)
+    assert results[1] == [["note", 0, i, -i, [i, i, i]] for i in range(20)] or results[1] == [("note", 0, i, -i, [i, i, i]) for i in range(20)]
+
+
+@every_endpoint
+def test_a_receiver_may_choose_from_whom_to_hear_first(ranks: Ranks, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        if endpoint.rank > 0:
+            for i in range(3):
+                await endpoint.send(0, Message(f"{i}"))
+            return None
+        last = [await endpoint.recv(src=2) for _ in range(3)]
+        first = [await endpoint.recv(src=1) for _ in range(2)]
+        rest = await endpoint.recv()
+        return [(m.src, m.kind) for m in [*last, *first, rest]]
+
+    came = [tuple(m) for m in ranks(tmp_path, 3, law)[0]]
+    assert came == [(2, "0"), (2, "1"), (2, "2"), (1, "0"), (1, "1"), (1, "2")]
+
+
+@every_endpoint
+def test_waiting_for_a_message_ends_with_the_time_given_for_it(ranks: Ranks, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        if endpoint.rank == 0:
+            with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.01 s for a message from .*1"):
+                await endpoint.recv(src=1, timeout=0.01)
+            await endpoint.send(1, Message("go"))
+            return (await endpoint.recv(src=1)).kind
+        await endpoint.recv(src=0)
+        await endpoint.send(0, Message("late"))
+        return None
+
+    assert ranks(tmp_path, 2, law)[0] == "late"
+
+
+@every_endpoint
+def test_a_sent_tensor_may_be_overwritten_once_it_was_awaited(ranks: Ranks, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        if endpoint.rank == 0:
+            for numel in (5, 300_000):  # Small ones are copied on the way, large ones are lent.
+                x = torch.ones(numel)
+                await endpoint.send(1, Message("value", (x,)))
+                x.zero_()
+            return None
+        return [bool((await endpoint.recv()).tensors[0].all()) for _ in range(2)]
+
+    assert ranks(tmp_path, 2, law)[1] == [True, True]
+
+
+@every_endpoint
+def test_bytes_and_spans_are_written_down(ranks: Ranks, tmp_path: Path):
+    """A ring all-reduce of 100 float32 and a tail of 32 bytes over 4 ranks: 2 * 3/4 of 432 bytes."""
+
+    async def law(endpoint: Any) -> Any:
+        await endpoint.all_reduce(torch.ones(100), torch.zeros(4, dtype=torch.float64))
+        await endpoint.all_gather(torch.ones(10, dtype=torch.uint8))
+        await endpoint.all_to_all([torch.ones(5 + j, dtype=torch.uint8) for j in range(4)])
+        spans = [s for s in endpoint.trace.spans if s.rank == endpoint.rank]
+        assert all(s.start <= s.stop <= endpoint.now() for s in spans)
+        return [(s.kind, s.nbytes) for s in spans]
+
+    for rank, spans in enumerate(ranks(tmp_path, 4, law)):
+        assert [tuple(s) for s in spans] == [("all_reduce", 648), ("all_gather", 30), ("all_to_all", 26 - 5 - rank)]
