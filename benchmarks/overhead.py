@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -37,7 +37,7 @@ Batch = tuple[Tensor, Tensor]
 def mlp() -> nn.Module:
     """7,994,818 parameters."""
     widths = [784, 2048, 2048, 1064]
-    layers = [layer for n, m in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(n, m), nn.ReLU())]
+    layers = [layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], 10))
 
 

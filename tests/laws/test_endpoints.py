@@ -266,9 +266,11 @@ def test_what_the_stripes_say_and_all_remember_is_what_was_meant(ranks: Ranks, t
         own = stripe_of(rank, numel, 4, unit=512)
         owners[own] = owner[own]
         assert owner.count_nonzero() == owner[own].count_nonzero(), "a rank remembers sums of its own stripe only"
-    remembered = sum(w * residual for w, (_, residual, _) in zip(WEIGHTS, results, strict=True)) / 16
+    # Residuals may be of gradients (and weigh as those do) or of gradients times weights (CNTK's way): either is conserved.
+    of_means = sum(w * residual for w, (_, residual, _) in zip(WEIGHTS, results, strict=True)) / 16 + owners
+    of_sums = (sum(residual for _, residual, _ in results) + owners) / 16
     meant = sum(w * mine(r, numel, torch.float64, seed=t) for r, w in enumerate(WEIGHTS) for t in range(rounds)) / 16
-    assert close(heard + remembered + owners, meant)
+    assert close(heard + of_means, meant) or close(heard + of_sums, meant)
     assert not close(heard, meant, rtol=1e-2), "1 bit loses enough for the residuals to matter"
 
 
@@ -308,10 +310,9 @@ def test_messages_between_two_ranks_keep_their_order(ranks: Ranks, tmp_path: Pat
                 await send
             return None
         came = [await endpoint.recv() for _ in range(20)]
-        return [(m.kind, m.src, m.version, m.samples, m.tensors[0].tolist()) for m in came]
+        return [[m.kind, m.src, m.version, m.samples, m.tensors[0].tolist()] for m in came]
 
-    results = ranks(tmp_path, 2, law)
-    assert results[1] == [["note", 0, i, -i, [i, i, i]] for i in range(20)] or results[1] == [("note", 0, i, -i, [i, i, i]) for i in range(20)]
+    assert ranks(tmp_path, 2, law)[1] == [["note", 0, i, -i, [i, i, i]] for i in range(20)]
 
 
 @every_endpoint
@@ -324,10 +325,9 @@ def test_a_receiver_may_choose_from_whom_to_hear_first(ranks: Ranks, tmp_path: P
         last = [await endpoint.recv(src=2) for _ in range(3)]
         first = [await endpoint.recv(src=1) for _ in range(2)]
         rest = await endpoint.recv()
-        return [(m.src, m.kind) for m in [*last, *first, rest]]
+        return [f"{m.kind} from {m.src}" for m in [*last, *first, rest]]
 
-    came = [tuple(m) for m in ranks(tmp_path, 3, law)[0]]
-    assert came == [(2, "0"), (2, "1"), (2, "2"), (1, "0"), (1, "1"), (1, "2")]
+    assert ranks(tmp_path, 3, law)[0] == ["0 from 2", "1 from 2", "2 from 2", "0 from 1", "1 from 1", "2 from 1"]
 
 
 @every_endpoint
@@ -369,7 +369,7 @@ def test_bytes_and_spans_are_written_down(ranks: Ranks, tmp_path: Path):
         await endpoint.all_to_all([torch.ones(5 + j, dtype=torch.uint8) for j in range(4)])
         spans = [s for s in endpoint.trace.spans if s.rank == endpoint.rank]
         assert all(s.start <= s.stop <= endpoint.now() for s in spans)
-        return [(s.kind, s.nbytes) for s in spans]
+        return [f"{s.kind} of {s.nbytes}" for s in spans]
 
     for rank, spans in enumerate(ranks(tmp_path, 4, law)):
-        assert [tuple(s) for s in spans] == [("all_reduce", 648), ("all_gather", 30), ("all_to_all", 26 - 5 - rank)]
+        assert spans == ["all_reduce of 648", "all_gather of 30", f"all_to_all of {26 - 5 - rank}"]

@@ -6,6 +6,7 @@ and GradScaler see what all ranks see; one that exchanges parameters does so ins
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -83,7 +84,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on later: parameters, optimizer state, the strategy's memory.  Between two steps."""
-        return {"replica": self.loop.replica.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"replica": self.loop.replica.state_dict(), "optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; before the first step."""

@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 class Member(NamedTuple):
-    """What a rank brought to a collective, and when; `snapshot` is what its tensors then held, if anyone will look."""
+    """What a rank brought to a collective, and when; `snapshot` is what it then held, if anyone will look."""
 
-    given: Any
+    given: Sequence[Tensor]
     snapshot: Sequence[Tensor]
     nbytes: int
     since: float
@@ -166,11 +166,12 @@ class SimEndpoint:
 
     def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)
-        nbytes = x.nbytes + (0 if tail is None else tail.nbytes)
-        return self._meet("all_reduce", (x.shape, x.dtype, tail is None), (x, tail), nbytes)
+        if tail is None:
+            return self._meet("all_reduce", (x.shape, x.dtype, True), (x,), x.nbytes)
+        return self._meet("all_reduce", (x.shape, x.dtype, False), (x, tail), x.nbytes + tail.nbytes)
 
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
-        return self._meet("all_gather", (data.shape, data.dtype), data, data.nbytes)
+        return self._meet("all_gather", (data.shape, data.dtype), (data,), data.nbytes)
 
     def all_to_all(self, parts: Sequence[Tensor]) -> Op[list[Tensor]]:
         if len(parts) != len(self.ranks):
@@ -179,9 +180,9 @@ class SimEndpoint:
         return self._meet("all_to_all", (), list(parts), sum(p.numel() for i, p in enumerate(parts) if i != mine))
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]:
-        return self._meet("broadcast", (x.shape, x.dtype, src), x, x.nbytes)
+        return self._meet("broadcast", (x.shape, x.dtype, src), (x,), x.nbytes)
 
-    def _meet(self, kind: str, signature: tuple[Any, ...], given: Any, nbytes: int) -> Op[Any]:
+    def _meet(self, kind: str, signature: tuple[Any, ...], given: Sequence[Tensor], nbytes: int) -> Op[Any]:
         simulator, group, rank = self._simulator, self._group, self.rank
         number = group.begun[rank]
         group.begun[rank] = number + 1
@@ -194,7 +195,7 @@ class SimEndpoint:
                 f"collective #{number} does not match: {simulator.name_of(meeting.first)} called {_call(meeting.kind, meeting.signature)}, "
                 f"{simulator.name_of(rank)} called {_call(kind, signature)}"
             )
-        snapshot = [t.clone() for t in _tensors(given)] if self.world.strict else ()
+        snapshot = [t.clone() for t in given] if self.world.strict else ()
         meeting.members[rank] = Member(given, snapshot, nbytes, simulator.now, op)
         if len(meeting.members) == len(group.ranks):
             del group.meetings[number]
@@ -205,7 +206,7 @@ class SimEndpoint:
         """All are there: the cards are taken for as long as it lasts, and it ends for everyone at once."""
         world, simulator, ranks = self.world, self._simulator, self.ranks
         sending_free, receiving_free = world.sending_free, world.receiving_free
-        start = max(simulator.now, max(sending_free[r] for r in ranks), max(receiving_free[r] for r in ranks))
+        start = max(simulator.now, *[sending_free[r] for r in ranks], *[receiving_free[r] for r in ranks])
         nbytes = max(m.nbytes for m in meeting.members.values())
         cost = network.COLLECTIVES[meeting.kind](world.cluster.collective, len(ranks), nbytes, self._group.pace)
         stop = start + cost.seconds
@@ -221,40 +222,43 @@ class SimEndpoint:
         members = [meeting.members[r] for r in self.ranks]
         if self.world.strict:
             for m in members:
-                _check_untouched(m.op, _tensors(m.given), m.snapshot)
+                _check_untouched(m.op, m.given, m.snapshot)
         results = _RESULTS[meeting.kind]([m.given for m in members], self.ranks, meeting)
         for m, result in zip(members, results, strict=True):
             self._simulator.finish(m.op, result)
 
 
-def _sum(given: list[tuple[Tensor, Tensor | None]], ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
-    for column in zip(*given, strict=True):
-        if column[0] is not None:
-            total = column[0].clone()
-            for x in column[1:]:  # In order of ranks: real processes in ordered mode get the same bits.
-                total.add_(x)
-            torch._foreach_copy_(list(column), [total] * len(column))
-    return [x for x, _ in given]
+Given = Sequence[Sequence[Tensor]]  # What each member gave, in the order of the ranks.
 
 
-def _gather(given: list[Tensor], ranks: Sequence[int], meeting: Meeting) -> list[list[Tensor]]:
-    return [[x.clone() for x in given] for _ in given]
+def _sum(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
+    for first, *others in zip(*given, strict=True):
+        total = first.clone()
+        for x in others:  # In order of ranks: real processes in ordered mode get the same bits.
+            total.add_(x)
+        torch._foreach_copy_([first, *others], [total] * len(given))
+    return [parts[0] for parts in given]
 
 
-def _exchange(given: list[list[Tensor]], ranks: Sequence[int], meeting: Meeting) -> list[list[Tensor]]:
+def _gather(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[list[Tensor]]:
+    return [[x.clone() for (x,) in given] for _ in given]
+
+
+def _exchange(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[list[Tensor]]:
     return [[parts[i].clone() for parts in given] for i in range(len(given))]
 
 
-def _spread(given: list[Tensor], ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
-    source = given[ranks.index(meeting.signature[2])]
-    return [x if x is source else x.copy_(source) for x in given]
+def _spread(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
+    (source,) = given[ranks.index(meeting.signature[2])]
+    return [x if x is source else x.copy_(source) for (x,) in given]
 
 
-_RESULTS: dict[str, Callable[..., list[Any]]] = {"all_reduce": _sum, "all_gather": _gather, "all_to_all": _exchange, "broadcast": _spread}
-
-
-def _tensors(given: Any) -> list[Tensor]:
-    return [given] if isinstance(given, Tensor) else [t for t in given if t is not None]
+_RESULTS: dict[str, Callable[[Given, Sequence[int], Meeting], Sequence[Any]]] = {
+    "all_reduce": _sum,
+    "all_gather": _gather,
+    "all_to_all": _exchange,
+    "broadcast": _spread,
+}
 
 
 def _check_untouched(op: SimOp[Any], given: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:

@@ -1,0 +1,81 @@
+"""The command line, as far as it needs no processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline import cli, registry
+from paceline.codecs import CODECS
+from paceline.strategies import STRATEGIES
+
+runner = CliRunner()
+
+
+def test_the_commands_and_their_flags_are_these():
+    """A new flag is a promise: it is added here on purpose."""
+    import typer.main
+
+    group = typer.main.get_command(cli.app)
+    found = {name: sorted(flag for p in command.params for flag in p.opts) for name, command in group.commands.items()}
+    assert found == {
+        "run": ["--module", "--port", "--restarts", "--workers", "-m", "-n", "script"],
+        "demo": ["--epochs", "--report"],
+        "strategies": ["--json", "name"],
+        "codecs": ["--json", "name"],
+    }
+
+
+@pytest.mark.parametrize(("command", "classes"), [("strategies", STRATEGIES), ("codecs", CODECS)])
+def test_listings_have_a_line_and_settings_for_everything(command, classes):
+    shown = runner.invoke(cli.app, [command])
+    listed = json.loads(runner.invoke(cli.app, [command, "--json"]).stdout)
+    assert [row["class"] for row in listed] == [cls.__name__ for cls in classes]
+    for row in listed:
+        assert row["name"] in shown.stdout
+        assert row["summary"].endswith(".") and len(row["summary"]) < 140
+
+
+def test_one_strategy_can_be_asked_for():
+    listed = json.loads(runner.invoke(cli.app, ["strategies", "block-momentum", "--json"]).stdout)
+    assert [row["name"] for row in listed] == ["block-momentum"]
+    assert {"name": "period", "type": "int", "default": 64} in listed[0]["settings"]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: registry.strategy("blok-momentum"), "there is no strategy 'blok-momentum'; did you mean 'block-momentum'?"),
+        (lambda: registry.strategy("AllReducSGD"), "there is no strategy 'AllReducSGD'; did you mean 'all-reduce-sgd'?"),
+        (lambda: registry.codec("onebit"), "there is no codec 'onebit'; did you mean 'one-bit'?"),
+        (lambda: registry.strategy("block-momentum", perod=3), "BlockMomentum has no setting 'perod'; did you mean 'period'?"),
+        (lambda: registry.codec("fp16", bucket=3), "Fp16 has no setting 'bucket'; it has no settings"),
+        (lambda: registry.strategy("periodic-averaging", period=0), "PeriodicAveraging(period=0): period counts steps between synchronisations"),
+        (lambda: registry.strategy("block-momentum", period=-1), "BlockMomentum(period=-1): period counts steps between synchronisations"),
+        (lambda: registry.strategy("block-momentum", momentum=1.0), "BlockMomentum(momentum=1.0): block momentum lies in [0, 1)"),
+        (lambda: registry.strategy("parameter-server", servers=0), "ParameterServer(servers=0): at least 1 shard"),
+        (lambda: registry.codec("one-bit", bucket=12), "OneBit(bucket=12): a bucket holds a multiple of 8 values"),
+        (lambda: registry.rule("sgd", lr=0), "Sgd(lr=0): the learning rate must be positive"),
+    ],
+)
+def test_a_wrong_name_or_value_is_told_with_what_would_be_right(call, said):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value).startswith(said)
+
+
+def test_settings_survive_the_way_to_another_process():
+    for strategy in (registry.strategy("block-momentum", period=3), registry.strategy("parameter-server", rule=registry.rule("sgd", lr=0.5))):
+        plain = json.loads(json.dumps(registry.to_plain(strategy)))
+        assert registry.from_plain(plain) == strategy
+
+
+def test_the_demo_writes_a_report_and_prints_a_table(tmp_path):
+    report = tmp_path / "report.html"
+    shown = runner.invoke(cli.app, ["demo", "--epochs", "1", "--report", str(report)])
+    assert shown.exit_code == 0, shown.output
+    for name in ("AllReduceSGD", "PeriodicAveraging", "BlockMomentum", "ParameterServer"):
+        assert name in shown.stdout
+    assert report.read_text().count("<svg") >= 2

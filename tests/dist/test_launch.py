@@ -1,0 +1,184 @@
+"""`paceline run`: the launcher as a user meets it, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.dist.test_attach import ORDERED, task
+
+import paceline as pl
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+SCRIPT = '''
+import json, os, sys
+import torch
+from tests.dist.test_attach import ORDERED, attached, task
+torch.set_num_threads(1)
+vectors = {name: attached(task(), strategy).tolist() for name, strategy in ORDERED.items()}
+if os.environ["RANK"] == "0":
+    open(sys.argv[1], "w").write(json.dumps({"workers": os.environ["WORLD_SIZE"], "vectors": vectors}))
+'''
+
+FAILING = '''
+import os, signal, sys, time
+import torch
+import paceline as pl
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.registry.strategy(sys.argv[2])) as session:
+    open(f"{sys.argv[3]}/pid-{session.rank}", "w").write(str(os.getpid()))
+    for step in range(100_000):
+        if session.rank == 1 and step == 20:
+            if sys.argv[1] == "raise":
+                raise ValueError("a mistake of my own")
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(3, 4)).sum().backward()
+        session.step()
+'''
+
+
+def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "paceline.cli", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("launcher", ["paceline", "torchrun"])
+def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launcher, tmp_path):
+    script, out = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(SCRIPT)
+    if launcher == "paceline":
+        done = launch("-n", "4", str(script), str(out), folder=tmp_path)
+    else:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["workers"] == "4"
+    for name, strategy in ORDERED.items():
+        assert result["vectors"][name] == pl.simulate(task(), strategy, pl.Cluster(workers=4)).params.tolist(), name
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce-sgd", "parameter-server"])
+@pytest.mark.parametrize(("how", "said"), [("raise", "failed: ValueError: a mistake of my own"), ("kill", "was killed by SIGKILL")])
+def test_a_failure_names_the_rank_and_leaves_nobody_behind(how, said, strategy, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    done = launch("-n", "3", str(script), how, strategy, str(tmp_path), folder=tmp_path)
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if line.startswith("paceline:")]
+    assert len(told) == 1 and told[0].startswith("paceline: rank 1 ") and told[0].endswith(said), done.stderr
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
+    assert not any(map(alive, pids))
+    assert not _companions_of(pids)
+
+
+def _companions_of(pids: list[int]) -> list[str]:
+    """Server processes whose parent was one of these; they may take a moment to see its end."""
+    deadline = time.monotonic() + 5
+    while True:
+        found = [c for c in _commands() if "paceline.dist.companion" in c]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def _commands() -> list[str]:
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return commands
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(FAILING.replace("step == 20", "False"))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    launcher = subprocess.Popen([sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)], env=environment)
+    try:
+        deadline = time.monotonic() + 100
+        while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline and launcher.poll() is None
+            time.sleep(0.05)
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    pids = [int((tmp_path / f"pid-{rank}").read_text() or 0) for rank in range(2)]
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+    assert not _companions_of(pids)
+
+
+def test_a_port_in_use_is_told_at_once(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = launch("-n", "2", "--port", str(port), str(script), folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"paceline: paceline run --port {port}: the port is in use (Address already in use); choose another or leave it out"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0", "train.py"], "paceline run -n 0: there must be at least 1 worker"),
+        (["-n", "2", "nowhere.py"], "there is no script 'nowhere.py'"),
+    ],
+)
+def test_a_wrong_call_is_told_in_a_line(arguments, said, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    done = launch(*arguments, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("paceline: ") and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_train_names_the_worker_whose_task_failed():
+    def loss(model, batch):
+        raise ZeroDivisionError("nothing to divide by")
+
+    job = task()
+    broken = pl.Task(model=job.model, loss=loss, data=job.data, batch=8, optimizer=job.optimizer, steps=3)
+    with pytest.raises(pl.ClusterError, match=r"worker \d failed: ZeroDivisionError: nothing to divide by"):
+        pl.train(broken, pl.AllReduceSGD(), 2)
+
+
+def test_train_without_a_number_of_workers_says_what_to_do():
+    with pytest.raises(ValueError, match=r"train\(workers=None\): say how many processes to start"):
+        pl.train(task(), pl.AllReduceSGD())
+
+
+def test_a_server_applies_every_push_once_on_real_processes():
+    run = pl.train(task(), pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2), 3)
+    # Every worker pushes at every step to each of two shards; a worker's first push can be stale by at most the others' pushes.
+    updates = [p for p in run.trace.points if p.staleness is not None]
+    assert len(updates) == 2 * 3 * 22
+    for server in (3, 4):
+        assert [p.step for p in updates if p.rank == server] == list(range(3 * 22))
+    assert torch.isfinite(run.params).all()

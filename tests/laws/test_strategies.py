@@ -1,0 +1,179 @@
+"""What every strategy obeys, in the simulator with real gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import BlockMomentum, Cluster, LogNormal, PeriodicAveraging, simulate, strategies
+from paceline.strategy import Strategy
+from paceline.task import Task
+from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
+from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone
+
+every_case = pytest.mark.parametrize("case", STRATEGIES.values(), ids=STRATEGIES)
+every_ordered_case = pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)
+
+AGREEING = {name: case for name, case in STRATEGIES.items() if case.agrees}
+
+
+def tensors(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a state, by its place in it."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from tensors(value, f"{path}/{key}")
+    elif isinstance(state, (list, tuple)):
+        for i, value in enumerate(state):
+            yield from tensors(value, f"{path}/{i}")
+    else:
+        yield path, state
+
+
+def assert_same_states(a: list[Any], b: list[Any]) -> None:
+    for (place, mine), (other, theirs) in zip(tensors(a), tensors(b), strict=True):
+        assert place == other
+        assert same(mine, theirs) if isinstance(mine, Tensor) else mine == theirs, place
+
+
+def restless() -> nn.Module:
+    """A network with all that a checkpoint forgets easily: random numbers in forward, and buffers."""
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)).double()
+
+
+def test_every_strategy_is_under_the_laws():
+    assert {type(case.strategy) for case in STRATEGIES.values()} == set(strategies.STRATEGIES)
+
+
+@pytest.mark.parametrize("case", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_worker_equals_plain_training(case: Case, optimizer: str):
+    task = regression(steps=23, batch=5, samples=22, optimizer=OPTIMIZERS[optimizer], bucket_bytes=200)
+    run = simulate(task, case.strategy, Cluster(workers=1))
+    expected = trained_alone(task, optimizer=case.plain)
+    assert same(run.params, expected) if case.alone == "bits" else close(run.params, expected)
+    assert not close(expected, trained_alone(regression(steps=0, batch=5)), rtol=1e-2), "something was learnt"
+
+
+@every_case
+def test_same_seed_same_trace_and_another_seed_another(case: Case):
+    def digest(seed: int) -> str:
+        task = regression(steps=9, batch=8)
+        return simulate(task, case.strategy, Cluster(workers=3, compute=LogNormal("5ms", 0.5), seed=seed)).trace.dumps()
+
+    assert digest(0) == digest(0)
+    assert digest(0) != digest(1)
+
+
+@every_ordered_case
+def test_timing_does_not_change_what_an_ordered_strategy_learns(case: Case):
+    task = regression(steps=9, batch=8)
+    quick = simulate(task, case.strategy, Cluster(workers=3))
+    rough = simulate(task, case.strategy, Cluster(workers=3, compute=LogNormal("5ms", 0.8), bandwidth="1kB/s", collective="star"))
+    assert_same_states(quick.states, rough.states)
+
+
+@every_ordered_case
+@pytest.mark.parametrize("broken_at", [1, 3, 4, 6, 8, 13])
+def test_a_run_broken_off_and_resumed_equals_the_unbroken_one(case: Case, broken_at: int):
+    def task() -> Task:
+        return regression(steps=14, batch=9, samples=31, model=restless, bucket_bytes=100)
+
+    cluster = Cluster(workers=3)
+    whole = simulate(task(), case.strategy, cluster)
+    first = simulate(task(), case.strategy, cluster, stop_at=broken_at)
+    assert all(state["replica"]["k"] == broken_at for state in first.states)
+    second = simulate(task(), case.strategy, cluster, resume=first.states)
+    assert_same_states(second.states, whole.states)
+    assert same(second.params, whole.params)
+    losses = sorted((p.rank, p.step, p.samples, p.loss) for p in [*first.trace.points, *second.trace.points])
+    assert losses == sorted((p.rank, p.step, p.samples, p.loss) for p in whole.trace.points)
+
+
+@every_ordered_case
+def test_states_are_copies_that_resuming_leaves_alone(case: Case):
+    task = regression(steps=8, batch=8)
+    first = simulate(task, case.strategy, Cluster(workers=2), stop_at=5)
+    once = simulate(task, case.strategy, Cluster(workers=2), resume=first.states)
+    again = simulate(task, case.strategy, Cluster(workers=2), resume=first.states)
+    assert_same_states(once.states, again.states)
+
+
+def test_a_run_broken_off_does_not_claim_to_have_been_evaluated_at_its_end():
+    task = quadratic(steps=12, batch=4, samples=16, evaluate=lambda model: {"first": model.w[0].item()}, evaluate_every=5)
+    run = simulate(task, PeriodicAveraging(period=4), Cluster(workers=2), stop_at=6)
+    assert [e.samples for e in run.trace.evaluations] in ([20], [20, 24])
+
+
+def test_another_strategys_memory_is_refused_by_name():
+    task = quadratic(steps=8, batch=4)
+    first = simulate(task, STRATEGIES["all-reduce-sgd by one-bit"].strategy, Cluster(workers=2), stop_at=5)
+    with pytest.raises(ValueError, match=r"\['owner_residual', 'residual'\].*\['delta', 'model', 'start'\].*another strategy"):
+        simulate(task, BlockMomentum(period=2), Cluster(workers=2), resume=first.states)
+
+
+@pytest.mark.parametrize("case", AGREEING.values(), ids=AGREEING)
+@pytest.mark.parametrize("steps", [1, 8, 11])
+def test_all_ranks_agree_after_the_last_synchronisation(case: Case, steps: int):
+    task = regression(steps=steps, batch=9, samples=31, model=restless)
+    run = simulate(task, case.strategy, Cluster(workers=3, compute=[0.01, 0.02, 0.04]))
+    for state in run.states[1:]:
+        assert same(state["replica"]["params"], run.states[0]["replica"]["params"])
+    assert same(run.params, run.states[0]["replica"]["params"])
+    assert run.params.isfinite().all()
+
+
+@every_case
+@pytest.mark.parametrize(
+    ("batch", "samples"), [(5, 13), (9, 20), (2, 8), (1, 3)], ids=["13 by 5", "20 by 9", "8 by 2", "3 by 1"]
+)
+@pytest.mark.parametrize("steps", [1, 6, 7])
+def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: int):
+    """On 4 workers: last minibatches of 3 and 2 samples, and minibatches so small that some workers never see data."""
+    task = regression(steps=steps, batch=batch, samples=samples)
+    run = simulate(task, case.strategy, Cluster(workers=4, compute=[0.01, 0.02, 0.03, 0.05]))
+    seen = sum(p.samples for p in run.trace.points if p.loss is not None)
+    assert seen == sum(len(task.part(k, 0, 1)[0]) for k in range(steps)), "every sample of every minibatch was seen once"
+    assert all(p.isfinite().all() for p in params(run))
+    if case.agrees:
+        assert all(same(p, run.params) for p in params(run))
+
+
+@every_case
+@pytest.mark.parametrize("steps", [4, 7, 12])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("numel", [40, 1300, 2048])
+def test_every_element_is_exchanged_exactly_once(case: Case, steps: int, workers: int, numel: int):
+    """The bytes in the trace are those of algorithms 0.6, with a ballot of 32 bytes a mean."""
+    task = quadratic(steps=steps, batch=2 * workers, numel=numel, dtype=torch.float32)
+    trace = simulate(task, case.strategy, Cluster(workers=workers)).trace
+    assert [trace.bytes_sent(rank) for rank in range(workers)] == [case.nbytes(numel, workers, steps, rank) for rank in range(workers)]
+    if case.strategy.servers:
+        assert sum(trace.bytes_sent(workers + j) for j in range(case.strategy.servers)) == 4 * numel * workers * (steps + 1)
+
+
+@every_case
+def test_one_worker_sends_nothing_to_other_workers(case: Case):
+    trace = simulate(quadratic(steps=5, batch=4), case.strategy, Cluster(workers=1)).trace
+    assert case.strategy.servers or trace.bytes_sent() == 0
+
+
+def test_buckets_carry_the_same_values_as_one_vector():
+    """To the bit: sums are elementwise.  A ballot travels with every bucket."""
+    whole, cut = (simulate(regression(steps=5, batch=8, bucket_bytes=b), ORDERED["all-reduce-sgd"].strategy, Cluster(workers=4)) for b in (1 << 20, 1))
+    assert same(whole.params, cut.params)
+    assert len(cut.trace.starts("all_reduce")) == 4 * len(whole.trace.starts("all_reduce"))
+
+
+@pytest.mark.parametrize("kind", [PeriodicAveraging, BlockMomentum])
+@pytest.mark.parametrize("steps", [1, 3, 4, 5, 8, 11])
+def test_a_run_that_is_no_multiple_of_the_period_still_ends_with_a_synchronisation(kind: type[Strategy], steps: int):
+    """C1.6: floor(K/p) synchronisations, and one more at the end if p does not divide K."""
+    run = simulate(quadratic(steps=steps, batch=6), kind(period=4), Cluster(workers=3))  # pyright: ignore
+    for rank in range(3):
+        assert sum(s.kind == "all_reduce" and s.rank == rank for s in run.trace.spans) == steps // 4 + (steps % 4 > 0)
+    assert all(same(p, run.params) for p in params(run))
+    assert sum(p.rank == 0 for p in run.trace.points) == steps
