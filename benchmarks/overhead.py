@@ -3,6 +3,7 @@
 Two processes of one thread each train copies of one model, and take turns in blocks of steps: local (no communication), DDP,
 DDP with gradient_as_bucket_view, paceline on each rank's own batches (as in the others) and paceline on `session.shard`.
 A block takes as long as its slower rank; a ratio is taken within a round, and its median and quartiles over all rounds.
+The processor's time of both ranks is told as well: it says what the work costs even where other programs take turns.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Setting:
     steps: int
 
 
-SETTINGS = {"mlp": Setting(mlp, batch=64, steps=10), "cnn": Setting(cnn, batch=32, steps=80)}
+SETTINGS = {"mlp": Setting(mlp, batch=64, steps=5), "cnn": Setting(cnn, batch=32, steps=40)}
 LOCAL, DDP, DDP_VIEWS, OURS, OURS_SHARD = "no communication", "DDP", "DDP, bucket views", "paceline", "paceline, session.shard"
 
 
@@ -74,17 +75,19 @@ class Trainer:
         self.model, self.stepper = wrap(model, optimizer)
         self.optimizer = optimizer
 
-    def block(self, steps: int) -> float:
-        """Seconds for so many steps of the slower rank."""
+    def block(self, steps: int) -> tuple[float, float]:
+        """Seconds a step of the slower rank, and of the processors of both."""
         dist.barrier()
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         for x, y in islice(self.batches, steps):
             self.optimizer.zero_grad()
             F.cross_entropy(self.model(x), y).backward()
             self.stepper.step()
-        taken = torch.tensor(time.perf_counter() - began)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return taken.item()
+        mine = torch.tensor([time.perf_counter() - began, time.process_time() - began_cpu])
+        everyones = [torch.empty_like(mine) for _ in range(WORKERS)]
+        dist.all_gather(everyones, mine)
+        seconds, cpu = zip(*(t.tolist() for t in everyones), strict=True)
+        return max(seconds) / steps, sum(cpu) / steps
 
 
 def forever(batches: list[Batch]) -> Iterator[Batch]:
@@ -92,8 +95,8 @@ def forever(batches: list[Batch]) -> Iterator[Batch]:
         yield from batches
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
-    """Seconds a step of each contestant in each round, on this rank and the other."""
+def measure(setting: Setting, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds a step of each contestant, and its processor's, in each round."""
     torch.manual_seed(0)
     model = setting.model()
     everyones = [(torch.randn(WORKERS * setting.batch, 1, 28, 28), torch.randint(10, (WORKERS * setting.batch,))) for _ in range(8)]
@@ -115,15 +118,15 @@ def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
         OURS_SHARD: Trainer(copy.deepcopy(model), iter(()), attached),
     }
     trainers[OURS_SHARD].batches = sessions[-1].shard(forever(everyones))
-    names, seconds = list(trainers), {name: [] for name in trainers}
+    names, taken = list(trainers), {name: [] for name in trainers}
     for trainer in trainers.values():
         trainer.block(max(3, setting.steps // 4))
     for r in range(rounds):
         for name in names[r % len(names) :] + names[: r % len(names)]:
-            seconds[name].append(trainers[name].block(setting.steps) / setting.steps)
+            taken[name].append(trainers[name].block(setting.steps))
     for session in sessions:
         session.close()
-    return seconds
+    return taken
 
 
 def work(rank: int, port: int, names: list[str], rounds: int, results: Any) -> None:
@@ -131,14 +134,15 @@ def work(rank: int, port: int, names: list[str], rounds: int, results: Any) -> N
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in names:
-        seconds = measure(SETTINGS[name], rounds)
+        taken = measure(SETTINGS[name], rounds)
         if rank == 0:
-            results.put((name, seconds))
+            results.put((name, taken))
     dist.destroy_process_group()
 
 
-def summary(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def summary(name: str, taken: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
     """All that is reported of one model: each contestant against the faster DDP, and what it lost to communication."""
+    seconds = {contestant: [s for s, _ in blocks] for contestant, blocks in taken.items()}
     peer = min((DDP, DDP_VIEWS), key=lambda n: median(seconds[n]))
     numel = sum(p.numel() for p in SETTINGS[name].model().parameters())
     rows: dict[str, Any] = {}
@@ -149,28 +153,31 @@ def summary(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
         rows[contestant] = {
             "ms_per_step": 1e3 * median(own),
             "steps_per_s": 1 / median(own),
+            "cpu_ms_per_step": 1e3 * median(cpu for _, cpu in taken[contestant]),
             "ratio": middle,
             "ratio_quartiles": [low, high],
             "communication": lost,
         }
-    return {"model": name, "parameters": numel, "batch_per_worker": SETTINGS[name].batch, "peer": peer, "rounds": len(own), "rows": rows}
+    return {
+        "model": name,
+        "parameters": numel,
+        "batch_per_worker": SETTINGS[name].batch,
+        "peer": peer,
+        "rounds": len(seconds[peer]),
+        "rows": rows,
+    }
 
 
 def table(result: dict[str, Any]) -> Table:
     title = "{model}: {parameters:,} parameters, {batch_per_worker} samples a worker and step, 2 workers, {rounds} rounds".format(**result)
-    made = Table("", "ms a step", "steps/s", f"steps/s over {result['peer']}", "quartiles", "lost to communication", title=title)
+    made = Table("", "ms a step", "CPU ms", "steps/s", "ratio", "quartiles", "lost", title=title)
+    made.caption = f"ratio: steps/s over those of {result['peer']}; lost: part of a step that goes to communication"
     for column in made.columns[1:]:
         column.justify = "right"
     for contestant, row in result["rows"].items():
         low, high = row["ratio_quartiles"]
-        numbers = (
-            f"{row['ms_per_step']:.2f}",
-            f"{row['steps_per_s']:.1f}",
-            f"{row['ratio']:.3f}",
-            f"{low:.3f} - {high:.3f}",
-            f"{row['communication']:.1%}",
-        )
-        made.add_row(contestant, *numbers)
+        times = f"{row['ms_per_step']:.2f}", f"{row['cpu_ms_per_step']:.2f}", f"{row['steps_per_s']:.1f}"
+        made.add_row(contestant, *times, f"{row['ratio']:.3f}", f"{low:.3f} - {high:.3f}", f"{row['communication']:.1%}")
     return made
 
 

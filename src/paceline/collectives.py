@@ -16,6 +16,8 @@ from torch import Tensor
 from paceline.codecs.codec import ErrorFeedback
 from paceline.endpoint import Endpoint
 
+VOTE_NBYTES = 32  # A ballot on the wire: four float64 numbers.
+
 
 @dataclass(slots=True)
 class Ballot:
@@ -29,15 +31,18 @@ class Ballot:
     def tensor(self) -> Tensor:
         return torch.tensor([self.weight, self.going_on, self.bad, self.bad_rank], dtype=torch.float64)
 
+    def sealed(self, data: Tensor) -> Tensor:
+        """Encoded bytes with the ballot behind them."""
+        return torch.cat([data, self.tensor().view(torch.uint8).to(data.device)])
+
     @staticmethod
-    def sum(votes: Sequence[Tensor]) -> Ballot:
-        return Ballot(*torch.stack([v.view(torch.float64) for v in votes]).sum(0).tolist())
+    def opened(messages: Sequence[Tensor]) -> tuple[list[Tensor], list[float], Ballot]:
+        """The bytes of sealed messages without their ballots, each one's weight, and the ballots' sum."""
+        votes = torch.stack([m[-VOTE_NBYTES:] for m in messages]).cpu().view(torch.float64)
+        return [m[:-VOTE_NBYTES] for m in messages], votes[:, 0].tolist(), Ballot(*votes.sum(0).tolist())
 
     def culprit(self) -> str:
         return f"rank {self.bad_rank:.0f}" if self.bad == 1 else f"{self.bad:.0f} ranks"
-
-
-VOTE_NBYTES = 32
 
 
 async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
@@ -59,30 +64,25 @@ async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
 async def mean_by_gather(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
     """The weighted mean of what all ranks' encoded `x` say: everybody's bytes go to everybody."""
     data = await endpoint.compute(lambda: link.encode(x), kind="encode", nbytes=_nbytes(x))
-    messages = await endpoint.all_gather(torch.cat([data, ballot.tensor().view(torch.uint8)]))
-    votes = [m[-VOTE_NBYTES:].clone() for m in messages]
-    weights = [v.view(torch.float64)[0].item() for v in votes]
-    work = lambda: _weighted_mean(x, link, [m[:-VOTE_NBYTES] for m in messages], weights)  # noqa: E731
-    await endpoint.compute(work, kind="decode", nbytes=_nbytes(x) * len(messages))
-    return Ballot.sum(votes)
+    said, weights, total = Ballot.opened(await endpoint.all_gather(ballot.sealed(data)))
+    await endpoint.compute(lambda: _weighted_mean(x, link, said, weights), kind="decode", nbytes=_nbytes(x) * len(said))
+    return total
 
 
 async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
     """The two-level scheme of 1-bit SGD (algorithms B2): each rank decodes, sums and encodes again the stripe it owns."""
     ranks, me = len(endpoint.ranks), list(endpoint.ranks).index(endpoint.rank)
     stripes = [stripe_of(j, x.numel(), ranks, unit=512) for j in range(ranks)]
-    vote = ballot.tensor().view(torch.uint8)
 
     def encode() -> list[Tensor]:
-        return [torch.cat([link[s].encode(x[s]), vote]) for s in stripes]
+        return [ballot.sealed(link[s].encode(x[s])) for s in stripes]
 
-    received = await endpoint.all_to_all(await endpoint.compute(encode, kind="encode", nbytes=_nbytes(x)))
-    votes = [m[-VOTE_NBYTES:].clone() for m in received]
-    weights = [v.view(torch.float64)[0].item() for v in votes]
+    parts = await endpoint.compute(encode, kind="encode", nbytes=_nbytes(x))
+    said, weights, total = Ballot.opened(await endpoint.all_to_all(parts))
     mine = x[stripes[me]]
 
     def sum_and_encode() -> Tensor:
-        _weighted_mean(mine, link, [m[:-VOTE_NBYTES] for m in received], weights)
+        _weighted_mean(mine, link, said, weights)
         return link.owned(stripes[me]).encode(mine)
 
     data = await endpoint.compute(sum_and_encode, kind="encode", nbytes=_nbytes(mine) * (ranks + 1))
@@ -98,7 +98,7 @@ async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: E
             x[s] = link.codec.decode(message[:nbytes], numel).to(x.dtype)
 
     await endpoint.compute(decode, kind="decode", nbytes=_nbytes(x))
-    return Ballot.sum(votes)
+    return total
 
 
 def stripe_of(index: int, numel: int, stripes: int, unit: int = 1) -> slice:

@@ -218,7 +218,7 @@ class Replica:
 
     def inspect(self, where: slice = slice(None)) -> None:
         """Note it if that stretch of the gradient holds NaN or infinity."""
-        if self._bad is None and (name := self.flat.first_bad(where)) is not None:
+        if self.nonfinite != "pass" and self._bad is None and (name := self.flat.first_bad(where)) is not None:
             self._bad = f"rank {self.rank} has NaN or infinity in the gradient of '{name}'"
             self._is_culprit = True
 

@@ -19,7 +19,7 @@ import paceline as pl
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
-SCRIPT = '''
+SCRIPT = """
 import json, os, sys
 import torch
 from tests.dist.test_attach import ORDERED, attached, task
@@ -27,9 +27,9 @@ torch.set_num_threads(1)
 vectors = {name: attached(task(), strategy).tolist() for name, strategy in ORDERED.items()}
 if os.environ["RANK"] == "0":
     open(sys.argv[1], "w").write(json.dumps({"workers": os.environ["WORLD_SIZE"], "vectors": vectors}))
-'''
+"""
 
-FAILING = '''
+FAILING = """
 import os, signal, sys, time
 import torch
 import paceline as pl
@@ -44,7 +44,7 @@ with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.registry.s
             os.kill(os.getpid(), signal.SIGKILL)
         model(torch.ones(3, 4)).sum().backward()
         session.step()
-'''
+"""
 
 
 def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -116,7 +116,9 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING.replace("step == 20", "False"))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    launcher = subprocess.Popen([sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)], env=environment)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)], env=environment
+    )
     try:
         deadline = time.monotonic() + 100
         while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)):
@@ -142,7 +144,10 @@ def test_a_port_in_use_is_told_at_once(tmp_path):
         port = taken.getsockname()[1]
         done = launch("-n", "2", "--port", str(port), str(script), folder=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.strip() == f"paceline: paceline run --port {port}: the port is in use (Address already in use); choose another or leave it out"
+    assert (
+        done.stderr.strip()
+        == f"paceline: paceline run --port {port}: the port is in use (Address already in use); choose another or leave it out"
+    )
 
 
 @pytest.mark.parametrize(

@@ -90,16 +90,14 @@ def test_one_bit_sgd_delays_gradients_and_loses_none():
     def slope(model: nn.Module, batch: Any) -> Tensor:
         return (model.w * batch[0]).sum(1).mean()
 
-    numel, workers, lr = 1200, 4, 0.05
+    numel, lr = 1200, 0.05
     task = quadratic(steps=25, batch=8, numel=numel)
     task = Task(task.model, slope, task.data, task.batch, OPTIMIZERS["sgd"], steps=25)
-    run = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=workers))
-    residuals = sum(state["replica"]["memories"][0]["residual"] for state in run.states) / workers
-    owners = sum(state["replica"]["memories"][0]["owner_residual"] for state in run.states)
+    run = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=4))
+    residuals, owners = (sum(state["replica"]["memories"][0][name] for state in run.states) for name in ("residual", "owner_residual"))
     meant = trained_alone(task)
-    of_means, of_sums = run.params - lr * (residuals + owners), run.params - lr * (residuals + owners / workers) / 2
-    # Means of 2 samples each; were sums remembered instead, they would be twice as large (and their owners' 8 times).
-    assert close(of_means, meant) or close(of_sums - lr * (owners / 8 - owners / 8), meant)
+    # What is remembered may be of means (over 2 samples each, then over 4 workers) or of sums over 8 samples: either is conserved.
+    assert close(run.params - lr * (residuals / 4 + owners), meant) or close(run.params - lr * (residuals + owners) / 8, meant)
     assert not close(run.params, meant, rtol=1e-3)
 
 

@@ -80,7 +80,7 @@ def test_timing_does_not_change_what_an_ordered_strategy_learns(case: Case):
 @pytest.mark.parametrize("broken_at", [1, 3, 4, 6, 8, 13])
 def test_a_run_broken_off_and_resumed_equals_the_unbroken_one(case: Case, broken_at: int):
     def task() -> Task:
-        return regression(steps=14, batch=9, samples=31, model=restless, bucket_bytes=100)
+        return regression(steps=14, batch=9, samples=33, model=restless, bucket_bytes=100)
 
     cluster = Cluster(workers=3)
     whole = simulate(task(), case.strategy, cluster)
@@ -118,7 +118,7 @@ def test_another_strategys_memory_is_refused_by_name():
 @pytest.mark.parametrize("case", AGREEING.values(), ids=AGREEING)
 @pytest.mark.parametrize("steps", [1, 8, 11])
 def test_all_ranks_agree_after_the_last_synchronisation(case: Case, steps: int):
-    task = regression(steps=steps, batch=9, samples=31, model=restless)
+    task = regression(steps=steps, batch=9, samples=33, model=restless)
     run = simulate(task, case.strategy, Cluster(workers=3, compute=[0.01, 0.02, 0.04]))
     for state in run.states[1:]:
         assert same(state["replica"]["params"], run.states[0]["replica"]["params"])
@@ -143,9 +143,9 @@ def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: 
 
 
 @every_case
-@pytest.mark.parametrize("steps", [4, 7, 12])
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("numel", [40, 1300, 2048])
+@pytest.mark.parametrize("steps", [4, 7])
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("numel", [40, 2047])
 def test_every_element_is_exchanged_exactly_once(case: Case, steps: int, workers: int, numel: int):
     """The bytes in the trace are those of algorithms 0.6, with a ballot of 32 bytes a mean."""
     task = quadratic(steps=steps, batch=2 * workers, numel=numel, dtype=torch.float32)

@@ -236,7 +236,7 @@ def _sum(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
         total = first.clone()
         for x in others:  # In order of ranks: real processes in ordered mode get the same bits.
             total.add_(x)
-        torch._foreach_copy_([first, *others], [total] * len(given))
+        torch._foreach_copy_([first, *others], [total] * len(given))  # pyright: ignore[reportPrivateUsage]
     return [parts[0] for parts in given]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.endpoint import Layout
@@ -101,8 +102,11 @@ def simulate(
             trainee.load_state_dict(resume[rank]["trainee"])
 
     def evaluate(k: int) -> None:
-        """What worker 0's model is worth, in no virtual time."""
-        values = learners[0].trainee.evaluate(replicas[0].deployed)
+        """What the model is worth, in no virtual time: what the strategy deploys, or the mean of what the workers have now."""
+        vector = replicas[0].deployed
+        if vector is None and k < task.total_steps:
+            vector = torch.stack([r.params for r in replicas]).mean(0)
+        values = learners[0].trainee.evaluate(vector)
         simulator.trace.evaluation(simulator.now, k * task.batch, values)
 
     def at_step(k: int) -> None:

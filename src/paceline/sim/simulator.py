@@ -7,7 +7,7 @@ It is strict: a deadlock, an Op that nobody awaited and an error on any rank are
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any, TypeVar
@@ -109,7 +109,7 @@ class Simulator:
             while True:
                 op = send(value) if error is None else process.coroutine.throw(error)
                 self.waits += 1
-                if op.__class__ is SimOp:
+                if isinstance(op, SimOp):
                     if not op.awaited:
                         op.awaited = True
                         self._unawaited.remove(op)
@@ -149,7 +149,7 @@ class Simulator:
 
 
 @contextmanager
-def elders_set_aside() -> Iterator[None]:
+def elders_set_aside() -> Generator[None]:
     """Let the garbage collector look only at what is made from now on.
 
     A thousand ranks that meet make it walk over everything torch has imported, again and again: a third of the time went there.

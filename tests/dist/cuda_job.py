@@ -1,0 +1,74 @@
+"""What must hold on a GPU, as a script for torchrun: one process with NCCL, or several that share one GPU through gloo."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import paceline as pl
+
+STRATEGIES = {
+    "all-reduce": pl.AllReduceSGD(),
+    "fp16": pl.AllReduceSGD(codec=pl.Fp16()),
+    "one-bit": pl.AllReduceSGD(codec=pl.OneBit()),
+    "averaging": pl.PeriodicAveraging(period=4),
+    "block-momentum": pl.BlockMomentum(period=4),
+}
+
+
+def data(step: int, rank: int, workers: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(64, 32, generator=generator), torch.randint(0, 10, (64,), generator=generator)
+    return x[rank::workers].to(device), y[rank::workers].to(device)
+
+
+def loop(strategy: pl.Strategy, device: str, *, scaled: bool, poison: int | None = None) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, enabled=scaled)
+    with pl.attach(model, optimizer, strategy, bucket_mb=0.02) as session:
+        for step in range(18):
+            x, y = data(step, session.rank, session.workers, device)
+            session.optimizer.zero_grad()
+            with torch.autocast(device, dtype=torch.float16 if device == "cuda" else torch.bfloat16, enabled=scaled):
+                loss = F.cross_entropy(model(x), y)
+            if step == poison and session.rank == session.workers - 1:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            scaler.step(session.optimizer)
+            scaler.update()
+        workers = session.workers
+    if poison is not None:
+        local = isinstance(strategy, (pl.PeriodicAveraging, pl.BlockMomentum))
+        was_mine = int(os.environ.get("RANK", "0")) == workers - 1
+        assert scaler.get_scale() == (2.0**9 if was_mine or not local else 2.0**10), scaler.get_scale()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore", pl.NonFiniteGradient)
+    workers = int(os.environ.get("WORLD_SIZE", "1"))
+    if workers > torch.cuda.device_count():
+        dist.init_process_group("gloo")  # NCCL refuses two ranks on one GPU.
+    else:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    for name, strategy in STRATEGIES.items():
+        here, there = loop(strategy, "cuda", scaled=False), loop(strategy, "cpu", scaled=False)
+        drift = (here - there).abs().max().item()
+        # The same mathematics on other hardware: sums in another order; OneBit may flip a sign that is almost zero.
+        assert drift < (0.2 if name == "one-bit" else 2e-3), (name, drift)
+        for poison in (None, 5):
+            vector = loop(strategy, "cuda", scaled=True, poison=poison)
+            assert vector.isfinite().all(), name
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{name}: {workers} workers, cuda against cpu differs by {drift:.2g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
