@@ -63,8 +63,11 @@ async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
 
 async def mean_by_gather(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
     """The weighted mean of what all ranks' encoded `x` say: everybody's bytes go to everybody."""
-    data = await endpoint.compute(lambda: link.encode(x), kind="encode", nbytes=_nbytes(x))
+    data = await endpoint.compute(lambda: _spoken(x, ballot, link), kind="encode", nbytes=_nbytes(x))
     said, weights, total = Ballot.opened(await endpoint.all_gather(ballot.sealed(data)))
+    if _is_void(total):
+        _take_back(x, [data], [slice(0, x.numel())], ballot, total, link)
+        return total
     await endpoint.compute(lambda: _weighted_mean(x, link, said, weights), kind="decode", nbytes=_nbytes(x) * len(said))
     return total
 
@@ -73,12 +76,11 @@ async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: E
     """The two-level scheme of 1-bit SGD (algorithms B2): each rank decodes, sums and encodes again the stripe it owns."""
     ranks, me = len(endpoint.ranks), list(endpoint.ranks).index(endpoint.rank)
     stripes = [stripe_of(j, x.numel(), ranks, unit=512) for j in range(ranks)]
-
-    def encode() -> list[Tensor]:
-        return [ballot.sealed(link[s].encode(x[s])) for s in stripes]
-
-    parts = await endpoint.compute(encode, kind="encode", nbytes=_nbytes(x))
-    said, weights, total = Ballot.opened(await endpoint.all_to_all(parts))
+    parts = await endpoint.compute(lambda: [_spoken(x[s], ballot, link[s]) for s in stripes], kind="encode", nbytes=_nbytes(x))
+    said, weights, total = Ballot.opened(await endpoint.all_to_all([ballot.sealed(p) for p in parts]))
+    if _is_void(total):
+        _take_back(x, parts, stripes, ballot, total, link)
+        return total
     mine = x[stripes[me]]
 
     def sum_and_encode() -> Tensor:
@@ -94,11 +96,28 @@ async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: E
     def decode() -> None:
         for s, message in zip(stripes, sums, strict=True):
             numel = s.stop - s.start
-            nbytes = link.codec.nbytes(numel)
-            x[s] = link.codec.decode(message[:nbytes], numel).to(x.dtype)
+            x[s] = link.codec.decode(message[: link.codec.nbytes(numel)], numel).to(x.dtype)
 
     await endpoint.compute(decode, kind="decode", nbytes=_nbytes(x))
     return total
+
+
+def _spoken(x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Tensor:
+    """What a rank sends for `x`: no code stands for NaN, and what weighs nothing must not use up what is remembered."""
+    return link.silence(x.numel()) if ballot.bad or not ballot.weight else link.encode(x)
+
+
+def _is_void(total: Ballot) -> bool:
+    """Nobody had anything to say, or somebody's NaN spoils it: there is no mean, and all ranks know it alike."""
+    return bool(total.bad) or not total.weight
+
+
+def _take_back(x: Tensor, parts: Sequence[Tensor], stripes: Sequence[slice], ballot: Ballot, total: Ballot, link: ErrorFeedback) -> None:
+    if ballot.weight and not ballot.bad:
+        for s, data in zip(stripes, parts, strict=True):
+            link[s].take_back(x[s], data)
+    if total.bad:
+        x.fill_(torch.nan)  # As a plain sum would have it, so that whoever looks at the mean sees that it is none.
 
 
 def stripe_of(index: int, numel: int, stripes: int, unit: int = 1) -> slice:
@@ -116,8 +135,6 @@ def stripe_of(index: int, numel: int, stripes: int, unit: int = 1) -> slice:
 
 def _weighted_mean(x: Tensor, link: ErrorFeedback, messages: Sequence[Tensor], weights: Sequence[float]) -> None:
     total = sum(weights)
-    if total == 0:
-        return
     x.zero_()
     for data, weight in zip(messages, weights, strict=True):
         if weight:

@@ -51,13 +51,17 @@ class Routine(Op[T]):
     Nothing runs behind the caller's back, so the ranks of a job start their collectives in one and the same order.
     """
 
-    __slots__ = ("_coroutine", "_pending", "_result")
+    __slots__ = ("_coroutine", "_error", "_pending", "_result")
 
     def __init__(self, kind: str, coroutine: Coroutine[Op[Any], Any, T]) -> None:
         super().__init__(kind)
         self._coroutine: Coroutine[Op[Any], Any, T] | None = coroutine
         self._pending: Op[Any] | None = None
-        self._advance(None)
+        self._error: Exception | None = None
+        try:
+            self._advance(None)
+        except Exception as error:  # Begun here, but told where it is awaited.
+            self._coroutine, self._error = None, error
 
     def wait(self) -> T:
         while self._coroutine is not None:
@@ -68,6 +72,8 @@ class Routine(Op[T]):
                 self._advance(None, error)
             else:
                 self._advance(value)
+        if self._error is not None:
+            raise self._error
         return self._result
 
     def _advance(self, value: Any, error: BaseException | None = None) -> None:

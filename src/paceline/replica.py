@@ -7,8 +7,7 @@ a training process's, or the user's own loop.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,8 +17,9 @@ from paceline import collectives
 from paceline.codecs.codec import Codec, ErrorFeedback
 from paceline.collectives import Ballot
 from paceline.endpoint import Endpoint
-from paceline.flat import Bucket, FlatModel
+from paceline.flat import Bucket, FlatModel, is_finite
 from paceline.op import Op, Ready
+from paceline.strategy import Strategy
 
 NonFinite = Literal["skip", "stop", "pass"]
 MOST_EMPTY_STEPS = 10_000_000
@@ -30,7 +30,11 @@ class NonFiniteGradient(RuntimeWarning):
 
 
 class Stopped(Exception):
-    """Raised out of a strategy where its run ends: broken off to be resumed, or at a mean to which nobody had anything to add."""
+    """Raised out of a strategy where its run is broken off, to be resumed later."""
+
+
+class Ended(Exception):
+    """Raised out of a strategy at a mean to which nobody had anything to add, nor will have."""
 
 
 class Memory:
@@ -129,10 +133,10 @@ class Replica:
 
     def step(self, g: Tensor) -> Op[None]:
         """The user's optimizer, with `g` as the gradient."""
-        if not self._behind_update:
-            return Ready("step", None)
         if self._bad is not None and self._refuses():
             return self.learner.skip(self)
+        if not self._behind_update:
+            return Ready("step", None)
         return self.learner.step(self, g)
 
     def link(self, codec: Codec | None) -> ErrorFeedback | None:
@@ -156,6 +160,8 @@ class Replica:
 
     def _spawn_mean(self, x: Tensor, link: ErrorFeedback | None, *, ends_if_empty: bool) -> Op[Tensor]:
         self._mean_was_taken = True
+        if link is not None and self.nonfinite == "pass":  # Nobody has looked, but no code stands for NaN.
+            self._bad = self._bad or (None if is_finite(x) else f"rank {self.rank} has NaN or infinity")
         bad = float(self._bad is not None)
         ballot = Ballot(self._since_mean, float(self.learner.has_data(self.k + 1)), bad, bad * self.rank)
         return self.endpoint.spawn(self._mean(x, ballot, link, ends_if_empty), kind="mean")
@@ -166,18 +172,13 @@ class Replica:
         elif link is None:
             total = await collectives.mean(self.endpoint, x, ballot)
         else:
-            if ballot.bad:  # No code stands for NaN: this worker's part is left out, and the ballot says why.
-                x.zero_()
-                ballot.weight = 0.0
             total = await collectives.mean_by_stripes(self.endpoint, x, ballot, link)
-            if total.bad:  # As a plain sum would have it, so that whoever looks at the mean sees that it is none.
-                x.fill_(torch.nan)
         self._behind_update = total.weight
         if total.bad and self._bad is None:
             self._bad = f"{total.culprit()} had a gradient with NaN or infinity"
         self._over = not total.going_on
         if ends_if_empty and self._over and not total.weight:
-            raise Stopped
+            raise Ended
         return x
 
     async def mean_of_buffers(self) -> None:
@@ -234,6 +235,7 @@ class Replica:
         if self._bad is not None and self._refuses():
             self.flat.grads.zero_()
             self.leave_out()
+            self._bad = None
 
     def _refuses(self) -> bool:
         """What the policy says about the NaN in the gradient at hand."""
@@ -253,12 +255,17 @@ class Replica:
         """Name the vector to evaluate, and to end with, in place of `params`: a look-ahead point is not the model."""
         self.deployed = vector
 
-    async def run(self, role: Coroutine[Op[Any], Any, None]) -> None:
-        """A strategy's worker role from its start to its end, however it ends."""
-        with suppress(Stopped):
-            await role
-        if self._over and self.deployed is not None:
+    async def run(self, strategy: Strategy) -> bool:
+        """A strategy's worker role; whether it came to its end, or was stopped before."""
+        try:
+            await strategy.worker(self)
+        except Ended:
+            pass
+        except Stopped:
+            return False
+        if self.deployed is not None:
             self.params.copy_(self.deployed)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs beside the optimizer's own state: plain numbers and tensors."""

@@ -16,7 +16,7 @@ def seconds(text: str | float) -> float:
     """
     if isinstance(text, (int, float)):
         return float(text)
-    found = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*([a-zµ]+)\s*", text)
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:e-?\d+)?)\s*([a-zµ]+)\s*", text)
     if not found or found[2] not in _SECONDS:
         raise ValueError(f"{text!r} is not a duration: write a number and one of {', '.join(_SECONDS)}, as in '50us'")
     return float(found[1]) * _SECONDS[found[2]]
@@ -30,7 +30,7 @@ def bytes_per_second(text: str | float) -> float:
     """
     if isinstance(text, (int, float)):
         return float(text)
-    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kKMGT]?)(bit|B)/s\s*", text)
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kKMGT]?)(bit|B)/s\s*", text)
     if not found:
         raise ValueError(f"{text!r} is not a bandwidth: write a number and kbit/s, Mbit/s, Gbit/s, MB/s or GB/s, as in '10Gbit/s'")
     return float(found[1]) * _PREFIX[found[2]] / (8 if found[3] == "bit" else 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from tests.laws.ranks import Ranks, on_gloo, on_shared_memory, on_simulator
 from torch import nn
 
 from paceline import AllReduceSGD, BlockMomentum, Fp16, Fp32, OneBit, ParameterServer, PeriodicAveraging, Sgd
@@ -14,7 +15,6 @@ from paceline.codecs import Codec
 from paceline.collectives import VOTE_NBYTES, stripe_of
 from paceline.server import Rule
 from paceline.strategy import Strategy
-from tests.laws.ranks import Ranks, on_gloo, on_shared_memory, on_simulator
 
 CODECS: dict[str, Codec] = {
     "fp32": Fp32(),

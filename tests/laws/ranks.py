@@ -26,7 +26,7 @@ from paceline.sim.endpoint import SimEndpoint, World
 from paceline.sim.simulator import Simulator
 
 DEADLINE_S = 30.0
-TIMEOUT_S = 10.0
+TIMEOUT_S = 5.0
 
 Law = Callable[[Any], Coroutine[Any, Any, Any]]
 

@@ -38,7 +38,9 @@ def squared_distance(model: nn.Module, batch: Batch) -> Tensor:
     return 0.5 * (model.w - batch[0]).square().sum(1).mean()
 
 
-def quadratic(*, steps: int, batch: int, numel: int = 5, samples: int | None = None, dtype: torch.dtype = torch.float64, **more: Any) -> Task:
+def quadratic(
+    *, steps: int, batch: int, numel: int = 5, samples: int | None = None, dtype: torch.dtype = torch.float64, **more: Any
+) -> Task:
     """Towards the mean of the data: every sample's Hessian is the identity."""
     data = numbers(samples or 4 * batch, numel, seed=1, dtype=dtype)
     optimizer = more.pop("optimizer", OPTIMIZERS["sgd"])
@@ -81,7 +83,11 @@ def trained_alone(task: Task, *, optimizer: Optimizer | None = None, left_out: S
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit: equal values of either sign of zero are not enough, and a NaN equals itself."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    )
 
 
 def close(a: Tensor, b: Tensor, rtol: float = 1e-10) -> bool:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.laws.every import ENDPOINTS
+from tests.laws.ranks import Ranks
+from tests.laws.tasks import close, numbers, same
 from torch import Tensor
 
 from paceline.codecs import Fp32, OneBit
 from paceline.codecs.codec import ErrorFeedback
 from paceline.collectives import Ballot, mean, mean_by_gather, mean_by_stripes, stripe_of
 from paceline.endpoint import SUMMABLE, Message
-from tests.laws.every import ENDPOINTS
-from tests.laws.ranks import Ranks
-from tests.laws.tasks import close, numbers, same
 
 KINDS = [pytest.param(ranks, marks=pytest.mark.dist if ranks.is_real else (), id=name) for name, ranks in ENDPOINTS.items()]
 every_endpoint = pytest.mark.parametrize("ranks", KINDS)
@@ -209,7 +209,9 @@ def test_a_mean_is_weighted_and_the_same_on_every_rank(ranks: Ranks, name: str, 
         rank, results = endpoint.rank, []
         for numel in (1, 7, 513, 2000):
             x = mine(rank, numel)
-            total = await any_mean(name, endpoint, x, Ballot(WEIGHTS[rank], going_on=1.0, bad=float(rank == 2), bad_rank=2.0 * (rank == 2)), Fp32())
+            total = await any_mean(
+                name, endpoint, x, Ballot(WEIGHTS[rank], going_on=1.0, bad=float(rank == 2), bad_rank=2.0 * (rank == 2)), Fp32()
+            )
             assert (total.weight, total.going_on, total.bad, total.culprit()) == (16.0, 4.0, 1.0, "rank 2")
             results.append(x)
         return results

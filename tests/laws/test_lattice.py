@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.laws.every import RULES
+from tests.laws.tasks import OPTIMIZERS, close, instant, numbers, params, quadratic, regression, same, trained_alone, vector
 from torch import Tensor, nn
 
 from paceline import AllReduceSGD, BlockMomentum, Cluster, Fp32, OneBit, ParameterServer, PeriodicAveraging, Rule, Sgd, Task, simulate
 from paceline.strategy import Strategy
-from tests.laws.every import RULES
-from tests.laws.tasks import OPTIMIZERS, close, instant, numbers, params, quadratic, regression, same, trained_alone, vector
 
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 LINEAR = {name: optimizer for name, optimizer in OPTIMIZERS.items() if name != "adam"}
@@ -39,7 +39,9 @@ def trained_together(task: Task, workers: int, weigh: Callable[[int], float]) ->
 
 
 @every_optimizer
-@pytest.mark.parametrize(("batch", "samples"), [(8, 32), (10, 32), (5, 17), (3, 12)], ids=["equal", "3 3 2 2", "2 1 1 1 and 2 samples", "one has none"])
+@pytest.mark.parametrize(
+    ("batch", "samples"), [(8, 32), (10, 32), (5, 17), (3, 12)], ids=["equal", "3 3 2 2", "2 1 1 1 and 2 samples", "one has none"]
+)
 def test_all_reduce_sgd_equals_one_machine_on_the_union_of_the_minibatches(optimizer: Any, batch: int, samples: int):
     """A1.1; Adam divides small gradients by their roots, which lets rounding grow."""
     task = regression(steps=20, batch=batch, samples=samples, optimizer=optimizer, bucket_bytes=200)
@@ -170,7 +172,7 @@ def test_block_momentum_0_at_rate_1_equals_averaging(optimizer: Any, nesterov: b
 
 
 def outer_loop(task: Task, workers: int, period: int, outer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> Tensor:
-    """Blocks of local training by hand, with a torch optimizer on the outer gradient: where the block began, less the mean of the replicas."""
+    """Blocks of local training by hand; a torch optimizer steps by the outer gradient, the block's start less the mean of the replicas."""
     centre = nn.Parameter(vector(task.build()))
     stepper = outer([centre])
     replicas = [task.build() for _ in range(workers)]

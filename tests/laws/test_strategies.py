@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
+from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone
 from torch import Tensor, nn
 
 from paceline import BlockMomentum, Cluster, LogNormal, PeriodicAveraging, simulate, strategies
 from paceline.strategy import Strategy
 from paceline.task import Task
-from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
-from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone
 
 every_case = pytest.mark.parametrize("case", STRATEGIES.values(), ids=STRATEGIES)
 every_ordered_case = pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)
@@ -127,9 +127,7 @@ def test_all_ranks_agree_after_the_last_synchronisation(case: Case, steps: int):
 
 
 @every_case
-@pytest.mark.parametrize(
-    ("batch", "samples"), [(5, 13), (9, 20), (2, 8), (1, 3)], ids=["13 by 5", "20 by 9", "8 by 2", "3 by 1"]
-)
+@pytest.mark.parametrize(("batch", "samples"), [(5, 13), (9, 20), (2, 8), (1, 3)], ids=["13 by 5", "20 by 9", "8 by 2", "3 by 1"])
 @pytest.mark.parametrize("steps", [1, 6, 7])
 def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: int):
     """On 4 workers: last minibatches of 3 and 2 samples, and minibatches so small that some workers never see data."""
@@ -163,7 +161,9 @@ def test_one_worker_sends_nothing_to_other_workers(case: Case):
 
 def test_buckets_carry_the_same_values_as_one_vector():
     """To the bit: sums are elementwise.  A ballot travels with every bucket."""
-    whole, cut = (simulate(regression(steps=5, batch=8, bucket_bytes=b), ORDERED["all-reduce-sgd"].strategy, Cluster(workers=4)) for b in (1 << 20, 1))
+    whole, cut = (
+        simulate(regression(steps=5, batch=8, bucket_bytes=b), ORDERED["all-reduce-sgd"].strategy, Cluster(workers=4)) for b in (1 << 20, 1)
+    )
     assert same(whole.params, cut.params)
     assert len(cut.trace.starts("all_reduce")) == 4 * len(whole.trace.starts("all_reduce"))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.laws.tasks import OPTIMIZERS, instant, quadratic
 from torch import nn
 
 from paceline import AllReduceSGD, Cluster, ClusterError, Constant, Link, LogNormal, PeriodicAveraging, Stragglers, Task, simulate, units
@@ -15,7 +16,6 @@ from paceline.endpoint import Layout, Message
 from paceline.sim import network
 from paceline.sim.endpoint import SimEndpoint, World
 from paceline.sim.simulator import Simulator
-from tests.laws.tasks import OPTIMIZERS, instant, quadratic
 
 Role = Callable[[SimEndpoint], Coroutine[Any, Any, Any]]
 
@@ -204,7 +204,13 @@ class Two(nn.Module):
 def test_buckets_are_exchanged_while_backward_still_runs():
     """A gradient of 4 s: 2 s forward, then 1 s a bucket, the last parameter's first; 168 bytes and a ballot of 32 take 2 s."""
     task = Task(
-        Two, lambda model, batch: (model.first.sum() + model.last.sum()) * batch[0].mean(), [torch.ones(4)], 4, OPTIMIZERS["sgd"], steps=1, bucket_bytes=168
+        Two,
+        lambda model, batch: (model.first.sum() + model.last.sum()) * batch[0].mean(),
+        [torch.ones(4)],
+        4,
+        OPTIMIZERS["sgd"],
+        steps=1,
+        bucket_bytes=168,
     )
     cluster = Cluster(2, compute=4.0, forward_share=0.5, bandwidth=100.0, latency=0.0)
     run = simulate(task, AllReduceSGD(), cluster)
@@ -285,7 +291,9 @@ def test_collectives_that_do_not_match_name_both_sides(other: Callable[[SimEndpo
         await e.all_gather(torch.ones(1))
         await (other(e) if e.rank == 1 else e.all_reduce(torch.ones(3)))
 
-    with pytest.raises(ClusterError, match=rf"#1 does not match: worker 0 called all_reduce\(\(3,\), torch.float32, True\), worker 1 called {named}"):
+    with pytest.raises(
+        ClusterError, match=rf"#1 does not match: worker 0 called all_reduce\(\(3,\), torch.float32, True\), worker 1 called {named}"
+    ):
         play(slow(2), role)
 
 
@@ -293,7 +301,7 @@ def test_broadcasts_from_different_sources_do_not_match():
     async def role(e: SimEndpoint) -> None:
         await e.broadcast(torch.ones(3), e.rank)
 
-    with pytest.raises(ClusterError, match="worker 0 called broadcast.* 0.* worker 1 called broadcast.* 1"):
+    with pytest.raises(ClusterError, match=r"worker 0 called broadcast.* 0.* worker 1 called broadcast.* 1"):
         play(slow(2), role)
 
 
@@ -440,7 +448,9 @@ def test_a_group_is_of_its_members():
 # Quantities and settings.
 
 
-@pytest.mark.parametrize(("text", "value"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2min", 120.0), ("1e-3s", 1e-3), (" 3 s ", 3.0), (0.25, 0.25), (1, 1.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2min", 120.0), ("1e-3s", 1e-3), (" 3 s ", 3.0), (0.25, 0.25), (1, 1.0)]
+)
 def test_durations_are_read_as_people_write_them(text: Any, value: float):
     assert units.seconds(text) == pytest.approx(value, rel=1e-15)
 

@@ -70,3 +70,11 @@ class ErrorFeedback:
         data = self.codec.encode(wanted, self.rng)
         torch.sub(wanted, self.codec.decode(data, x.numel()), out=self.residual)
         return data
+
+    def silence(self, numel: int) -> Tensor:
+        """A message that says nothing, for a sender whose values do not count; nothing that it remembers is lost by it."""
+        return self.codec.encode(torch.zeros(numel, device=self.residual.device), self.rng)
+
+    def take_back(self, x: Tensor, data: Tensor) -> None:
+        """What `encode` said for `x` was not heard: remember again what was remembered before."""
+        self.residual.add_(self.codec.decode(data, x.numel())).sub_(x)

@@ -18,7 +18,7 @@ class Fp32(Codec):
         return 4 * numel
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        return x.detach().to(torch.float32).contiguous().clone().view(torch.uint8).reshape(-1)
+        return copied(x, torch.float32).view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         self.check(data, numel)
@@ -33,16 +33,21 @@ class Fp16(Codec):
         return 2 * numel
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        half = x.detach().to(torch.float16).contiguous()
+        half = copied(x, torch.float16)
         # One pass tells almost always; only a hit is looked at closely, because a large sum may overflow by itself.
         if not half.sum(dtype=torch.float32).isfinite() and not (finite := half.isfinite()).all():
             at = int(finite.logical_not().nonzero()[0])
             raise ValueError(f"{self} cannot encode {x.reshape(-1)[at].item():g} at index {at}: fp16 ends at 65504")
-        return half.view(torch.uint8).reshape(-1)
+        return half.view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         self.check(data, numel)
         return aligned(data).view(torch.float16).to(torch.float32)
+
+
+def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in memory of their own, one after the other."""
+    return torch.empty(x.numel(), dtype=dtype, device=x.device).copy_(x.detach().reshape(-1))
 
 
 def aligned(data: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ class OneBit(Codec):
         x = x.detach().to(torch.float32).reshape(-1)
         padded = F.pad(x, (0, self.buckets(x.numel()) * self.bucket - x.numel())).view(-1, self.bucket)
         positive = padded >= 0
-        above, below = padded.clamp(min=0).sum(1), padded.clamp(max=0).sum(1)
+        # In float64, where no sum of 512 floats overflows.
+        above, below = (part.sum(1, dtype=torch.float64) for part in (padded.clamp(min=0), padded.clamp(max=0)))
         if not (above.sum() + below.sum()).isfinite() and not (finite := x.isfinite()).all():
             at = int(finite.logical_not().nonzero()[0])
             raise ValueError(f"{self} cannot encode {x[at].item()} at index {at}: it has no mean")
@@ -45,7 +46,7 @@ class OneBit(Codec):
             real[-1] = x.numel() % self.bucket
         # Padding is zero, so it is among the non-negative: it must not be counted there.
         positives = positive.sum(1) - (self.bucket - real)
-        means = torch.stack([below / (real - positives).clamp(min=1), above / positives.clamp(min=1)], dim=1)
+        means = torch.stack([below / (real - positives).clamp(min=1), above / positives.clamp(min=1)], dim=1).to(torch.float32)
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
         bits = (positive.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)[: -(-x.numel() // 8)]
         return torch.cat([means.view(-1).view(torch.uint8), bits])

@@ -7,6 +7,7 @@ torch.distributed (gloo, NCCL); messages go through a ZeroMQ mailbox, opened wit
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,7 +41,11 @@ class Clock:
 
 
 class Watched(Op[T]):
-    """Another Op, with its span written to the trace when it is finished."""
+    """Another Op, with its span written to the trace when it is finished.
+
+    Collectives are finished in the order in which they were started, whichever is waited for first: some have a second part
+    that starts when the first is waited for, and ranks must not start these in different orders.
+    """
 
     __slots__ = ("_endpoint", "_inner", "_nbytes", "_start", "_value")
 
@@ -50,11 +55,16 @@ class Watched(Op[T]):
         self._endpoint, self._nbytes, self._start = endpoint, nbytes, endpoint.now()
 
     def wait(self) -> T:
-        if self._inner is not None:
-            self._value = self._inner.wait()
-            self._inner = None
-            self._endpoint.trace.span(self._endpoint.rank, self.kind, self._start, self._endpoint.now(), self._nbytes)
+        while self._inner is not None and self in self._endpoint.under_way:
+            self._endpoint.under_way.popleft().finish()
+        self.finish()
         return self._value
+
+    def finish(self) -> None:
+        if self._inner is not None:
+            inner, self._inner = self._inner, None
+            self._value = inner.wait()
+            self._endpoint.trace.span(self._endpoint.rank, self.kind, self._start, self._endpoint.now(), self._nbytes)
 
 
 class Work(Op[T]):
@@ -97,6 +107,7 @@ class ProcessEndpoint:
         self.trace = Trace() if trace is None else trace
         self._process_group, self._shared = group, shared
         self._open_mailbox, self._mailbox = open_mailbox, None
+        self.under_way: deque[Watched[Any]] = deque()
 
     def now(self) -> float:
         return self.clock.now()
@@ -189,12 +200,15 @@ class ProcessEndpoint:
         if len(self.ranks) == 1:
             return Ready("broadcast", x)
         if self._shared is not None and x.device.type == "cpu":
-            return self._watched(self._shared.broadcast(x, src), x.nbytes)
-        return self._watched(Work("broadcast", [dist.broadcast(x, src, group=self._process_group, async_op=True)], lambda: x), x.nbytes)
+            return self._watched(self._shared.broadcast(x, src), x.nbytes, self.ranks.index(src))
+        work = dist.broadcast(x, src, group=self._process_group, async_op=True)
+        return self._watched(Work("broadcast", [work], lambda: x), x.nbytes, self.ranks.index(src))
 
-    def _watched(self, op: Op[T], nbytes: int) -> Op[T]:
+    def _watched(self, op: Op[T], nbytes: int, root: int = 0) -> Op[T]:
         cost = network.COLLECTIVES[op.kind]("ring", len(self.ranks), nbytes, ANY_LINK)
-        return Watched(op, self, cost.nbytes(self.ranks.index(self.rank)))
+        watched = Watched(op, self, cost.nbytes((self.ranks.index(self.rank) - root) % len(self.ranks)))
+        self.under_way.append(watched)
+        return watched
 
     def close(self) -> None:
         if self._mailbox is not None:

@@ -66,7 +66,7 @@ class Loop:
         """Run the strategy up to its first wish."""
         if self._strategy is not None:
             self._strategy.close()
-        self._strategy = self.replica.run(strategy.worker(self.replica))
+        self._strategy = self.replica.run(strategy)
         self._carry_on(None)
 
     def take(self, scale: Tensor | None, overflow: bool) -> None:

@@ -151,7 +151,7 @@ def _work(
 
         if job.rank == 0:
             replica.at_step = at_step
-        drive(replica.run(strategy.worker(replica)))
+        drive(replica.run(strategy))
         if task.evaluate is not None and job.rank == 0:
             evaluate(task.total_steps)
         if job.rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 
 from paceline import units
@@ -21,6 +22,11 @@ class Compute(ABC):
     def seconds(self, rank: int, measured: float, rng: Random) -> float:
         """For the next gradient; `measured` is what it took on this machine."""
 
+    def check(self, workers: int) -> None:
+        """Refuse what cannot be, for that many workers, before anything runs."""
+        if not 0 <= self.seconds(workers - 1, 1.0, Random(0)) < inf:
+            raise ValueError(f"{self}: a gradient takes a finite time of at least 0 s")
+
 
 @dataclass(frozen=True)
 class Constant(Compute):
@@ -31,6 +37,14 @@ class Constant(Compute):
     def seconds(self, rank: int, measured: float, rng: Random) -> float:
         chosen = self.each if isinstance(self.each, (str, int, float)) else self.each[rank]
         return units.seconds(chosen)
+
+    def check(self, workers: int) -> None:
+        each = [self.each] * workers if isinstance(self.each, (str, int, float)) else list(self.each)
+        if len(each) != workers:
+            raise ValueError(f"{self} for {workers} workers: give one time, or one for each worker")
+        for one in each:
+            if not 0 <= units.seconds(one) < inf:
+                raise ValueError(f"{self}: a gradient takes a finite time of at least 0 s, not {one!r}")
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,14 @@ class Stragglers(Compute):
         usual = self.usual.seconds(rank, measured, rng) * self.slow.get(rank, 1.0)
         return usual * self.factor if rng.random() < self.chance else usual
 
+    def check(self, workers: int) -> None:
+        self.usual.check(workers)
+        for rank, factor in self.slow.items():
+            if not 0 <= rank < workers or not 0 <= factor < inf:
+                raise ValueError(f"{self} for {workers} workers: `slow` maps ranks 0 to {workers - 1} to how many times slower they are")
+        if not 0 <= self.chance <= 1 or not 0 <= self.factor < inf:
+            raise ValueError(f"{self}: `chance` is a probability, and `factor` says how many times slower a gradient then is")
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -92,13 +114,14 @@ class Cluster:
             raise ValueError(f"Cluster(workers={self.workers}): there must be at least 1 worker")
         if self.collective not in ("ring", "tree", "star"):
             raise ValueError(f"Cluster(collective={self.collective!r}): collectives run by 'ring', 'tree' or 'star'")
-        each = self.compute if not isinstance(self.compute, Constant) else self.compute.each
-        if isinstance(each, Sequence) and not isinstance(each, str) and len(each) != self.workers:
-            raise ValueError(f"Cluster(workers={self.workers}, compute of {len(each)}): give one time, or one for each worker")
-        if units.bytes_per_second(self.bandwidth) <= 0 or units.seconds(self.latency) < 0:
-            raise ValueError(
-                f"Cluster(bandwidth={self.bandwidth!r}, latency={self.latency!r}): bandwidth must be positive, latency not negative"
-            )
+        self.computing.check(self.workers)
+        for name in ("bandwidth", "codec_bandwidth", "memory_bandwidth"):
+            if not units.bytes_per_second(getattr(self, name)) > 0:
+                raise ValueError(f"Cluster({name}={getattr(self, name)!r}): it must be positive")
+        if not 0 <= units.seconds(self.latency) < inf:
+            raise ValueError(f"Cluster(latency={self.latency!r}): it must be finite and not negative")
+        if not 0 <= self.forward_share <= 1:
+            raise ValueError(f"Cluster(forward_share={self.forward_share}): a share lies between 0 and 1")
 
     @property
     def computing(self) -> Compute:

@@ -210,11 +210,12 @@ class SimEndpoint:
         nbytes = max(m.nbytes for m in meeting.members.values())
         cost = network.COLLECTIVES[meeting.kind](world.cluster.collective, len(ranks), nbytes, self._group.pace)
         stop = start + cost.seconds
+        root = ranks.index(meeting.signature[2]) if meeting.kind == "broadcast" else 0
         for i, r in enumerate(ranks):
             sending_free[r] = receiving_free[r] = stop
             member = meeting.members[r]
             # Parts for others may differ in size from rank to rank: the largest paces all, each sends its own.
-            sent = member.nbytes if meeting.kind == "all_to_all" else cost.nbytes(i)
+            sent = member.nbytes if meeting.kind == "all_to_all" else cost.nbytes((i - root) % len(ranks))
             simulator.trace.span(r, meeting.kind, member.since, stop, sent)
         simulator.at(stop, self._close, meeting)
 

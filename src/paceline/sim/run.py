@@ -120,7 +120,7 @@ def simulate(
 
     for replica in replicas:
         replica.at_step = at_step if replica.rank == 0 else stop
-    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy.worker(r)) for r in replicas}
+    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy) for r in replicas}
     for rank in layout.server_ranks:
         roles[rank] = strategy.server(Shard(SimEndpoint(world, rank)))
     if task.evaluate is not None:
@@ -131,6 +131,6 @@ def simulate(
     return Run(trainee.flat.model, replica.params.clone(), simulator.trace, states, simulator.waits)
 
 
-async def _evaluated_at_the_end(role: Coroutine[Op[Any], Any, None], evaluate: Callable[[], None]) -> None:
-    await role
-    evaluate()
+async def _evaluated_at_the_end(role: Coroutine[Op[Any], Any, bool], evaluate: Callable[[], None]) -> None:
+    if await role:
+        evaluate()

@@ -129,7 +129,7 @@ class Simulator:
             self.finish(process.op, stop.value)
         except Exception as failure:
             self._processes.pop(id(process), None)
-            if process.op.kind != "role" and process.op.waiter is not None:
+            if process.op.kind != "role":  # Told where it is awaited.
                 self.finish(process.op, error=failure)
                 return
             failure.add_note(f"on {self.name_of(process.op.rank)} at virtual time {self.now:g} s")

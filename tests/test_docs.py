@@ -1,0 +1,144 @@
+"""The pages that users read: their examples run, the commands they show exist, their figures are those of a run.
+
+A ```python block runs in its page's namespace, after the blocks above it.  One that begins with `# name.py` is a script: it is
+written to that file, and the page's ```console blocks that start it are run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+import torch
+import typer.main
+from torch import nn
+
+import paceline as pl
+from paceline import cli
+from paceline.demo import CLUSTER, STRATEGIES, Demo, row
+from paceline.report import text
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+SCRIPT = re.compile(r"# (\w+\.py)\n")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
+    """The page's blocks of a language, each with the line that it begins in."""
+    written = page.read_text()
+    for found in FENCE.finditer(written):
+        if found["language"] == language:
+            yield written[: found.start("body")].count("\n"), found["body"]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """What the page tells a reader to type, word by word; lines of output have no `$` before them."""
+    for _, body in blocks(page, "console"):
+        for line in body.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                yield shlex.split(line[2:], comments=True)
+
+
+def test_there_are_pages():
+    assert len(PAGES) > 6
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
+    module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")  # Dataclasses look for the module that they are defined in.
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    scripts: set[str] = set()
+    with chdir(tmp_path):
+        for line, body in blocks(page, "python"):
+            if script := SCRIPT.match(body):
+                Path(script[1]).write_text(body)
+                scripts.add(script[1])
+            else:
+                # Tracebacks then show the page's own line.
+                exec(compile("\n" * line + body, str(page), "exec"), vars(module))
+        started = [words for words in commands(page) if words[:2] == ["paceline", "run"] and scripts & set(words)]
+        for words in started:
+            done = subprocess.run([sys.executable, "-m", "paceline.cli", *words[1:]], capture_output=True, text=True, timeout=100)
+            assert done.returncode == 0, f"{words}: {done.stderr}"
+    unstarted = scripts - {word for words in started for word in words}
+    assert not unstarted, f"{name_of(page)} shows {unstarted} and no `paceline run` of it"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_commands_of_a_page_exist(page):
+    from torch.distributed.run import get_args_parser
+
+    ours = typer.main.get_command(cli.app).commands
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(page):
+        match words:
+            case ["paceline", command, *rest]:
+                flags = {flag for parameter in ours[command].params for flag in parameter.opts}
+                own = rest[: next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))]
+                assert not {word for word in own if word.startswith("-")} - flags, words
+            case ["make", target]:
+                assert target in targets, words
+            case ["torchrun", *rest]:
+                get_args_parser().parse_args(rest)
+            case ["git" | "pip" | "cd", *_]:
+                pass
+            case _:
+                pytest.fail(f"{name_of(page)} shows {words}, which this test does not know how to check")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", FENCE.sub("", page.read_text())):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_strategy_codec_and_public_name_is_told_of():
+    written = "\n".join(page.read_text() for page in PAGES)
+    assert [name for name in pl.__all__ if not re.search(rf"\b{name}\b", written)] == []
+
+
+def test_the_readmes_times_and_bytes_are_those_of_the_demo():
+    """Neither depends on what is learnt, so a model of as many parameters that learns nothing has them too."""
+    demo = Demo().task()
+    numel = sum(p.numel() for p in demo.build().parameters())
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(numel))
+
+    job = pl.Task(Idle, lambda model, batch: model.w[0] * 0, demo.data, demo.batch, demo.optimizer, steps=demo.total_steps)
+    runs = {name: pl.simulate(job, strategy, CLUSTER) for name, strategy in STRATEGIES.items()}
+    for run in runs.values():
+        run.trace.evaluation(run.seconds, 0, {"accuracy": 0.0})
+    reference = runs["AllReduceSGD"].seconds
+    rows = [row(name, STRATEGIES[name], run, CLUSTER.workers, reference / run.seconds) for name, run in runs.items()]
+    readme = {cells[0]: cells[2:5] for cells in _table(ROOT / "README.md", "speed-up") if len(cells) == 5}
+    assert {r.name: [text.seconds(r.seconds), text.nbytes(r.bytes_per_worker), text.factor(r.speedup)] for r in rows}.items() <= readme.items()
+
+
+def _table(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the page's first table whose heading holds a word."""
+    lines = iter(page.read_text().splitlines())
+    for line in lines:
+        if line.startswith("|") and heading in line:
+            break
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            return rows
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows

@@ -1,0 +1,80 @@
+"""The trace: what was written is what is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.laws.tasks import quadratic
+
+from paceline import Cluster, ParameterServer, Trace, simulate
+from paceline.trace import Evaluation, Point, Span, time_to_loss
+
+seconds = st.floats(0, 1e9)
+counts = st.integers(0, 2**53)
+spans = st.builds(Span, counts, st.text(), seconds, seconds, counts)
+points = st.builds(Point, seconds, counts, counts, counts, st.none() | st.floats(allow_nan=False, allow_infinity=False), st.none() | counts)
+evaluations = st.builds(Evaluation, seconds, counts, st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)))
+
+
+def trace_of(spans: list[Span], points: list[Point], evaluations: list[Evaluation]) -> Trace:
+    trace = Trace(points)
+    trace.spans, trace.evaluations = spans, evaluations
+    return trace
+
+
+@given(st.builds(trace_of, st.lists(spans), st.lists(points), st.lists(evaluations)))
+def test_a_trace_survives_being_written_and_read(trace: Trace):
+    again = Trace.loads(trace.dumps())
+    assert (again.spans, again.points, again.evaluations) == (trace.spans, trace.points, trace.evaluations)
+    assert again.dumps() == trace.dumps() and again.digest() == trace.digest()
+
+
+def test_a_whole_runs_trace_survives_a_file(tmp_path: Path):
+    task = quadratic(steps=7, batch=4, evaluate=lambda model: {"norm": model.w.norm().item()}, evaluate_every=3)
+    trace = simulate(task, ParameterServer(), Cluster(workers=2)).trace
+    trace.save(tmp_path / "trace.json")
+    again = Trace.loads((tmp_path / "trace.json").read_text())
+    assert again.digest() == trace.digest() and again.seconds == trace.seconds > 0
+    assert again.staleness() == trace.staleness() and len(again.evaluations) == 3
+
+
+def test_a_loss_that_is_not_finite_survives():
+    trace = Trace()
+    trace.point(0.0, 0, 0, 1, float("inf"))
+    trace.point(0.0, 0, 1, 1, float("nan"))
+    again = Trace.loads(trace.dumps())
+    assert again.points[0].loss == float("inf") and again.points[1].loss != again.points[1].loss
+
+
+def test_sums_are_over_the_rank_or_the_kind_asked_for():
+    trace = Trace()
+    trace.span(0, "gradient", 0.0, 1.0)
+    trace.span(0, "all_reduce", 1.0, 1.5, nbytes=40)
+    trace.span(0, "gradient", 1.5, 3.0)
+    trace.span(1, "all_reduce", 0.5, 1.5, nbytes=2)
+    assert trace.seconds == 3.0
+    assert (trace.bytes_sent(), trace.bytes_sent(rank=0), trace.bytes_sent(rank=1)) == (42, 40, 2)
+    assert trace.starts("all_reduce") == [0.5, 1.0]
+    assert trace.seconds_by_kind(0) == {"gradient": 2.5, "all_reduce": 0.5}
+    assert Trace().seconds == 0.0
+
+
+def test_merged_traces_are_in_the_order_of_time():
+    a, b = Trace(), Trace()
+    a.span(0, "gradient", 0.0, 2.0)
+    a.point(2.0, 0, 0, 4, 1.0)
+    b.span(1, "gradient", 0.0, 1.0)
+    b.span(1, "gradient", 1.0, 2.0)
+    b.point(1.0, 1, 0, 4, 2.0)
+    b.evaluation(0.5, 8, {"accuracy": 0.5})
+    a.merge(b)
+    assert [(s.rank, s.stop) for s in a.spans] == [(1, 1.0), (0, 2.0), (1, 2.0)]
+    assert [p.rank for p in a.points] == [1, 0]
+    assert a.evaluations == [Evaluation(0.5, 8, {"accuracy": 0.5})]
+
+
+def test_the_time_to_a_loss_is_the_first_or_none():
+    trace = Trace([Point(1.0, 0, 0, 1, 3.0), Point(2.0, 0, 0, 1, None, 4), Point(3.0, 0, 1, 1, 0.5), Point(4.0, 0, 2, 1, 0.4)])
+    assert (time_to_loss(trace, 0.5), time_to_loss(trace, 0.45), time_to_loss(trace, 0.1)) == (3.0, 4.0, None)
