@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import chdir
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,8 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
                 exec(compile("\n" * line + body, str(page), "exec"), vars(module))
         started = [words for words in commands(page) if words[:2] == ["paceline", "run"] and scripts & set(words)]
         for words in started:
-            done = subprocess.run([sys.executable, "-m", "paceline.cli", *words[1:]], capture_output=True, text=True, timeout=100)
+            words = ["2" if before == "-n" else word for before, word in pairwise(words)]  # Two workers will do.
+            done = subprocess.run([sys.executable, "-m", "paceline.cli", *words], capture_output=True, text=True, timeout=100)
             assert done.returncode == 0, f"{words}: {done.stderr}"
     unstarted = scripts - {word for words in started for word in words}
     assert not unstarted, f"{name_of(page)} shows {unstarted} and no `paceline run` of it"
@@ -121,7 +123,7 @@ def test_the_readmes_times_and_bytes_are_those_of_the_demo():
             self.w = nn.Parameter(torch.zeros(numel))
 
     job = pl.Task(Idle, lambda model, batch: model.w[0] * 0, demo.data, demo.batch, demo.optimizer, steps=demo.total_steps)
-    runs = {name: pl.simulate(job, strategy, CLUSTER) for name, strategy in STRATEGIES.items()}
+    runs = {name: pl.simulate(job, strategy, CLUSTER, strict=False) for name, strategy in STRATEGIES.items()}
     for run in runs.values():
         run.trace.evaluation(run.seconds, 0, {"accuracy": 0.0})
     reference = runs["AllReduceSGD"].seconds

@@ -174,6 +174,22 @@ def test_several_may_be_under_way_and_be_awaited_in_any_order(ranks: Ranks, orde
 
 
 @every_endpoint
+def test_ranks_may_wait_at_different_moments_for_what_they_start_in_the_same_order(ranks: Ranks, tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        xs = [torch.full((numel,), endpoint.rank + 1.0) for numel in (5, 6, 7)]
+        tails = [torch.full((numel,), endpoint.rank + 1.0, dtype=torch.float64) for numel in (1, 2, 3)]
+        first, second = (endpoint.all_reduce(x, tail) for x, tail in zip(xs[:2], tails[:2], strict=True))
+        await (second if endpoint.rank else first)
+        third = endpoint.all_reduce(xs[2], tails[2])
+        for op in (first, third) if endpoint.rank else (second, third):
+            await op
+        return [*xs, *tails]
+
+    for result in ranks(tmp_path, 2, law):
+        assert [set(x.tolist()) for x in result] == [{3.0}] * 6
+
+
+@every_endpoint
 def test_encoded_bytes_are_not_summed(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         for wrong in (torch.uint8, torch.bool):
@@ -206,13 +222,11 @@ every_mean = pytest.mark.parametrize("name", ["mean", "mean_by_gather", "mean_by
 @every_mean
 def test_a_mean_is_weighted_and_the_same_on_every_rank(ranks: Ranks, name: str, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        rank, results = endpoint.rank, []
+        results: list[Tensor] = []
         for numel in (1, 7, 513, 2000):
-            x = mine(rank, numel)
-            total = await any_mean(
-                name, endpoint, x, Ballot(WEIGHTS[rank], going_on=1.0, bad=float(rank == 2), bad_rank=2.0 * (rank == 2)), Fp32()
-            )
-            assert (total.weight, total.going_on, total.bad, total.culprit()) == (16.0, 4.0, 1.0, "rank 2")
+            x = mine(endpoint.rank, numel)
+            total = await any_mean(name, endpoint, x, Ballot(WEIGHTS[endpoint.rank], going_on=float(endpoint.rank < 3)), Fp32())
+            assert (total.weight, total.going_on, total.bad) == (16.0, 3.0, 0.0)
             results.append(x)
         return results
 
@@ -246,6 +260,25 @@ def test_where_nobody_has_weight_everything_stays_as_it_was(ranks: Ranks, name: 
         return x
 
     assert all(same(x, mine(rank, 1025)) for rank, x in enumerate(ranks(tmp_path, 4, law)))
+
+
+@every_endpoint
+@pytest.mark.parametrize("name", ["mean_by_gather", "mean_by_stripes"])
+def test_a_mean_that_somebodys_nan_spoils_is_none_and_costs_nobody_its_memory(ranks: Ranks, name: str, tmp_path: Path):
+    """Up to float64's rounding: what was encoded is subtracted again."""
+
+    async def law(endpoint: Any) -> Any:
+        by = mean_by_gather if name == "mean_by_gather" else mean_by_stripes
+        link, bad = link_for(OneBit(), 1500), float(endpoint.rank == 2)
+        await by(endpoint, mine(endpoint.rank, 1500, torch.float64), Ballot(1.0), link)
+        before = [link.residual.clone(), link.owner_residual.clone()]
+        x = mine(endpoint.rank, 1500, torch.float64, seed=1)
+        x[3] = torch.nan if bad else x[3]
+        total = await by(endpoint, x, Ballot(1.0, bad=bad, bad_rank=2.0 * bad), link)
+        assert (total.bad, total.culprit()) == (1.0, "rank 2") and x.isnan().all()
+        return close(link.residual, before[0]), close(link.owner_residual, before[1])
+
+    assert [list(kept) for kept in ranks(tmp_path, 4, law)] == [[True, True]] * 4
 
 
 @every_endpoint
