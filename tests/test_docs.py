@@ -129,7 +129,9 @@ def test_the_readmes_times_and_bytes_are_those_of_the_demo():
     reference = runs["AllReduceSGD"].seconds
     rows = [row(name, STRATEGIES[name], run, CLUSTER.workers, reference / run.seconds) for name, run in runs.items()]
     readme = {cells[0]: cells[2:5] for cells in _table(ROOT / "README.md", "speed-up") if len(cells) == 5}
-    assert {r.name: [text.seconds(r.seconds), text.nbytes(r.bytes_per_worker), text.factor(r.speedup)] for r in rows}.items() <= readme.items()
+    assert {
+        r.name: [text.seconds(r.seconds), text.nbytes(r.bytes_per_worker), text.factor(r.speedup)] for r in rows
+    }.items() <= readme.items()
 
 
 def _table(page: Path, heading: str) -> list[list[str]]:

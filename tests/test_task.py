@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.laws.tasks import OPTIMIZERS, quadratic, regression, same
 from torch import nn
 
 from paceline import AllReduceSGD, Cluster, Task, simulate
 from paceline.collectives import stripe_of
 from paceline.task import Trainee
+from tests.laws.tasks import OPTIMIZERS, quadratic, regression, same
 
 
 def counting(*, samples: int, batch: int, seed: int = 0) -> Task:

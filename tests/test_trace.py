@@ -6,10 +6,10 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.laws.tasks import quadratic
 
 from paceline import Cluster, ParameterServer, Trace, simulate
 from paceline.trace import Evaluation, Point, Span, time_to_loss
+from tests.laws.tasks import quadratic
 
 seconds = st.floats(0, 1e9)
 counts = st.integers(0, 2**53)

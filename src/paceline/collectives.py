@@ -113,6 +113,8 @@ def _is_void(total: Ballot) -> bool:
 
 
 def _take_back(x: Tensor, parts: Sequence[Tensor], stripes: Sequence[slice], ballot: Ballot, total: Ballot, link: ErrorFeedback) -> None:
+    """Undo the encoding of what was not heard.  A NaN in a later bucket comes too late for that: what the buckets before it
+    said in a step that is then skipped is lost with the step."""
     if ballot.weight and not ballot.bad:
         for s, data in zip(stripes, parts, strict=True):
             link[s].take_back(x[s], data)

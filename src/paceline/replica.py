@@ -60,6 +60,8 @@ class Learner(Protocol):
         """Let the step pass without a change."""
         ...
 
+    def reset_optimizer(self) -> None: ...
+
     def has_data(self, step: int) -> bool:
         """Whether there is a minibatch for that step."""
         ...
@@ -138,6 +140,10 @@ class Replica:
         if not self._behind_update:
             return Ready("step", None)
         return self.learner.step(self, g)
+
+    def reset_optimizer(self) -> None:
+        """Let the optimizer forget its momentum and whatever else it has gathered."""
+        self.learner.reset_optimizer()
 
     def link(self, codec: Codec | None) -> ErrorFeedback | None:
         """A codec as this worker uses it for vectors like `params`; None for none, and for one worker alone."""

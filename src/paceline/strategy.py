@@ -21,6 +21,7 @@ class Strategy(ABC):
 
     servers: int = 0
     is_ordered: ClassVar[bool] = True  # the same bits whatever the timing: synchronous methods
+    steps_locally: ClassVar[bool] = True  # workers step by their own optimizer, not servers by a rule
 
     @abstractmethod
     async def worker(self, w: Replica) -> None:

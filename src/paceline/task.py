@@ -40,6 +40,8 @@ class Task:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
+        if (self.steps or 0) < 0 or not (self.epochs or 0) >= 0:
+            raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): there is no training for less than nothing")
         if self.batch < 1 or len({len(t) for t in self.data}) != 1 or not len(self.data[0]):
             sizes = [len(t) for t in self.data]
             raise ValueError(
@@ -107,11 +109,13 @@ class Trainee:
         torch.set_rng_state(self._rng)
         for p in self.flat.parameters:
             p.grad = None
-        loss = self.task.loss(self.flat.model, batch)
-        loss.backward()
+        try:
+            loss = self.task.loss(self.flat.model, batch)
+            loss.backward()
+        finally:
+            self._rng = torch.get_rng_state()
+            torch.set_rng_state(outside)
         self.loss = loss.item()
-        self._rng = torch.get_rng_state()
-        torch.set_rng_state(outside)
 
     def step(self, g: Tensor) -> None:
         flat = self.flat

@@ -52,7 +52,10 @@ def test_one_strategy_can_be_asked_for():
         (lambda: registry.codec("onebit"), "there is no codec 'onebit'; did you mean 'one-bit'?"),
         (lambda: registry.strategy("block-momentum", perod=3), "BlockMomentum has no setting 'perod'; did you mean 'period'?"),
         (lambda: registry.codec("fp16", bucket=3), "Fp16 has no setting 'bucket'; it has no settings"),
-        (lambda: registry.strategy("periodic-averaging", period=0), "PeriodicAveraging(period=0): period counts steps between synchronisations"),
+        (
+            lambda: registry.strategy("periodic-averaging", period=0),
+            "PeriodicAveraging(period=0): period counts steps between synchronisations",
+        ),
         (lambda: registry.strategy("block-momentum", period=-1), "BlockMomentum(period=-1): period counts steps between synchronisations"),
         (lambda: registry.strategy("block-momentum", momentum=1.0), "BlockMomentum(momentum=1.0): block momentum lies in [0, 1)"),
         (lambda: registry.strategy("parameter-server", servers=0), "ParameterServer(servers=0): at least 1 shard"),
@@ -67,7 +70,10 @@ def test_a_wrong_name_or_value_is_told_with_what_would_be_right(call, said):
 
 
 def test_settings_survive_the_way_to_another_process():
-    for strategy in (registry.strategy("block-momentum", period=3), registry.strategy("parameter-server", rule=registry.rule("sgd", lr=0.5))):
+    for strategy in (
+        registry.strategy("block-momentum", period=3),
+        registry.strategy("parameter-server", rule=registry.rule("sgd", lr=0.5)),
+    ):
         plain = json.loads(json.dumps(registry.to_plain(strategy)))
         assert registry.from_plain(plain) == strategy
 

@@ -22,6 +22,7 @@ ORDERED = {
     "one-bit": pl.AllReduceSGD(codec=pl.OneBit()),
     "averaging": pl.PeriodicAveraging(period=4),
     "block-momentum": pl.BlockMomentum(period=7),
+    "block-momentum, kept": pl.BlockMomentum(period=7, reset=False),
 }
 
 
@@ -52,10 +53,10 @@ def minibatches(job: pl.Task) -> list[tuple[torch.Tensor, ...]]:
 def attached(job: pl.Task, strategy: pl.Strategy) -> torch.Tensor:
     """The loop that a user would write."""
     model = job.build()
-    optimizer = job.optimizer(model.parameters())
+    optimizer = job.optimizer(model.parameters()) if strategy.steps_locally else None
     with pl.attach(model, optimizer, strategy, bucket_mb=1 / 1024) as session:
         for x, y in session.shard(minibatches(job)):
-            optimizer.zero_grad()
+            session.optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             session.step()
     return vector(model)
@@ -71,7 +72,7 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
         assert simulated.tolist() == vector_of_rank
 
 
-@pytest.mark.parametrize("name", [*ORDERED, "server"])
+@pytest.mark.parametrize("name", ["all-reduce", "one-bit", "averaging", "block-momentum, kept", "server"])
 def test_one_worker_needs_no_launcher_and_equals_the_plain_loop(name):
     strategy = pl.ParameterServer(rule=pl.Sgd(lr=0.2), servers=2) if name == "server" else ORDERED[name]
     job = task()
@@ -82,7 +83,7 @@ def test_one_worker_needs_no_launcher_and_equals_the_plain_loop(name):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     # Block momentum adds a difference back to where it came from, which rounds; all others leave one worker's bits alone.
-    tolerance = 1e-6 if name == "block-momentum" else 0.0
+    tolerance = 1e-6 if "block-momentum" in name else 0.0
     assert torch.allclose(attached(job, strategy), vector(model), rtol=tolerance, atol=tolerance)
 
 
@@ -130,11 +131,11 @@ def test_unequal_data_ends_cleanly_with_equal_models(name, tmp_path):
     def work(rank):
         job = task()
         model = job.build()
-        optimizer = job.optimizer(model.parameters())
+        optimizer = job.optimizer(model.parameters()) if strategy.steps_locally else None
         with pl.attach(model, optimizer, strategy) as session:
             for step in range((9, 13, 0)[rank]):  # Rank 2 never has any data.
                 x, y = job.part(step, rank, 3)
-                optimizer.zero_grad()
+                session.optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 session.step()
         return vector(model).tolist()
@@ -198,7 +199,7 @@ def test_models_that_start_from_other_values_are_named_or_broadcast(tmp_path):
         return vector(model).tolist()
 
     for result in forked.run(3, work, tmp_path / "equal"):
-        assert "rank 2 starts from other values of '1.bias' than rank 0 (1 of 4 parameters differ)" in result["error"]
+        assert "rank 2 starts from other values of '1.bias' than rank 0 (1 of 4 tensors differ)" in result["error"]
     one, two, three = forked.run(3, lambda rank: work(rank, "broadcast"), tmp_path / "broadcast")
     assert one == two == three
 
@@ -405,6 +406,118 @@ def test_a_session_saved_and_loaded_goes_on_as_if_unbroken(name, tmp_path):
         return torch.equal(vector(model), unbroken)
 
     assert forked.run(2, work, tmp_path) == [True, True]
+
+
+def test_a_state_that_cannot_be_resumed_from_is_refused():
+    job = task()
+
+    def session(strategy, optimizer=True):
+        model = job.build()
+        return pl.attach(model, job.optimizer(model.parameters()) if optimizer else None, strategy)
+
+    with session(pl.PeriodicAveraging()) as averaging:
+        state = averaging.state_dict()
+    with session(pl.BlockMomentum()) as blocks, pytest.raises(ValueError, match="saved under PeriodicAveraging, this session runs BlockMomentum"):
+        blocks.load_state_dict(state)
+    server = pl.ParameterServer(servers=1)
+    with session(server, optimizer=False) as served, pytest.raises(ValueError, match="holds its parameters on servers"):
+        served.load_state_dict(state)
+
+
+def test_an_optimizer_that_is_never_asked_is_told_of():
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="the optimizer's own settings have no effect"):
+        pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.ParameterServer(servers=1)).close()
+    with pytest.raises(ValueError, match="workers take their own steps under AllReduceSGD and need an optimizer"):
+        pl.attach(model, None, pl.AllReduceSGD())
+
+
+def test_what_is_deployed_can_be_evaluated_in_mid_run():
+    job = task()
+    model = job.build()
+    optimizer = job.optimizer(model.parameters())
+    with pl.attach(model, optimizer, pl.BlockMomentum(period=5, momentum=0.5)) as session:
+        for x, y in session.shard(minibatches(job)[:12]):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            session.step()
+        trained = vector(model)
+        with session.deployed():
+            deployed = vector(model)
+        assert torch.equal(vector(model), trained) and not torch.equal(deployed, trained)
+        assert torch.equal(deployed, session.loop.replica.deployed)
+
+
+def test_samples_that_are_counted_by_hand_weigh_as_much_as_sharded_ones(tmp_path):
+    def work(rank):
+        job = task()
+        model = job.build()
+        optimizer = job.optimizer(model.parameters())
+        with pl.attach(model, optimizer, pl.AllReduceSGD()) as session:
+            for step in range(job.total_steps):
+                x, y = job.part(step, rank, 4)  # 8, 8, 7 and 7 samples
+                session.count(len(x))
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                session.step()
+        return vector(model).tolist()
+
+    simulated = pl.simulate(task(), pl.AllReduceSGD(), pl.Cluster(workers=4)).params.tolist()
+    assert forked.run(4, work, tmp_path) == [simulated] * 4
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(10.0).unsqueeze(1))
+
+
+def test_a_loader_without_indices_is_read_whole_and_sliced(tmp_path):
+    def work(rank):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        seen = []
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.AllReduceSGD()) as session:
+            for x in session.shard(DataLoader(Stream(), batch_size=4)):
+                seen.append(x.view(-1).tolist())
+                model(x).sum().backward()
+                session.step()
+        return seen
+
+    assert forked.run(2, work, tmp_path) == [[[0.0, 1.0], [4.0, 5.0], [8.0]], [[2.0, 3.0], [6.0, 7.0], [9.0]]]
+
+
+def test_a_minibatch_that_leaves_a_worker_out_is_refused_where_several_make_a_step(tmp_path):
+    def work(rank):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD(), accumulate=2) as session:
+            for i, (x,) in enumerate(session.shard(DataLoader(TensorDataset(torch.ones(9, 1)), batch_size=4))):
+                model(x).sum().backward()
+                if i % 2:
+                    session.step()
+
+    for result in forked.run(2, work, tmp_path):
+        assert "a minibatch of 1 samples for 2 workers, 2 of which make a step" in result["error"]
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "averaging"])
+def test_buffers_are_broadcast_at_the_start_and_equal_at_the_end(name, tmp_path):
+    def work(rank):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model[1].running_mean.fill_(float(rank))
+        model[0].requires_grad_(False)
+        with pl.attach(model, torch.optim.SGD(model[1:].parameters(), lr=0.1), ORDERED[name], initial="broadcast") as session:
+            start = model[1].running_mean.tolist()
+            for (x,) in session.shard(DataLoader(TensorDataset(torch.randn(64, 3)), batch_size=16)):
+                session.optimizer.zero_grad()
+                model(x).square().mean().backward()
+                session.step()
+        return [start, {k: v.tolist() for k, v in model.state_dict().items()}]
+
+    first, second = forked.run(2, work, tmp_path)
+    assert first[0] == second[0] == [0.0] * 4
+    assert first[1] == second[1]
 
 
 def test_a_killed_worker_is_named_by_the_others_within_a_second(tmp_path):

@@ -35,7 +35,9 @@ import torch
 import paceline as pl
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.registry.strategy(sys.argv[2])) as session:
+strategy = pl.registry.strategy(sys.argv[2])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if strategy.steps_locally else None
+with pl.attach(model, optimizer, strategy) as session:
     open(f"{sys.argv[3]}/pid-{session.rank}", "w").write(str(os.getpid()))
     for step in range(100_000):
         if session.rank == 1 and step == 20:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from tests.laws.ranks import Ranks, on_gloo, on_shared_memory, on_simulator
 from torch import nn
 
 from paceline import AllReduceSGD, BlockMomentum, Fp16, Fp32, OneBit, ParameterServer, PeriodicAveraging, Sgd
@@ -15,6 +14,7 @@ from paceline.codecs import Codec
 from paceline.collectives import VOTE_NBYTES, stripe_of
 from paceline.server import Rule
 from paceline.strategy import Strategy
+from tests.laws.ranks import Ranks, on_gloo, on_shared_memory, on_simulator
 
 CODECS: dict[str, Codec] = {
     "fp32": Fp32(),
@@ -76,6 +76,7 @@ STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd by one-bit": Case(AllReduceSGD(codec=OneBit()), striped(OneBit())),
     "periodic-averaging": Case(PeriodicAveraging(period=4), summed(4)),
     "block-momentum": Case(BlockMomentum(period=4), summed(4), alone="rounding"),
+    "block-momentum, kept": Case(BlockMomentum(period=4, reset=False), summed(4), alone="rounding"),
     "block-momentum, classical": Case(BlockMomentum(period=3, momentum=0.5, rate=0.8, nesterov=False), summed(3), alone="rounding"),
     "parameter-server": Case(
         ParameterServer(rule=Sgd(lr=0.05)), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
@@ -84,8 +85,9 @@ STRATEGIES: dict[str, Case] = {
         ParameterServer(rule=Sgd(lr=0.05), servers=1), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
     ),
 }
-# Block momentum with eta and rate of its own is another method on one worker too: its reference is the outer loop in test_lattice.
-ALONE = {name: case for name, case in STRATEGIES.items() if name != "block-momentum, classical"}
+# Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
+# is the outer loop in test_lattice.
+ALONE = {name: case for name, case in STRATEGIES.items() if name not in ("block-momentum", "block-momentum, classical")}
 ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.is_ordered}
 
 ENDPOINTS: dict[str, Ranks] = {

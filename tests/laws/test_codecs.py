@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.laws.every import CODECS, RULES
-from tests.laws.tasks import numbers, same
 from torch import Tensor
 
 from paceline import codecs
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
 from paceline.server import RULES as KNOWN_RULES
+from tests.laws.every import CODECS, RULES
+from tests.laws.tasks import numbers, same
 
 SIZES = [0, 1, 7, 8, 9, 31, 33, 511, 512, 513, 1023, 2**16 + 3]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.every import ENDPOINTS
-from tests.laws.ranks import Ranks
-from tests.laws.tasks import close, numbers, same
 from torch import Tensor
 
 from paceline.codecs import Fp32, OneBit
 from paceline.codecs.codec import ErrorFeedback
 from paceline.collectives import Ballot, mean, mean_by_gather, mean_by_stripes, stripe_of
 from paceline.endpoint import SUMMABLE, Message
+from tests.laws.every import ENDPOINTS
+from tests.laws.ranks import Ranks
+from tests.laws.tasks import close, numbers, same
 
 KINDS = [pytest.param(ranks, marks=pytest.mark.dist if ranks.is_real else (), id=name) for name, ranks in ENDPOINTS.items()]
 every_endpoint = pytest.mark.parametrize("ranks", KINDS)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.tasks import OPTIMIZERS, close, numbers, params, same, trained_alone
 from torch import Tensor, nn
 
 from paceline import AllReduceSGD, Cluster, NonFiniteGradient, OneBit, ParameterServer, PeriodicAveraging, Sgd, Task, simulate
 from paceline.strategy import Strategy
+from tests.laws.tasks import OPTIMIZERS, close, numbers, params, same, trained_alone
 
 STEPS, BATCH, WORKERS = 8, 6, 3
 
@@ -156,12 +156,11 @@ def test_one_worker_does_as_many_do(strategy: Strategy, nonfinite: Any):
         assert same(run.params, trained_alone(task, left_out=[4]))
 
 
-@pytest.mark.parametrize("parameter", ["loud", "quiet"], ids=["exchanged first", "exchanged last"])
-def test_what_a_skipped_step_was_to_say_again_is_not_forgotten(parameter: str):
-    """Error feedback across a skipped step: what one-bit SGD remembered before it was not applied by it, and must not be lost,
-    in whichever bucket the NaN was found."""
-    task = task_with_bad_samples((4, 1), parameter=parameter)
-    with pytest.warns(NonFiniteGradient, match=f"'{parameter}'"):
+def test_what_a_skipped_step_was_to_say_again_is_not_forgotten():
+    """Error feedback across a skipped step: what one-bit SGD remembered before it was not applied by it, and must not be lost
+    from the bucket in which the NaN was found on (those before it had been exchanged when nobody knew)."""
+    task = task_with_bad_samples((4, 1), parameter="loud")
+    with pytest.warns(NonFiniteGradient, match="'loud'"):
         after = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=WORKERS), stop_at=5)
     before = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=WORKERS), stop_at=4)
     assert same(after.params, before.params), "the step was skipped"

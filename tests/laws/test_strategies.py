@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
-from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone
 from torch import Tensor, nn
 
 from paceline import BlockMomentum, Cluster, LogNormal, PeriodicAveraging, simulate, strategies
 from paceline.strategy import Strategy
 from paceline.task import Task
+from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
+from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone
 
 every_case = pytest.mark.parametrize("case", STRATEGIES.values(), ids=STRATEGIES)
 every_ordered_case = pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)

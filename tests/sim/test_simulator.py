@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.tasks import OPTIMIZERS, instant, quadratic
 from torch import nn
 
 from paceline import AllReduceSGD, Cluster, ClusterError, Constant, Link, LogNormal, PeriodicAveraging, Stragglers, Task, simulate, units
@@ -16,6 +15,7 @@ from paceline.endpoint import Layout, Message
 from paceline.sim import network
 from paceline.sim.endpoint import SimEndpoint, World
 from paceline.sim.simulator import Simulator
+from tests.laws.tasks import OPTIMIZERS, instant, quadratic
 
 Role = Callable[[SimEndpoint], Coroutine[Any, Any, Any]]
 

@@ -52,4 +52,5 @@ def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def aligned(data: Tensor) -> Tensor:
     """`data` at an address where wider types may be read; a copy only where it lies askew inside a longer message."""
-    return data if data.storage_offset() % 8 == 0 and data.is_contiguous() else data.clone()
+    is_straight = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 and data.is_contiguous()
+    return data if is_straight else data.clone()

@@ -7,6 +7,7 @@ and GradScaler see what all ranks see; one that exchanges parameters does so ins
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,7 +21,7 @@ from paceline.dist.job import Job
 from paceline.dist.loading import EMPTY, Parts, samples_in
 from paceline.dist.loop import Loop
 from paceline.dist.optimizer import SessionOptimizer
-from paceline.dist.same_model import check_same_model
+from paceline.dist.same_model import check_same_model, everything
 from paceline.flat import FlatModel
 from paceline.replica import NonFinite
 from paceline.strategy import Strategy
@@ -66,12 +67,28 @@ class Session:
                 self.loop.samples += samples_in(batch)
                 yield batch
             return
-        for part in Parts(loader, self.job.endpoint):
+        for part in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate):
             if part is EMPTY:
                 self.loop.take_empty()
             else:
                 self.loop.samples += samples_in(part)
                 yield part
+
+    def count(self, samples: int) -> None:
+        """Without `shard`: how many samples the coming backward pass stands for; means are weighted by them."""
+        self.loop.samples += samples
+
+    @contextmanager
+    def deployed(self) -> Generator[None]:
+        """Within this block the model is the one to evaluate and save, where the strategy trains at another point."""
+        vector, params = self.loop.replica.deployed, self.loop.flat.params
+        kept = params.clone()
+        if vector is not None:
+            params.copy_(vector)
+        try:
+            yield
+        finally:
+            params.copy_(kept)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -84,10 +101,14 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on later: parameters, optimizer state, the strategy's memory.  Between two steps."""
-        return {"replica": self.loop.replica.state_dict(), "optimizer": copy.deepcopy(self.optimizer.state_dict())}
+        return {"strategy": type(self.strategy).__name__, "replica": self.loop.replica.state_dict(), "optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; before the first step."""
+        if self.strategy.servers:
+            raise ValueError(f"{type(self.strategy).__name__} holds its parameters on servers, which a worker's saved state does not reach")
+        if state["strategy"] != type(self.strategy).__name__:
+            raise ValueError(f"the state was saved under {state['strategy']}, this session runs {type(self.strategy).__name__}")
         self.loop.replica.load_state_dict(state["replica"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.loop.start(self.strategy)
@@ -120,7 +141,7 @@ class Session:
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     strategy: Strategy | str,
     *,
     accumulate: int = 1,
@@ -134,7 +155,7 @@ def attach(
 
     Under `paceline run` or torchrun there are as many workers as processes; without a launcher there is one.  `accumulate`
     backward passes make one gradient.  `initial` says whether all ranks must start from equal parameters or take rank 0's.
-    `ordered` makes sums across hosts the same to the last bit in every run, at N times the memory.
+    A strategy whose servers take the steps needs no `optimizer`: give None.  `ordered` makes sums across hosts the same to the last bit in every run, at N times the memory.
     """
     if accumulate < 1:
         raise ValueError(f"attach(accumulate={accumulate}): at least 1 backward pass makes a gradient")
@@ -143,20 +164,21 @@ def attach(
     if isinstance(strategy, str):
         strategy = registry.strategy(strategy)
     flat = FlatModel(model, bucket_bytes=int(bucket_mb * 2**20))
-    _check_optimizer(optimizer, flat)
+    optimizer = _checked_optimizer(optimizer, flat, strategy)
     job = Job(strategy, device=flat.params.device, ordered=ordered, timeout_s=timeout_s)
     wrapped: SessionOptimizer | None = None
     try:
         if job.workers > 1:
             if initial == "broadcast":
-                job.endpoint.broadcast(flat.params, 0).wait()
+                for _, values in everything(model):
+                    job.endpoint.broadcast(values, 0).wait()
             check_same_model(job.endpoint, flat, job.store)
 
         def take(scale: Tensor | None, found_inf: Tensor | None) -> None:
             loop.take(scale, found_inf is not None and bool(found_inf))
 
         wrapped = SessionOptimizer(optimizer, take)
-        loop = Loop(flat, job.endpoint, wrapped.inner_step, nonfinite=nonfinite, accumulate=accumulate)
+        loop = Loop(flat, job.endpoint, wrapped, nonfinite=nonfinite, accumulate=accumulate)
         loop.start(strategy)
     except BaseException:
         if wrapped is not None:
@@ -166,8 +188,16 @@ def attach(
     return Session(job, loop, wrapped, strategy)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, flat: FlatModel) -> None:
+def _checked_optimizer(optimizer: torch.optim.Optimizer | None, flat: FlatModel, strategy: Strategy) -> torch.optim.Optimizer:
+    name = type(strategy).__name__
+    if optimizer is None:
+        if strategy.steps_locally:
+            raise ValueError(f"attach(optimizer=None): workers take their own steps under {name} and need an optimizer")
+        return torch.optim.SGD(flat.parameters, lr=0.0)
+    if not strategy.steps_locally:
+        warnings.warn(f"{name} steps by its servers' rule: the optimizer's own settings have no effect; give attach(optimizer=None)", stacklevel=3)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, p in zip(flat.names, flat.parameters, strict=True):
         if id(p) not in held:
-            raise ValueError(f"the optimizer does not hold the parameter '{name}' of the model: build it from model.parameters(), or freeze the parameter")
+            raise ValueError(f"the optimizer does not hold the parameter '{name}' of the model: build it from model.parameters(), or freeze it")
+    return optimizer

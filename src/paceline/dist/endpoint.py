@@ -62,8 +62,8 @@ class Watched(Op[T]):
 
     def finish(self) -> None:
         if self._inner is not None:
-            inner, self._inner = self._inner, None
-            self._value = inner.wait()
+            self._value = self._inner.wait()
+            self._inner = None
             self._endpoint.trace.span(self._endpoint.rank, self.kind, self._start, self._endpoint.now(), self._nbytes)
 
 
@@ -155,12 +155,17 @@ class ProcessEndpoint:
 
     async def _ordered_sum(self, x: Tensor, tail: Tensor | None) -> Tensor:
         """In order of ranks, so that the bits are those of the simulator; it costs N times the memory."""
-        for t in (x, tail):
-            if t is not None:
-                first, *others = await self._gather(t)
-                for other in others:
-                    first.add_(other)
-                t.copy_(first)
+        given = [x] if tail is None else [x, tail.to(x.device)]
+        # In one message: a second one, started when the first is waited for, might start at another moment on another rank.
+        messages = await self._gather(torch.cat([t.view(-1).view(torch.uint8) for t in given]))
+        start = 0
+        for t, into in zip(given, (x, tail), strict=False):
+            first, *others = [m[start : start + t.nbytes].clone().view(t.dtype).view(t.shape) for m in messages]
+            for other in others:
+                first.add_(other)
+            assert into is not None
+            into.copy_(first)
+            start += t.nbytes
         return x
 
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
@@ -186,7 +191,8 @@ class ProcessEndpoint:
         return self._watched(Routine("all_to_all", self._exchange(parts)), nbytes)
 
     async def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        # Nobody knows how much the others have for it, so the sizes go first; bytes alone then follow.
+        # Nobody knows how much the others have for it, so the sizes go first and the bytes follow when this is waited for:
+        # ranks must not start another collective in between on one side only.
         sizes = await self._gather(torch.tensor([p.numel() for p in parts]))
         mine = self.ranks.index(self.rank)
         coming = [int(s[mine]) for s in sizes]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import runpy
 import signal
 import sys
+from pathlib import Path
+
+from paceline.errors import ClusterError
 
 PR_SET_PDEATHSIG = 1
 
@@ -22,8 +26,11 @@ def main() -> None:
         if kind == "module":
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(__import__("pathlib").Path(name).resolve().parent)
+            sys.path[0] = str(Path(name).resolve().parent)
             runpy.run_path(name, run_name="__main__")
+    except ClusterError as error:  # Where in this rank's code it heard of another's failure helps nobody.
+        handler.record_exception(error)
+        sys.exit(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
     except Exception as error:
         handler.record_exception(error)
         raise

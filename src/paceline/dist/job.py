@@ -12,6 +12,7 @@ import tempfile
 import time
 from datetime import timedelta
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -70,7 +71,7 @@ class Job:
             shared = SharedMemory.connect(
                 dist.PrefixStore("shared", self.store), self.rank, range(self.workers), timeout_s=timeout_s
             )
-        self.bind = "127.0.0.1" if self.is_one_host else _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        self.bind = "127.0.0.1" if self.is_one_host else self._own_address()
         if strategy.servers and self.rank == 0:
             self._companions = Companions(strategy, self.layout, self._base, self._prefix, epoch=float(epoch), bind=self.bind, timeout_s=timeout_s)
         self.endpoint = ProcessEndpoint(
@@ -104,6 +105,15 @@ class Job:
 
             self.rank, self.workers, self._base = dist.get_rank(), dist.get_world_size(), _unwrapped(_get_default_store())
         return dist.group.WORLD
+
+    def _own_address(self) -> str:
+        """The address at which the other hosts reach this one."""
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        mine = _address_towards(master)
+        for other in self._everyones("address", mine):
+            if _is_loopback(mine) and not _is_loopback(other):  # The master's own name often leads to its loopback.
+                mine = _address_towards(other)
+        return mine
 
     def _open_mailbox(self) -> Mailbox:
         from paceline.dist.mailbox import Mailbox
@@ -155,6 +165,11 @@ def _host() -> str:
 
 def _address_towards(host: str) -> str:
     """This machine's address on the way to another; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
         return probe.getsockname()[0]
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address).is_loopback

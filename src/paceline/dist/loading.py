@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from paceline.collectives import stripe_of
 from paceline.endpoint import Endpoint
@@ -29,8 +29,8 @@ EMPTY = object()  # A minibatch of which this worker has no part.
 class Parts:
     """This worker's part of each minibatch; `EMPTY` where there is none for it."""
 
-    def __init__(self, loader: Iterable[Any], endpoint: Endpoint) -> None:
-        self.loader, self.endpoint = loader, endpoint
+    def __init__(self, loader: Iterable[Any], endpoint: Endpoint, *, accumulate: int = 1) -> None:
+        self.loader, self.endpoint, self.accumulate = loader, endpoint, accumulate
         self.index, self.workers = list(endpoint.ranks).index(endpoint.rank), len(endpoint.ranks)
 
     def __iter__(self) -> Iterator[Any]:
@@ -48,7 +48,8 @@ class Parts:
             )
 
     def _can_rebuild(self) -> bool:
-        return isinstance(self.loader, DataLoader) and self.loader.batch_sampler is not None
+        loader = self.loader
+        return isinstance(loader, DataLoader) and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
     def _rebuilt(self) -> Iterator[Any]:
         loader = self.loader
@@ -64,6 +65,7 @@ class Parts:
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
+            generator=loader.generator,
         )
         batches = iter(mine)
         # Empty parts have no batch to load: their places are remembered and told in order.
@@ -82,8 +84,17 @@ class Parts:
         for i, batch in enumerate(self.loader):
             if i == 0:
                 self.check_same(batch)
-            part = _part(batch, stripe_of(self.index, samples_in(batch), self.workers))
+            part = _part(batch, self.stripe(samples_in(batch)))
             yield part if samples_in(part) else EMPTY
+
+    def stripe(self, samples: int) -> slice:
+        """Where this worker's part of a minibatch of so many samples lies."""
+        if samples < self.workers and self.accumulate > 1:
+            raise ValueError(
+                f"a minibatch of {samples} samples for {self.workers} workers, {self.accumulate} of which make a step: a worker without a part "
+                "would lose count; let the loader drop it (drop_last=True), or give every worker at least one sample"
+            )
+        return stripe_of(self.index, samples, self.workers)
 
     def check_same(self, first: Any) -> None:
         """Ranks that read different minibatches would train on some samples twice and on others never."""
@@ -93,7 +104,7 @@ class Parts:
             if not torch.equal(other, everyones[0]):
                 raise ValueError(
                     f"session.shard: rank {rank} reads another first minibatch than rank {self.endpoint.ranks[0]}; every rank must iterate over "
-                    "the same global minibatches: give the loader's shuffling one seed on all ranks"
+                    "the same global minibatches: give its shuffling one seed, and no DistributedSampler (this is one)"
                 )
 
 
@@ -123,7 +134,7 @@ class _PartsOfIndices:
             if first:
                 self.parts.check_same(torch.tensor(list(indices)))
             first = False
-            mine = list(indices)[stripe_of(self.parts.index, len(indices), self.parts.workers)]
+            mine = list(indices)[self.parts.stripe(len(indices))]
             self.count += 1
             if mine:
                 yield mine

@@ -6,13 +6,13 @@ The coroutine stands still at two places, where it waits for a gradient and wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.dist.backward import BucketHooks, Each
+from paceline.dist.optimizer import SessionOptimizer
 from paceline.endpoint import Endpoint
 from paceline.flat import Bucket, FlatModel
 from paceline.op import Op
@@ -31,15 +31,15 @@ class Wish(Op[Any]):
 
 
 class Loop:
-    """Learner to the replica, driver to the strategy.  `take_step` is the user's optimizer."""
+    """Learner to the replica, driver to the strategy."""
 
-    def __init__(self, flat: FlatModel, endpoint: Endpoint, take_step: Callable[[], object], *, nonfinite: NonFinite, accumulate: int) -> None:
+    def __init__(self, flat: FlatModel, endpoint: Endpoint, optimizer: SessionOptimizer, *, nonfinite: NonFinite, accumulate: int) -> None:
         self.flat, self.endpoint, self.accumulate = flat, endpoint, accumulate
         self.is_paused = False
         self.samples = 0.0  # of the minibatches drawn since the last step, if anyone counts them
         self.replica = Replica(endpoint, self, nonfinite=nonfinite)
         self.wish: Wish | None = None
-        self._take_step = take_step
+        self._optimizer = optimizer
         self._strategy: Any = None
         self._hooks: BucketHooks | None = None
         self._passes = 0
@@ -59,6 +59,9 @@ class Loop:
 
     def skip(self, replica: Replica) -> Op[None]:
         return Wish("step")
+
+    def reset_optimizer(self) -> None:
+        self._optimizer.inner.state.clear()
 
     # What happens in the loop.
 
@@ -137,7 +140,7 @@ class Loop:
         """Take the step, if the strategy wants one after all; a method without local steps goes straight to its next gradient."""
         if self.wish is not None and self.wish.kind == "step":
             if self.wish.update is not None and not overflow:
-                self._take_step()
+                self._optimizer.inner_step()
             self._carry_on(None)
 
     def _show(self, g: Tensor) -> None:

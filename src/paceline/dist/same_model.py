@@ -6,7 +6,7 @@ import hashlib
 import json
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import Store
 
 from paceline.endpoint import Endpoint
@@ -14,20 +14,26 @@ from paceline.flat import FlatModel
 
 
 def check_same_model(endpoint: Endpoint, flat: FlatModel, store: Store) -> None:
-    """Raise ValueError, on every rank alike, if a rank's parameters differ in name, shape, dtype or value from the first's."""
-    shapes: list[list[object]] = [[n, list(p.shape), str(p.dtype)] for n, p in zip(flat.names, flat.parameters, strict=True)]
+    """Raise ValueError, on every rank alike, if a rank's parameters or buffers differ in name, shape, dtype or value."""
+    named = everything(flat.model)
+    shapes: list[list[object]] = [[n, list(t.shape), str(t.dtype)] for n, t in named]
     store.set(f"model/{endpoint.rank}", json.dumps(shapes))
     _compare_shapes(endpoint, shapes, store)
-    prints = torch.stack([_fingerprint(p) for p in flat.parameters])
+    prints = torch.stack([_fingerprint(t) for _, t in named])
     everyones = endpoint.all_gather(prints).wait()
     for rank, theirs in zip(endpoint.ranks, everyones, strict=True):
         different = (theirs != everyones[0]).nonzero()
         if len(different):
-            name = flat.names[int(different[0])]
+            name = named[int(different[0])][0]
             raise ValueError(
-                f"rank {rank} starts from other values of '{name}' than rank {endpoint.ranks[0]} ({len(different)} of {len(flat.names)} parameters "
+                f"rank {rank} starts from other values of '{name}' than rank {endpoint.ranks[0]} ({len(different)} of {len(named)} tensors "
                 "differ): build the model after the same torch.manual_seed on every rank, or give attach(initial='broadcast')"
             )
+
+
+def everything(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All that a model starts from: parameters, frozen ones too, and buffers."""
+    return [(n, t.detach()) for n, t in (*model.named_parameters(), *model.named_buffers())]
 
 
 def _compare_shapes(endpoint: Endpoint, mine: list[list[object]], store: Store) -> None:
@@ -40,7 +46,7 @@ def _compare_shapes(endpoint: Endpoint, mine: list[list[object]], store: Store) 
             for ours, other in zip(here, there, strict=False):
                 if ours != other:
                     raise ValueError(f"the models differ: rank {first} has {_spelled(ours)}, rank {rank} has {_spelled(other)}")
-            raise ValueError(f"the models differ: rank {first} has {len(here)} parameters, rank {rank} has {len(there)}")
+            raise ValueError(f"the models differ: rank {first} has {len(here)} parameters and buffers, rank {rank} has {len(there)}")
 
 
 def _spelled(shape: list[object]) -> str:

@@ -84,6 +84,9 @@ class ProcessLearner:
     def skip(self, replica: Replica) -> Op[None]:
         return Ready("skip", None)
 
+    def reset_optimizer(self) -> None:
+        self.trainee.optimizer.state.clear()
+
 
 class Gradient(Op[Tensor]):
     """A gradient that is computed when it is waited for."""

@@ -7,18 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import Literal
+
+from paceline import units
 
 Algorithm = Literal["ring", "tree", "star"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Link:
-    """Between two ranks: bytes a second, and the seconds that the first byte takes."""
+    """Between two ranks: bytes a second, and the seconds that the first byte takes.
+
+    >>> Link("1Mbit/s", "5ms")
+    Link(bandwidth=125000.0, latency=0.005)
+    """
 
     bandwidth: float
     latency: float
+
+    def __init__(self, bandwidth: float | str, latency: float | str) -> None:
+        object.__setattr__(self, "bandwidth", units.bytes_per_second(bandwidth))
+        object.__setattr__(self, "latency", units.seconds(latency))
+        if not self.bandwidth > 0 or not 0 <= self.latency < inf:
+            raise ValueError(
+                f"Link(bandwidth={bandwidth!r}, latency={latency!r}): bandwidth must be positive, latency finite and not negative"
+            )
 
 
 @dataclass(frozen=True, slots=True)

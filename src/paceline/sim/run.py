@@ -73,6 +73,9 @@ class SimLearner:
     def skip(self, replica: Replica) -> Op[None]:
         return Ready("skip", None)
 
+    def reset_optimizer(self) -> None:
+        self.trainee.optimizer.state.clear()
+
 
 def simulate(
     task: Task,

@@ -30,3 +30,4 @@ class AllReduceSGD(Strategy):
             while means:
                 await means.pop(0)
             await w.step(g)
+        await w.mean_of_buffers()

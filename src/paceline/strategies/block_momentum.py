@@ -16,12 +16,16 @@ from paceline.strategy import Strategy, check_period
 
 @dataclass(frozen=True)
 class BlockMomentum(Strategy):
-    """Average models every `period` steps and give the blocks momentum (default 1 - 1/workers), Nesterov's by default."""
+    """Average models every `period` steps and give the blocks momentum (default 1 - 1/workers), Nesterov's by default.
+
+    `reset` starts every block with a fresh optimizer state: local momentum across the jump between blocks tends to diverge.
+    """
 
     period: int = 64
     momentum: float | None = None
     rate: float = 1.0
     nesterov: bool = True
+    reset: bool = True
 
     def __post_init__(self) -> None:
         check_period(self, self.period)
@@ -44,4 +48,6 @@ class BlockMomentum(Strategy):
                 if self.nesterov:
                     m.start.add_(m.delta, alpha=eta)
                 w.params.copy_(m.start)
+                if self.reset:
+                    w.reset_optimizer()
                 await w.mean_of_buffers()

@@ -23,6 +23,7 @@ class ParameterServer(Strategy):
     rule: Rule = Sgd()  # noqa: RUF009 (frozen)
     servers: int = 2
     is_ordered: ClassVar[bool] = False
+    steps_locally: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.servers < 1:
