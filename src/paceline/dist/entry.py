@@ -7,11 +7,13 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 from paceline.errors import ClusterError
 
 PR_SET_PDEATHSIG = 1
+GRACE_S = 3.0
 
 
 def main() -> None:
@@ -28,8 +30,11 @@ def main() -> None:
         else:
             sys.path[0] = str(Path(name).resolve().parent)
             runpy.run_path(name, run_name="__main__")
-    except ClusterError as error:  # Where in this rank's code it heard of another's failure helps nobody.
+    except ClusterError as error:
         handler.record_exception(error)
+        # The launcher blames whoever it sees end first: let that be the rank that failed, not one that heard of it.  Where in
+        # this rank's code it heard of it helps nobody, so there is no traceback.
+        time.sleep(GRACE_S)
         sys.exit(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
     except Exception as error:
         handler.record_exception(error)
