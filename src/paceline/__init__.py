@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from paceline import registry
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
 from paceline.errors import ClusterError, PeerLost
 from paceline.op import Op
@@ -53,6 +54,7 @@ __all__ = [
     "Task",
     "Trace",
     "attach",
+    "registry",
     "simulate",
     "train",
 ]

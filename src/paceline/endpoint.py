@@ -120,6 +120,10 @@ class Endpoint(Protocol):
         """The same rank among fewer others."""
         ...
 
+    def channel(self) -> Endpoint:
+        """For a routine of several collectives: they keep their order among themselves, whatever else is started meanwhile."""
+        ...
+
 
 SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
 

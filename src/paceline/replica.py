@@ -178,7 +178,7 @@ class Replica:
         elif link is None:
             total = await collectives.mean(self.endpoint, x, ballot)
         else:
-            total = await collectives.mean_by_stripes(self.endpoint, x, ballot, link)
+            total = await collectives.mean_by_stripes(self.endpoint.channel(), x, ballot, link)
         self._behind_update = total.weight
         if total.bad and self._bad is None:
             self._bad = f"{total.culprit()} had a gradient with NaN or infinity"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import BlockMomentum, Cluster, LogNormal, PeriodicAveraging, simulate, strategies
+from paceline import AllReduceSGD, BlockMomentum, Cluster, Fp16, Link, LogNormal, OneBit, PeriodicAveraging, simulate, strategies
 from paceline.strategy import Strategy
 from paceline.task import Task
 from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
@@ -177,3 +177,13 @@ def test_a_run_that_is_no_multiple_of_the_period_still_ends_with_a_synchronisati
         assert sum(s.kind == "all_reduce" and s.rank == rank for s in run.trace.spans) == steps // 4 + (steps % 4 > 0)
     assert all(same(p, run.params) for p in params(run))
     assert sum(p.rank == 0 for p in run.trace.points) == steps
+
+
+def test_buckets_of_unequal_workers_are_exchanged_in_one_order():
+    """A fast worker may encode its second bucket before a slow one has begun its first: their collectives must still meet."""
+    task = regression(steps=12, batch=20, bucket_bytes=100)
+    uneven = Cluster(workers=4, compute=LogNormal("10ms", 1.0), links={(1, 2): Link("1Mbit/s", "5ms")}, codec_bandwidth="10kB/s")
+    for codec in (OneBit(), Fp16()):
+        assert same(
+            simulate(task, AllReduceSGD(codec=codec), uneven).params, simulate(task, AllReduceSGD(codec=codec), Cluster(workers=4)).params
+        )

@@ -127,6 +127,9 @@ class ProcessEndpoint:
             return self
         raise ValueError(f"rank {self.rank} asked for the group {list(ranks)}: among real processes only all workers {list(self.ranks)} form one")
 
+    def channel(self) -> ProcessEndpoint:
+        return self  # Routines are carried on where they are waited for, and so in one order on every rank.
+
     @property
     def mailbox(self) -> Mailbox:
         if self._mailbox is None:

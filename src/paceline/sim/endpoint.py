@@ -47,12 +47,13 @@ class Meeting:
 
 @dataclass(slots=True)
 class Group:
-    """Ranks that have collectives of their own: how many each has begun, and those for which not all are there yet."""
+    """Ranks that have collectives of their own: how many each has begun (and channels for more), and which wait for members."""
 
     ranks: tuple[int, ...]
     pace: network.Link
     begun: dict[int, int]
-    meetings: dict[int, Meeting] = field(default_factory=dict[int, Meeting])
+    channels: dict[int, int]
+    meetings: dict[int | str, Meeting] = field(default_factory=dict[int | str, Meeting])
 
 
 class World:
@@ -71,7 +72,7 @@ class World:
 
     def group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._groups:
-            self._groups[ranks] = Group(ranks, self.cluster.slowest(ranks), begun=dict.fromkeys(ranks, 0))
+            self._groups[ranks] = Group(ranks, self.cluster.slowest(ranks), begun=dict.fromkeys(ranks, 0), channels=dict.fromkeys(ranks, 0))
         return self._groups[ranks]
 
     def link(self, a: int, b: int) -> network.Link:
@@ -87,6 +88,8 @@ class SimEndpoint:
         self.layout = world.layout
         self._simulator = world.simulator
         self._group = world.group(self.ranks)
+        self._channel: int | None = None  # The collectives of a channel are numbered apart.
+        self._begun = 0
 
     @property
     def trace(self) -> Trace:
@@ -99,6 +102,12 @@ class SimEndpoint:
         if self.rank not in ranks:
             raise ValueError(f"rank {self.rank} asked for the group {list(ranks)}, of which it is no member")
         return SimEndpoint(self.world, self.rank, ranks)
+
+    def channel(self) -> SimEndpoint:
+        channel = SimEndpoint(self.world, self.rank, self.ranks)
+        channel._channel = self._group.channels[self.rank]
+        self._group.channels[self.rank] += 1
+        return channel
 
     def spawn(self, routine: Coroutine[Op[Any], Any, T], *, kind: str = "routine") -> Op[T]:
         return self._simulator.spawn(self.rank, routine, kind)
@@ -184,8 +193,12 @@ class SimEndpoint:
 
     def _meet(self, kind: str, signature: tuple[Any, ...], given: Sequence[Tensor], nbytes: int) -> Op[Any]:
         simulator, group, rank = self._simulator, self._group, self.rank
-        number = group.begun[rank]
-        group.begun[rank] = number + 1
+        if self._channel is None:
+            number = group.begun[rank]
+            group.begun[rank] = number + 1
+        else:
+            number = f"{self._channel}.{self._begun}"
+            self._begun += 1
         op = simulator.op(kind, rank, " #", number, " of ", len(group.ranks), " ranks")
         meeting = group.meetings.get(number)
         if meeting is None:
