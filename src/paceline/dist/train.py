@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from mmap import mmap
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,10 @@ def _fork(
     progress: Callable[[int], None] | None,
 ) -> Run:
     context = multiprocessing.get_context("fork")
-    steps = context.Value("l", 0, lock=False)
+    steps = np.frombuffer(mmap(-1, 8), dtype=np.int64)  # Anonymous memory that forked workers share: rank 0's step.
 
     def report(k: int) -> None:
-        steps.value = k
+        steps[0] = k
 
     def child(rank: int, folder: Path) -> None:
         torch.set_num_threads(threads)
@@ -226,7 +227,7 @@ def _watch(processes: list[Any], folder: Path, steps: Any, progress: Callable[[i
             if process.exitcode:
                 raise ClusterError(_cause(processes, rank, folder))
         if progress is not None:
-            progress(steps.value)
+            progress(int(steps[0]))
 
 
 def _cause(processes: list[Any], rank: int, folder: Path) -> str:
