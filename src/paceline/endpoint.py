@@ -117,7 +117,7 @@ class Endpoint(Protocol):
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]: ...
 
     def group(self, ranks: Sequence[int]) -> Endpoint:
-        """The same rank among fewer others."""
+        """The same rank among fewer others, in the order of their ranks."""
         ...
 
     def channel(self) -> Endpoint:

@@ -108,6 +108,10 @@ class FlatModel:
             return None
         return self.locate((where.start or 0) + int(part.isfinite().logical_not().nonzero()[0]))
 
+    def first_bad_grad(self) -> str | None:
+        """The same, for the gradients where backward has left them."""
+        return next((n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None and not is_finite(p.grad)), None)
+
 
 def is_finite(x: Tensor) -> bool:
     """Whether there is neither NaN nor infinity in it."""

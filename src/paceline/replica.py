@@ -56,6 +56,8 @@ class Learner(Protocol):
 
     def step(self, replica: Replica, g: Tensor) -> Op[None]: ...
 
+    def local_step(self, replica: Replica) -> Op[None]: ...
+
     def skip(self, replica: Replica) -> Op[None]:
         """Let the step pass without a change."""
         ...
@@ -128,9 +130,6 @@ class Replica:
 
     def gradient(self, each: Callable[[Bucket], None] | None = None) -> Op[Tensor]:
         """The mean gradient of the next minibatch at `params`; `each` sees every bucket as soon as backward filled it."""
-        if each is not None and self.workers == 1:  # Nobody to exchange with, and so nobody else to wait for.
-            self._over = not self.learner.has_data(self.k + 1)
-            each = None
         return self.learner.gradient(self, each)
 
     def step(self, g: Tensor) -> Op[None]:
@@ -140,6 +139,15 @@ class Replica:
         if not self._behind_update:
             return Ready("step", None)
         return self.learner.step(self, g)
+
+    def local_step(self) -> Op[None]:
+        """The next minibatch's gradient and the user's optimizer's step with it, as on one machine."""
+        return self.learner.local_step(self)
+
+    async def train_alone(self) -> None:
+        """Local steps to the end of this worker's own data."""
+        for _ in self.steps_alone():
+            await self.local_step()
 
     def reset_optimizer(self) -> None:
         """Let the optimizer forget its momentum and whatever else it has gathered."""
@@ -225,7 +233,10 @@ class Replica:
 
     def inspect(self, where: slice = slice(None)) -> None:
         """Note it if that stretch of the gradient holds NaN or infinity."""
-        if self.nonfinite != "pass" and self._bad is None and (name := self.flat.first_bad(where)) is not None:
+        self._note_bad(lambda: self.flat.first_bad(where))
+
+    def _note_bad(self, first_bad: Callable[[], str | None]) -> None:
+        if self.nonfinite != "pass" and self._bad is None and (name := first_bad()) is not None:
             self._bad = f"rank {self.rank} has NaN or infinity in the gradient of '{name}'"
             self._is_culprit = True
 
@@ -235,13 +246,14 @@ class Replica:
         self.samples -= self._behind_update
         self._behind_update = 0.0
 
-    def settle(self) -> None:
-        """For a gradient that nobody else has a part in: see to it that a NaN in it changes nothing."""
-        self.inspect()
-        if self._bad is not None and self._refuses():
-            self.flat.grads.zero_()
-            self.leave_out()
-            self._bad = None
+    def counts(self, first_bad: Callable[[], str | None]) -> bool:
+        """Whether a gradient that nobody else has a part in may be used; `first_bad` names the parameter with a NaN in it."""
+        self._note_bad(first_bad)
+        if self._bad is None or not self._refuses():
+            return True
+        self.leave_out()
+        self._bad = None
+        return False
 
     def _refuses(self) -> bool:
         """What the policy says about the NaN in the gradient at hand."""

@@ -99,6 +99,7 @@ class ProcessEndpoint:
         group: dist.ProcessGroup | None = None,
         shared: SharedMemory | None = None,
         open_mailbox: Callable[[], Mailbox] | None = None,
+        open_group: Callable[[tuple[int, ...]], ProcessEndpoint] | None = None,
         ordered: bool = False,
         trace: Trace | None = None,
     ) -> None:
@@ -107,6 +108,8 @@ class ProcessEndpoint:
         self.trace = Trace() if trace is None else trace
         self._process_group, self._shared = group, shared
         self._open_mailbox, self._mailbox = open_mailbox, None
+        self._open_group = open_group
+        self._groups: dict[tuple[int, ...], ProcessEndpoint] = {}
         self.under_way: deque[Watched[Any]] = deque()
 
     def now(self) -> float:
@@ -122,10 +125,14 @@ class ProcessEndpoint:
         return Routine(kind, routine)
 
     def group(self, ranks: Sequence[int]) -> ProcessEndpoint:
-        # torch makes a group by the whole world's agreement; only what needs no agreement is offered until a strategy needs more.
-        if tuple(ranks) == self.ranks:
+        ranks = tuple(sorted(ranks))
+        if ranks == self.ranks:
             return self
-        raise ValueError(f"rank {self.rank} asked for the group {list(ranks)}: among real processes only all workers {list(self.ranks)} form one")
+        if self.rank not in ranks or not set(ranks) <= set(self.ranks) or self._open_group is None:
+            raise ValueError(f"rank {self.rank} asked for the group {list(ranks)}: it must be one of them, and they some of {list(self.ranks)}")
+        if ranks not in self._groups:
+            self._groups[ranks] = self._open_group(ranks)
+        return self._groups[ranks]
 
     def channel(self) -> ProcessEndpoint:
         return self  # Routines are carried on where they are waited for, and so in one order on every rank.
@@ -220,7 +227,9 @@ class ProcessEndpoint:
         return watched
 
     def close(self) -> None:
-        if self._mailbox is not None:
+        for group in self._groups.values():
+            group.close()
+        if self._mailbox is not None and self._open_group is not None:  # A group's is its parent's.
             self._mailbox.close()
         if self._shared is not None:
             self._shared.close()

@@ -64,24 +64,44 @@ class Job:
         self.layout = Layout(self.workers, strategy.servers)
         self.store = dist.PrefixStore(self._prefix, self._base)
         epoch = self._agree("epoch", repr(time.time()))
-        hosts = self._everyones("host", _host())
-        self.is_one_host = len(set(hosts)) == 1
-        shared = None
-        if self.workers > 1 and self.is_one_host and hasattr(os, "memfd_create"):
-            shared = SharedMemory.connect(
-                dist.PrefixStore("shared", self.store), self.rank, range(self.workers), timeout_s=timeout_s
-            )
+        self._hosts = self._everyones("host", _host())
+        self.is_one_host = len(set(self._hosts)) == 1
         self.bind = "127.0.0.1" if self.is_one_host else self._own_address()
         if strategy.servers and self.rank == 0:
             self._companions = Companions(strategy, self.layout, self._base, self._prefix, epoch=float(epoch), bind=self.bind, timeout_s=timeout_s)
+        self._clock, self._ordered = Clock(float(epoch)), ordered
         self.endpoint = ProcessEndpoint(
             self.rank,
             self.layout,
-            Clock(float(epoch)),
+            self._clock,
             group=group,
-            shared=shared,
+            shared=self._share(tuple(range(self.workers))),
             open_mailbox=self._open_mailbox,
+            open_group=self._open_group,
             ordered=ordered,
+        )
+
+    def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
+        """Memory shared with these ranks, if they are all on this host."""
+        if len(ranks) == 1 or len({self._hosts[r] for r in ranks}) > 1 or not hasattr(os, "memfd_create"):
+            return None
+        store = dist.PrefixStore(f"shared/{'-'.join(map(str, ranks))}", self.store)
+        return SharedMemory.connect(store, self.rank, ranks, timeout_s=self._timeout_s)
+
+    def _open_group(self, ranks: tuple[int, ...]) -> ProcessEndpoint:
+        """Only its members take part in opening a group; they must open theirs in the same order."""
+        group = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
+        assert not isinstance(group, int)  # What torch gives to those who are no members.
+        return ProcessEndpoint(
+            self.rank,
+            self.layout,
+            self._clock,
+            ranks=ranks,
+            group=group,
+            shared=self._share(ranks),
+            open_mailbox=lambda: self.endpoint.mailbox,
+            ordered=self._ordered,
+            trace=self.endpoint.trace,
         )
 
     def _join(self, device: torch.device, store: dist.Store | None, rank: int | None, workers: int | None) -> dist.ProcessGroup | None:

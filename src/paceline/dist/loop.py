@@ -21,7 +21,8 @@ from paceline.strategy import Strategy
 
 
 class Wish(Op[Any]):
-    """What only the loop can fulfil: a gradient (`each` wants its buckets) or a step (with `update`; None: without a change)."""
+    """What only the loop can fulfil: a gradient (`each` wants its buckets), a step (with `update`; None: without a change), or
+    a local step, which is both at once."""
 
     __slots__ = ("each", "update")
 
@@ -57,6 +58,9 @@ class Loop:
     def step(self, replica: Replica, g: Tensor) -> Op[None]:
         return Wish("step", update=g)
 
+    def local_step(self, replica: Replica) -> Op[None]:
+        return Wish("local step")
+
     def skip(self, replica: Replica) -> Op[None]:
         return Wish("step")
 
@@ -76,21 +80,27 @@ class Loop:
         """The user's step.  `scale` is what the gradients were multiplied by; on `overflow` they are worthless."""
         if self.wish is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
-        if self.wish.kind == "gradient":
+        if self.wish.kind == "local step":
+            self._step_locally(scale, overflow)
+        elif self.wish.kind == "gradient":
             if self.wish.each is not None:
                 raise RuntimeError(f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the last step")
             self._deliver_own(scale, overflow)
-            scale = None
-        elif scale is not None and not overflow:
-            self.flat.grads.div_(scale.to(self.flat.grads))
-        self._fulfil_step(overflow)
+            self._fulfil_step(overflow)
+        else:
+            if scale is not None and not overflow:
+                self.flat.grads.div_(scale.to(self.flat.grads))
+            self._fulfil_step(overflow)
         self.samples = 0.0
 
     def take_empty(self) -> None:
         """A step without data: no gradient of this worker's, but its turn in every exchange."""
         wish = self.wish
-        assert wish is not None and wish.kind == "gradient"
+        assert wish is not None and wish.kind != "step"
         self.replica.begin(0.0)
+        if wish.kind == "local step":
+            self._carry_on(None)
+            return
         self.flat.grads.zero_()
         if wish.each is not None:
             for bucket in self.flat.buckets:
@@ -129,7 +139,7 @@ class Loop:
                     value, error = op.wait(), None
                 except Exception as failure:
                     error = failure
-        if self.wish.kind == "gradient":
+        if self.wish.kind != "step":
             self._passes = 0
             if self.wish.each is not None and self._hooks is None:
                 self._hooks = BucketHooks(self.flat, self._pass_begins, self._exchanged)
@@ -154,7 +164,7 @@ class Loop:
 
     def _pass_begins(self) -> Each | None:
         """Whether this backward pass completes the gradient, and who gets its buckets then."""
-        if self.is_paused or self.wish is None or (self.wish.kind == "gradient" and self.wish.each is None):
+        if self.is_paused or self.wish is None or (self.wish.kind != "step" and self.wish.each is None):
             return None
         self._passes += 1
         if self.wish.kind == "step":
@@ -190,9 +200,25 @@ class Loop:
         else:
             if scale is not None:
                 self.flat.grads.div_(scale.to(self.flat.grads))
-            self.replica.settle()
+            if not self.replica.counts(self.flat.first_bad):
+                self.flat.grads.zero_()
         self._note()
         self._carry_on(self.flat.grads)
+
+    def _step_locally(self, scale: Tensor | None, overflow: bool) -> None:
+        """The optimizer's step with this worker's own gradient, where backward has left it."""
+        self.replica.begin(self.samples or 1.0)
+        if overflow:
+            self.replica.leave_out()
+        else:
+            if scale is not None:
+                for p in self.flat.parameters:
+                    if p.grad is not None:
+                        p.grad.div_(scale.to(p.grad))
+            if self.replica.counts(self.flat.first_bad_grad):
+                self._optimizer.inner_step()
+        self._note()
+        self._carry_on(None)
 
     def _note(self) -> None:
         self.endpoint.trace.point(self.endpoint.now(), self.replica.rank, self.replica.k, int(self.samples), None)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from mmap import mmap
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,13 +28,16 @@ from paceline.dist.job import Job, under_launcher
 from paceline.dist.same_model import check_same_model
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
-from paceline.flat import FlatModel
+from paceline.flat import Bucket, FlatModel
 from paceline.op import Op, Ready, drive
 from paceline.replica import NonFinite, Replica
 from paceline.run import Run
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
+
+
+T = TypeVar("T")
 
 
 class ProcessLearner:
@@ -51,32 +54,47 @@ class ProcessLearner:
         return self.trainee.has_data(step)
 
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
-        return Gradient(lambda: self._compute(replica, each))
+        return Computed("gradient", lambda: self._gradient(replica, each))
 
-    def _hand_on(self, bucket: Any) -> None:
-        assert self._each is not None and self._replica is not None
-        self._replica.inspect(bucket.where)
-        self._each(bucket)
-
-    def _compute(self, replica: Replica, each: Each | None) -> Tensor:
-        flat, batch = self.flat, self.trainee.draw(replica.k)
-        replica.begin(0 if batch is None else len(batch[0]))
-        if batch is None:
+    def _gradient(self, replica: Replica, each: Each | None) -> Tensor:
+        flat = self.flat
+        if self._backward(replica, each):
+            if each is None:
+                flat.collect_all()
+                if not replica.counts(flat.first_bad):
+                    flat.grads.zero_()
+        else:
             flat.grads.zero_()
             if each is not None:
                 for bucket in flat.buckets:
                     each(bucket)
-            return flat.grads
+        return flat.grads
+
+    def local_step(self, replica: Replica) -> Op[None]:
+        return Computed("local step", lambda: self._local_step(replica))
+
+    def _local_step(self, replica: Replica) -> None:
+        if self._backward(replica, None) and replica.counts(self.flat.first_bad_grad):
+            self.trainee.optimizer.step()
+
+    def _backward(self, replica: Replica, each: Each | None) -> bool:
+        """Compute the next minibatch's gradient, handing its buckets to `each`; whether there was one."""
+        batch = self.trainee.draw(replica.k)
+        replica.begin(0 if batch is None else len(batch[0]))
+        if batch is None:
+            return False
         start = self.endpoint.now()
         self._each, self._replica = each, replica
         self.trainee.backward(batch)
-        if each is None:
-            flat.collect_all()
-            replica.settle()
         now = self.endpoint.now()
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
         self.endpoint.trace.point(now, replica.rank, replica.k, len(batch[0]), self.trainee.loss)
-        return flat.grads
+        return True
+
+    def _hand_on(self, bucket: Bucket) -> None:
+        assert self._each is not None and self._replica is not None
+        self._replica.inspect(bucket.where)
+        self._each(bucket)
 
     def step(self, replica: Replica, g: Tensor) -> Op[None]:
         self.trainee.step(g)
@@ -89,16 +107,16 @@ class ProcessLearner:
         self.trainee.optimizer.state.clear()
 
 
-class Gradient(Op[Tensor]):
-    """A gradient that is computed when it is waited for."""
+class Computed(Op[T]):
+    """Work that is done when it is waited for."""
 
     __slots__ = ("_work",)
 
-    def __init__(self, work: Callable[[], Tensor]) -> None:
-        super().__init__("gradient")
+    def __init__(self, kind: str, work: Callable[[], T]) -> None:
+        super().__init__(kind)
         self._work = work
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         return self._work()
 
 

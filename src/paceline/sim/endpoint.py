@@ -101,7 +101,7 @@ class SimEndpoint:
     def group(self, ranks: Sequence[int]) -> SimEndpoint:
         if self.rank not in ranks:
             raise ValueError(f"rank {self.rank} asked for the group {list(ranks)}, of which it is no member")
-        return SimEndpoint(self.world, self.rank, ranks)
+        return SimEndpoint(self.world, self.rank, sorted(ranks))
 
     def channel(self) -> SimEndpoint:
         channel = SimEndpoint(self.world, self.rank, self.ranks)

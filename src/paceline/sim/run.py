@@ -21,7 +21,7 @@ from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint, World
 from paceline.sim.simulator import Simulator
 from paceline.strategy import Strategy
-from paceline.task import Task, Trainee
+from paceline.task import Batch, Task, Trainee
 
 
 class SimLearner:
@@ -39,21 +39,19 @@ class SimLearner:
         return self.endpoint.spawn(self._gradient(replica, each), kind="gradient")
 
     async def _gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Tensor:
-        flat, batch = self.flat, self.trainee.draw(replica.k)
-        replica.begin(0 if batch is None else len(batch[0]))
+        flat, batch = self.flat, self._begin(replica)
         if batch is None:
             flat.grads.zero_()
             if each is not None:
                 for bucket in flat.buckets:
                     each(bucket)
             return flat.grads
-        began = time.perf_counter()
-        self.trainee.backward(batch)
-        seconds = self.cluster.computing.seconds(replica.rank, time.perf_counter() - began, self._rng)
+        seconds = self._backward(batch)
         flat.collect_all()
         if each is None:
             await self.endpoint.busy(seconds, kind="gradient")
-            replica.settle()
+            if not replica.counts(flat.first_bad):
+                flat.grads.zero_()
         else:
             await self.endpoint.busy(seconds * self.cluster.forward_share, kind="gradient")
             for bucket in flat.buckets:
@@ -61,10 +59,35 @@ class SimLearner:
                 await self.endpoint.busy(seconds * share, kind="gradient")
                 replica.inspect(bucket.where)
                 each(bucket)
+        self._note(replica, batch)
+        return flat.grads
+
+    def local_step(self, replica: Replica) -> Op[None]:
+        return self.endpoint.spawn(self._local_step(replica), kind="local step")
+
+    async def _local_step(self, replica: Replica) -> None:
+        batch = self._begin(replica)
+        if batch is not None:
+            await self.endpoint.busy(self._backward(batch), kind="gradient")
+            if replica.counts(self.flat.first_bad_grad):
+                self.trainee.optimizer.step()
+            self._note(replica, batch)
+
+    def _begin(self, replica: Replica) -> Batch | None:
+        batch = self.trainee.draw(replica.k)
+        replica.begin(0 if batch is None else len(batch[0]))
+        return batch
+
+    def _backward(self, batch: Batch) -> float:
+        """Compute the gradient; the seconds that it takes on this worker's machine."""
+        began = time.perf_counter()
+        self.trainee.backward(batch)
+        return self.cluster.computing.seconds(self.trainee.rank, time.perf_counter() - began, self._rng)
+
+    def _note(self, replica: Replica, batch: Batch) -> None:
         self.endpoint.trace.point(self.endpoint.now(), replica.rank, replica.k, len(batch[0]), self.trainee.loss)
         if replica.rank == 0 and self.progress:
             self.progress(replica.k)
-        return flat.grads
 
     def step(self, replica: Replica, g: Tensor) -> Op[None]:
         self.trainee.step(g)

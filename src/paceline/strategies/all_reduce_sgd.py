@@ -23,6 +23,8 @@ class AllReduceSGD(Strategy):
     codec: Codec | None = None
 
     async def worker(self, w: Replica) -> None:
+        if w.workers == 1:
+            return await w.train_alone()
         link = w.link(self.codec)
         means: list[Op[Tensor]] = []
         for _ in w.steps():

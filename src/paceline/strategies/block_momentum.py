@@ -39,7 +39,7 @@ class BlockMomentum(Strategy):
         m = w.memory(model=w.params.clone(), start=w.params.clone(), delta=torch.zeros_like(w.params))
         w.deploy(m.model)
         for k in w.steps():
-            await w.step(await w.gradient())
+            await w.local_step()
             if (k + 1) % self.period == 0:
                 block = await w.mean(w.params) - m.start
                 m.delta.mul_(eta).add_(block, alpha=self.rate)

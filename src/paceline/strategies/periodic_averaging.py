@@ -23,7 +23,7 @@ class PeriodicAveraging(Strategy):
 
     async def worker(self, w: Replica) -> None:
         for k in w.steps():
-            await w.step(await w.gradient())
+            await w.local_step()
             if (k + 1) % self.period == 0:
                 await w.mean(w.params)
                 await w.mean_of_buffers()

@@ -1,0 +1,49 @@
+"""A job's groups: collectives among some of the workers."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from tests.dist import forked
+
+import paceline as pl
+from paceline.dist.job import Job
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("through", ["shared memory", "gloo"])
+def test_groups_sum_among_their_members_alone(through, tmp_path):
+    def work(rank):
+        if through == "gloo":
+            del os.memfd_create
+        with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
+            sums = []
+            pairs = [(0, 1), (2, 3)] if rank != 0 else [(0, 1)]
+            for ranks in [*pairs, (3, 1), (0,)]:
+                if rank in ranks:
+                    group = job.endpoint.group(ranks)
+                    assert group is job.endpoint.group(ranks)
+                    x = torch.tensor([float(rank), 1.0])
+                    sums.append(group.all_reduce(x).wait().tolist())
+                    sums.append([int(t) for t in group.all_gather(torch.tensor([rank])).wait()])
+            sums.append(job.endpoint.all_reduce(torch.tensor([float(rank)])).wait().tolist())
+            return sums
+
+    one, two, three, four = forked.run(4, work, tmp_path)
+    assert one == [[1.0, 2.0], [0, 1], [0.0, 1.0], [0], [6.0]]
+    assert two == [[1.0, 2.0], [0, 1], [4.0, 2.0], [1, 3], [6.0]]
+    assert three == [[5.0, 2.0], [2, 3], [6.0]]
+    assert four == [[5.0, 2.0], [2, 3], [4.0, 2.0], [1, 3], [6.0]]
+
+
+def test_a_group_of_others_is_refused(tmp_path):
+    def work(rank):
+        with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
+            for ranks in ((1 - rank,), (0, 7)):
+                with pytest.raises(ValueError, match=f"rank {rank} asked for the group"):
+                    job.endpoint.group(ranks)
+
+    assert forked.run(2, work, tmp_path) == [None, None]
