@@ -34,7 +34,7 @@ format: $(READY)
 bench: $(READY)
 	@set -e; for file in benchmarks/[a-z]*.py; do \
 		test -e "$$file" || { echo "make bench: there are no benchmarks yet"; break; }; \
-		echo "$(BIN)/python $$file"; $(BIN)/python "$$file"; \
+		name=$$(basename "$$file" .py); echo "python -m benchmarks.$$name"; $(BIN)/python -m "benchmarks.$$name"; \
 	done
 
 clean:

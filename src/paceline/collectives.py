@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import ErrorFeedback
+from paceline.codecs.codec import ErrorFeedback, Unencodable
 from paceline.endpoint import Endpoint
 
 VOTE_NBYTES = 32  # A ballot on the wire: four float64 numbers.
@@ -27,6 +27,7 @@ class Ballot:
     going_on: float = 0.0
     bad: float = 0.0
     bad_rank: float = 0.0
+    rank: float = 0.0  # whose ballot it is; does not travel
 
     def tensor(self) -> Tensor:
         return torch.tensor([self.weight, self.going_on, self.bad, self.bad_rank], dtype=torch.float64)
@@ -47,8 +48,15 @@ class Ballot:
 
 async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
     """The weighted mean of `x`, by an all-reduce of sums."""
+    if x.element_size() == 2:  # A sum weighted by thousands of samples overflows 16 bits, or drowns in them.
+        wide = x.to(torch.float32)
+        total = await mean(endpoint, wide, ballot)
+        x.copy_(wide)
+        return total
     kept = x.clone() if ballot.weight == 0 else None
-    if ballot.weight != 1.0:
+    if ballot.weight == 0:
+        x.zero_()
+    elif ballot.weight != 1.0:
         x.mul_(ballot.weight)
     tail = ballot.tensor()
     await endpoint.all_reduce(x, tail)
@@ -63,10 +71,11 @@ async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
 
 async def mean_by_gather(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
     """The weighted mean of what all ranks' encoded `x` say: everybody's bytes go to everybody."""
-    data = await endpoint.compute(lambda: _spoken(x, ballot, link), kind="encode", nbytes=_nbytes(x))
+    whole = [slice(0, x.numel())]
+    (data,) = await endpoint.compute(lambda: _spoken(x, whole, ballot, link), kind="encode", nbytes=_nbytes(x))
     said, weights, total = Ballot.opened(await endpoint.all_gather(ballot.sealed(data)))
     if _is_void(total):
-        _take_back(x, [data], [slice(0, x.numel())], ballot, total, link)
+        _take_back(x, [data], whole, ballot, total, link)
         return total
     await endpoint.compute(lambda: _weighted_mean(x, link, said, weights), kind="decode", nbytes=_nbytes(x) * len(said))
     return total
@@ -76,7 +85,7 @@ async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: E
     """The two-level scheme of 1-bit SGD (algorithms B2): each rank decodes, sums and encodes again the stripe it owns."""
     ranks, me = len(endpoint.ranks), list(endpoint.ranks).index(endpoint.rank)
     stripes = [stripe_of(j, x.numel(), ranks, unit=512) for j in range(ranks)]
-    parts = await endpoint.compute(lambda: [_spoken(x[s], ballot, link[s]) for s in stripes], kind="encode", nbytes=_nbytes(x))
+    parts = await endpoint.compute(lambda: _spoken(x, stripes, ballot, link), kind="encode", nbytes=_nbytes(x))
     said, weights, total = Ballot.opened(await endpoint.all_to_all([ballot.sealed(p) for p in parts]))
     if _is_void(total):
         _take_back(x, parts, stripes, ballot, total, link)
@@ -102,9 +111,19 @@ async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: E
     return total
 
 
-def _spoken(x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Tensor:
-    """What a rank sends for `x`: no code stands for NaN, and what weighs nothing must not use up what is remembered."""
-    return link.silence(x.numel()) if ballot.bad or not ballot.weight else link.encode(x)
+def _spoken(x: Tensor, stripes: Sequence[slice], ballot: Ballot, link: ErrorFeedback) -> list[Tensor]:
+    """What a rank sends for the stripes of `x`; silence where it has nothing that counts, or that its codec can say."""
+    parts: list[Tensor] = []
+    if ballot.weight and not ballot.bad:
+        try:
+            for s in stripes:
+                parts.append(link[s].encode(x[s]))
+            return parts
+        except Unencodable:
+            for s, data in zip(stripes, parts, strict=False):
+                link[s].take_back(x[s], data)
+            ballot.bad, ballot.bad_rank = 1.0, ballot.rank
+    return [link.silence(s.stop - s.start) for s in stripes]
 
 
 def _is_void(total: Ballot) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,13 @@ class FlatModel:
             stop = start
         return buckets
 
+    def hand_out_nothing(self, each: Callable[[Bucket], None] | None) -> None:
+        """A gradient of zeros, bucket by bucket: what a worker without data brings to an exchange."""
+        self.grads.zero_()
+        if each is not None:
+            for bucket in self.buckets:
+                each(bucket)
+
     def collect(self, index: int) -> None:
         """Bring one parameter's gradient into the vector, zeros if it has none."""
         view, grad = self._views[index], self.parameters[index].grad
@@ -110,7 +118,11 @@ class FlatModel:
 
     def first_bad_grad(self) -> str | None:
         """The same, for the gradients where backward has left them."""
-        return next((n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None and not is_finite(p.grad)), None)
+        grads = {n: p.grad for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None}
+        # All sums are looked at together: on a GPU every look waits for it.
+        if not grads or math.isfinite(torch.stack([g.sum() for g in grads.values()]).sum()):
+            return None
+        return next((n for n, g in grads.items() if not is_finite(g)), None)
 
 
 def is_finite(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from paceline import collectives
 from paceline.codecs.codec import Codec, ErrorFeedback
 from paceline.collectives import Ballot
 from paceline.endpoint import Endpoint
-from paceline.flat import Bucket, FlatModel, is_finite
+from paceline.flat import Bucket, FlatModel
 from paceline.op import Op, Ready
 from paceline.strategy import Strategy
 
@@ -85,6 +85,7 @@ class Replica:
         self.at_step: Callable[[int], None] = lambda k: None  # what the driver does before each step
         self.deployed: Tensor | None = None
         self._since_mean = 0.0
+        self._since_buffers = 0.0
         self._mean_was_taken = False
         self._behind_update = 0.0  # samples behind the gradient at hand; after a mean, of all workers
         self._bad: str | None = None  # who and what was not finite in the gradient at hand
@@ -174,10 +175,8 @@ class Replica:
 
     def _spawn_mean(self, x: Tensor, link: ErrorFeedback | None, *, ends_if_empty: bool) -> Op[Tensor]:
         self._mean_was_taken = True
-        if link is not None and self.nonfinite == "pass":  # Nobody has looked, but no code stands for NaN.
-            self._bad = self._bad or (None if is_finite(x) else f"rank {self.rank} has NaN or infinity")
         bad = float(self._bad is not None)
-        ballot = Ballot(self._since_mean, float(self.learner.has_data(self.k + 1)), bad, bad * self.rank)
+        ballot = Ballot(self._since_mean, float(self.learner.has_data(self.k + 1)), bad, bad * self.rank, self.rank)
         return self.endpoint.spawn(self._mean(x, ballot, link, ends_if_empty), kind="mean")
 
     async def _mean(self, x: Tensor, ballot: Ballot, link: ErrorFeedback | None, ends_if_empty: bool) -> Tensor:
@@ -189,21 +188,25 @@ class Replica:
             total = await collectives.mean_by_stripes(self.endpoint.channel(), x, ballot, link)
         self._behind_update = total.weight
         if total.bad and self._bad is None:
-            self._bad = f"{total.culprit()} had a gradient with NaN or infinity"
+            self._bad = f"{total.culprit()} had a gradient with NaN or infinity, or beyond its codec"
         self._over = not total.going_on
         if ends_if_empty and self._over and not total.weight:
             raise Ended
         return x
 
     async def mean_of_buffers(self) -> None:
-        """Average floating-point buffers (BatchNorm statistics) over the workers; of integer ones take the largest."""
+        """Average floating-point buffers (BatchNorm statistics), weighted by samples; of integer ones take the largest."""
         buffers = [b for b in self.flat.model.buffers() if b.dtype.is_floating_point or b.dtype == torch.int64]
         if not buffers or self.workers == 1:
             return
-        mine = torch.cat([b.detach().reshape(-1).double().cpu() for b in buffers])
+        mine = torch.cat([torch.tensor([self._since_buffers]).double(), *(b.detach().reshape(-1).double().cpu() for b in buffers)])
+        self._since_buffers = 0.0
         everyones = torch.stack(await self.endpoint.all_gather(mine))
-        mean, largest = everyones.mean(0), everyones.max(0).values
-        start = 0
+        weights = everyones[:, :1]
+        if not weights.sum():
+            return
+        mean, largest = (everyones * weights).sum(0) / weights.sum(), everyones.max(0).values
+        start = 1
         for b in buffers:
             chosen = mean if b.dtype.is_floating_point else largest
             b.copy_(chosen[start : start + b.numel()].view(b.shape))
@@ -216,7 +219,7 @@ class Replica:
             raise ValueError(
                 f"the saved memory holds {sorted(saved)}, the strategy remembers {sorted(initial)}: it was saved by another strategy"
             )
-        memory = Memory(**{name: _copied(saved.get(name, value)) for name, value in initial.items()})
+        memory = Memory(**{name: _like(value, saved.get(name, value)) for name, value in initial.items()})
         self._memories.append(memory)
         return memory
 
@@ -227,6 +230,7 @@ class Replica:
         if self._mean_was_taken:
             self._since_mean, self._mean_was_taken = 0.0, False
         self._since_mean += samples
+        self._since_buffers += samples
         self._behind_update = samples
         self.samples += samples
         self._bad, self._is_culprit = None, False
@@ -243,6 +247,7 @@ class Replica:
     def leave_out(self) -> None:
         """Treat the minibatch at hand as if it had been empty."""
         self._since_mean -= self._behind_update
+        self._since_buffers -= self._behind_update
         self.samples -= self._behind_update
         self._behind_update = 0.0
 
@@ -291,6 +296,7 @@ class Replica:
             "k": self.k,
             "samples": self.samples,
             "since_mean": 0.0 if self._mean_was_taken else self._since_mean,
+            "since_buffers": self._since_buffers,
             "params": self.params.clone(),
             "buffers": [b.clone() for b in self.flat.model.buffers()],
             "memories": [{n: _copied(v) for n, v in vars(m).items()} for m in self._memories],
@@ -300,11 +306,17 @@ class Replica:
         """Go back to where `state_dict` was taken; before the strategy starts."""
         if state["params"].numel() != self.params.numel():
             raise ValueError(f"the saved model has {state['params'].numel()} parameters, this one {self.params.numel()}")
-        self.k, self.samples, self._since_mean = state["k"], state["samples"], state["since_mean"]
+        self.k, self.samples = state["k"], state["samples"]
+        self._since_mean, self._since_buffers = state["since_mean"], state["since_buffers"]
         self.params.copy_(state["params"])
         for mine, saved in zip(self.flat.model.buffers(), state["buffers"], strict=True):
             mine.copy_(saved)
         self._resumed, self._memories, self._over = state["memories"], [], False
+
+
+def _like(initial: Any, value: Any) -> Any:
+    """A copy of a value, where and as the strategy would have made it."""
+    return value.to(initial, copy=True) if isinstance(initial, Tensor) else value
 
 
 def _copied(value: Any) -> Any:

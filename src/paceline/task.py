@@ -66,7 +66,7 @@ class Task:
 
     def build(self) -> nn.Module:
         """The initial model, the same on every rank."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []):
             torch.manual_seed(self.seed)
             return self.model()
 

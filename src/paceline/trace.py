@@ -50,22 +50,32 @@ class Trace:
     400
     """
 
-    def __init__(self, points: list[Point] | None = None) -> None:
+    def __init__(self, points: list[Point] | None = None, *, keep: int | None = None) -> None:
+        """`keep` bounds the memory of a long run: of spans and points, at least so many of the newest stay."""
+        self.keep = keep
+        self.sent: dict[int, int] = defaultdict(int)  # by rank; of all spans, kept or not
         self.spans: list[Span] = []
         self.points: list[Point] = [] if points is None else points
         self.evaluations: list[Evaluation] = []
 
     def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
         self.spans.append(Span(rank, kind, start, stop, nbytes))
+        self.sent[rank] += nbytes
+        if self.keep is not None and len(self.spans) > 2 * self.keep:
+            del self.spans[: self.keep]
 
     def point(self, time: float, rank: int, step: int, samples: int, loss: float | None, staleness: int | None = None) -> None:
         self.points.append(Point(time, rank, step, samples, loss, staleness))
+        if self.keep is not None and len(self.points) > 2 * self.keep:
+            del self.points[: self.keep]
 
     def evaluation(self, time: float, samples: int, values: dict[str, float]) -> None:
         self.evaluations.append(Evaluation(time, samples, values))
 
     def merge(self, other: Trace) -> None:
         """Take in what another rank wrote, keeping the order of time."""
+        for rank, nbytes in other.sent.items():
+            self.sent[rank] += nbytes
         self.spans = sorted(self.spans + other.spans, key=lambda s: (s.stop, s.rank))
         self.points = sorted(self.points + other.points, key=lambda p: (p.time, p.rank))
         self.evaluations = sorted(self.evaluations + other.evaluations, key=lambda e: e.time)
@@ -76,7 +86,7 @@ class Trace:
         return max((s.stop for s in self.spans), default=0.0)
 
     def bytes_sent(self, rank: int | None = None) -> int:
-        return sum(s.nbytes for s in self.spans if rank is None or s.rank == rank)
+        return sum(self.sent.values()) if rank is None else self.sent[rank]
 
     def starts(self, kind: str) -> list[float]:
         """When each span of a kind began, in order.
@@ -99,7 +109,9 @@ class Trace:
 
     def dumps(self) -> str:
         """All of it as JSON; equal traces give equal text."""
-        return json.dumps({"spans": self.spans, "points": self.points, "evaluations": self.evaluations}, separators=(",", ":"))
+        return json.dumps(
+            {"sent": self.sent, "spans": self.spans, "points": self.points, "evaluations": self.evaluations}, separators=(",", ":")
+        )
 
     @classmethod
     def loads(cls, text: str) -> Trace:
@@ -110,6 +122,7 @@ class Trace:
         """
         raw = json.loads(text)
         trace = cls([Point(*p) for p in raw["points"]])
+        trace.sent.update({int(rank): nbytes for rank, nbytes in raw["sent"].items()})
         trace.spans = [Span(*s) for s in raw["spans"]]
         trace.evaluations = [Evaluation(*e) for e in raw["evaluations"]]
         return trace

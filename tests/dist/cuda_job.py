@@ -32,7 +32,7 @@ def loop(strategy: pl.Strategy, device: str, *, scaled: bool, poison: int | None
     model = nn.Sequential(nn.Linear(32, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10, enabled=scaled)
-    with pl.attach(model, optimizer, strategy, bucket_mb=0.02) as session:
+    with pl.attach(model, optimizer, strategy, bucket_bytes=20_000) as session:
         for step in range(18):
             x, y = data(step, session.rank, session.workers, device)
             session.optimizer.zero_grad()

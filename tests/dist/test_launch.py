@@ -50,7 +50,7 @@ with pl.attach(model, optimizer, strategy) as session:
 
 
 def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PACELINE_TEST": str(folder)}
     command = [sys.executable, "-m", "paceline.cli", "run", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
 
@@ -91,33 +91,30 @@ def test_a_failure_names_the_rank_and_leaves_nobody_behind(how, said, strategy, 
     assert len(told) == 1 and told[0].startswith("paceline: rank 1 ") and told[0].endswith(said), done.stderr
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
     assert not any(map(alive, pids))
-    assert not _companions_of(pids)
+    assert not _left_of(tmp_path)
 
 
-def _companions_of(pids: list[int]) -> list[str]:
-    """Server processes whose parent was one of these; they may take a moment to see its end."""
-    deadline = time.monotonic() + 5
+def _left_of(folder: Path) -> list[str]:
+    """Processes started by this test that are still there; servers may take a moment to see their worker's end."""
+    deadline = time.monotonic() + 10
     while True:
-        found = [c for c in _commands() if "paceline.dist.companion" in c]
+        found = [str(path) for path in Path("/proc").glob("[0-9]*/environ") if f"PACELINE_TEST={folder}".encode() in _read(path)]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
 
 
-def _commands() -> list[str]:
-    commands = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return commands
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING.replace("step == 20", "False"))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PACELINE_TEST": str(tmp_path)}
     launcher = subprocess.Popen(
         [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)], env=environment
     )
@@ -134,7 +131,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, pids))
-    assert not _companions_of(pids)
+    assert not _left_of(tmp_path)
 
 
 def test_a_port_in_use_is_told_at_once(tmp_path):
@@ -174,6 +171,38 @@ def test_train_names_the_worker_whose_task_failed():
     broken = pl.Task(model=job.model, loss=loss, data=job.data, batch=8, optimizer=job.optimizer, steps=3)
     with pytest.raises(pl.ClusterError, match=r"worker \d failed: ZeroDivisionError: nothing to divide by"):
         pl.train(broken, pl.AllReduceSGD(), 2)
+
+
+def test_train_brings_back_the_whole_model_buffers_included():
+    def model():
+        return torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 5))
+
+    job = task()
+    normed = pl.Task(model=model, loss=job.loss, data=job.data, batch=32, optimizer=job.optimizer, steps=10)
+    for strategy in (pl.AllReduceSGD(), pl.PeriodicAveraging(period=4)):
+        trained, simulated = pl.train(normed, strategy, 2), pl.simulate(normed, strategy, pl.Cluster(workers=2))
+        for (name, ours), theirs in zip(trained.model.state_dict().items(), simulated.model.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_servers_import_a_strategy_that_lies_beside_the_script(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mystrategy.py").write_text(
+        "from dataclasses import dataclass\nimport paceline as pl\n\n@dataclass(frozen=True)\nclass Mine(pl.ParameterServer):\n    pass\n"
+    )
+    (tmp_path / "mine" / "train.py").write_text(
+        "import torch, paceline as pl\nfrom mystrategy import Mine\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(2, 1)\n"
+        "with pl.attach(model, None, Mine(servers=1)) as session:\n"
+        "    for _ in range(3):\n        model(torch.ones(1, 2)).sum().backward()\n        session.step()\n"
+    )
+    done = launch("-n", "2", str(tmp_path / "mine" / "train.py"), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_workers_started_by_a_launcher_that_is_gone_end_at_once(tmp_path):
+    command = [sys.executable, "-m", "paceline.dist.entry", "1", "script", str(tmp_path / "never.py")]  # Process 1 is not its parent.
+    done = subprocess.run(command, capture_output=True, timeout=100)
+    assert done.returncode == 1 and not done.stderr
 
 
 def test_train_without_a_number_of_workers_says_what_to_do():

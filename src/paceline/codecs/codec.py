@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 
+class Unencodable(ValueError):
+    """A value that a codec has no code for: NaN, infinity, or beyond its range."""
+
+
 class Codec(ABC):
     """A frozen dataclass of settings with three functions; see `codecs/one_bit.py` for a whole one."""
 

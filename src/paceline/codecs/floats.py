@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec
+from paceline.codecs.codec import Codec, Unencodable
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Fp16(Codec):
         # One pass tells almost always; only a hit is looked at closely, because a large sum may overflow by itself.
         if not half.sum(dtype=torch.float32).isfinite() and not (finite := half.isfinite()).all():
             at = int(finite.logical_not().nonzero()[0])
-            raise ValueError(f"{self} cannot encode {x.reshape(-1)[at].item():g} at index {at}: fp16 ends at 65504")
+            raise Unencodable(f"{self} cannot encode {x.reshape(-1)[at].item():g} at index {at}: fp16 ends at 65504")
         return half.view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.codecs.codec import Codec
+from paceline.codecs.codec import Codec, Unencodable
 from paceline.codecs.floats import aligned
 
 
@@ -40,7 +40,7 @@ class OneBit(Codec):
         above, below = (part.sum(1, dtype=torch.float64) for part in (padded.clamp(min=0), padded.clamp(max=0)))
         if not (above.sum() + below.sum()).isfinite() and not (finite := x.isfinite()).all():
             at = int(finite.logical_not().nonzero()[0])
-            raise ValueError(f"{self} cannot encode {x[at].item()} at index {at}: it has no mean")
+            raise Unencodable(f"{self} cannot encode {x[at].item()} at index {at}: it has no mean")
         real = torch.full((len(padded),), self.bucket, device=x.device)
         if x.numel() % self.bucket:
             real[-1] = x.numel() % self.bucket

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline import registry
 from paceline.dist.job import Job
-from paceline.dist.loading import EMPTY, Parts, samples_in
+from paceline.dist.loading import Parts, samples_in
 from paceline.dist.loop import Loop
 from paceline.dist.optimizer import SessionOptimizer
 from paceline.dist.same_model import check_same_model, everything
@@ -61,22 +61,26 @@ class Session:
         self.optimizer.step()
 
     def shard(self, loader: Iterable[B]) -> Iterator[B]:
-        """This worker's part of every minibatch of `loader`, which is the same on every rank; a pass over it is an epoch."""
+        """This worker's part of every minibatch of `loader`, which is the same on every rank; a pass over it is an epoch.
+
+        What is read to evaluate the model (in eval mode, or without gradients) is shared out alike and counts for nothing.
+        """
+        model = self.loop.flat.model
         if self.workers == 1:
             for batch in loader:
-                self.loop.samples += samples_in(batch)
+                self.count(_samples_or_one(batch))
                 yield batch
             return
-        for part in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate):
-            if part is EMPTY:
-                self.loop.take_empty()
-            else:
-                self.loop.samples += samples_in(part)
+        for part, samples in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate):
+            if model.training and torch.is_grad_enabled():
+                self.count(samples)
+                yield part
+            elif samples:
                 yield part
 
     def count(self, samples: int) -> None:
         """Without `shard`: how many samples the coming backward pass stands for; means are weighted by them."""
-        self.loop.samples += samples
+        self.loop.samples = (self.loop.samples or 0) + samples
 
     @contextmanager
     def deployed(self) -> Generator[None]:
@@ -118,10 +122,22 @@ class Session:
         if self._is_open:
             try:
                 self.loop.end()
+                self._agree()
             except BaseException:
                 self._give_back(failed=True)
                 raise
             self._give_back(failed=False)
+
+    def _agree(self) -> None:
+        """A worker whose data ended first cannot take the others' steps (their clipping, scaling and schedules are theirs): at
+        the end it takes their model."""
+        if self.workers == 1 or not self.strategy.is_ordered:
+            return
+        endpoint = self.job.endpoint
+        lasts = [int(t) for t in endpoint.all_gather(torch.tensor(self.loop.last_own_step)).wait()]
+        if len(set(lasts)) > 1:
+            for _, values in everything(self.loop.flat.model):
+                endpoint.broadcast(values, endpoint.ranks[lasts.index(max(lasts))]).wait()
 
     def _give_back(self, *, failed: bool) -> None:
         self._is_open = False
@@ -147,7 +163,7 @@ def attach(
     accumulate: int = 1,
     nonfinite: NonFinite = "skip",
     initial: Literal["equal", "broadcast"] = "equal",
-    bucket_mb: float = 25.0,
+    bucket_bytes: int = 25 << 20,
     ordered: bool = False,
     timeout_s: float = 1800.0,
 ) -> Session:
@@ -163,7 +179,7 @@ def attach(
         raise ValueError(f"attach(initial={initial!r}): ranks start from 'equal' parameters, or rank 0's are sent to all by 'broadcast'")
     if isinstance(strategy, str):
         strategy = registry.strategy(strategy)
-    flat = FlatModel(model, bucket_bytes=int(bucket_mb * 2**20))
+    flat = FlatModel(model, bucket_bytes=bucket_bytes)
     optimizer = _checked_optimizer(optimizer, flat, strategy)
     job = Job(strategy, device=flat.params.device, ordered=ordered, timeout_s=timeout_s)
     wrapped: SessionOptimizer | None = None
@@ -196,8 +212,20 @@ def _checked_optimizer(optimizer: torch.optim.Optimizer | None, flat: FlatModel,
         return torch.optim.SGD(flat.parameters, lr=0.0)
     if not strategy.steps_locally:
         warnings.warn(f"{name} steps by its servers' rule: the optimizer's own settings have no effect; give attach(optimizer=None)", stacklevel=3)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for name, p in zip(flat.names, flat.parameters, strict=True):
         if id(p) not in held:
             raise ValueError(f"the optimizer does not hold the parameter '{name}' of the model: build it from model.parameters(), or freeze it")
+    own = {id(p) for p in flat.parameters}
+    for p in held.values():
+        if p.requires_grad and id(p) not in own:
+            raise ValueError(f"the optimizer holds a parameter of shape {list(p.shape)} that is none of the model's: workers would not share it")
     return optimizer
+
+
+def _samples_or_one(batch: object) -> int:
+    """One worker's weights weigh against nobody's, so what has no length may count as anything."""
+    try:
+        return samples_in(batch)
+    except ValueError:
+        return 1

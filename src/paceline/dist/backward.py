@@ -26,14 +26,17 @@ class BucketHooks:
         self.flat = flat
         self._opens, self._closes = opens, closes
         self._each: Each | None = None
-        self._in_pass = False
+        self._pass = -1
         self._full = [False] * len(flat.parameters)
         self._missing: list[int] = []
         self._next = 0
         self._handles = [p.register_post_accumulate_grad_hook(partial(self._filled, i)) for i, p in enumerate(flat.parameters)]
 
     def _filled(self, index: int, _: Tensor) -> None:
-        if not self._in_pass:
+        # torch numbers its backward passes; one that raised never came to its end, and the next one must not be taken for it.
+        number = torch._C._current_graph_task_id()  # pyright: ignore
+        if number != self._pass:
+            self._pass = number
             self._begin()
         if self._each is None:
             return
@@ -45,8 +48,8 @@ class BucketHooks:
             self._hand_out(self._each)
 
     def _begin(self) -> None:
+        self._each = None
         self._each = self._opens()
-        self._in_pass = True
         # torch offers no public way to be told of backward's end; its own data-parallel wrappers use this one.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
         self._full = [False] * len(self._full)
@@ -59,7 +62,7 @@ class BucketHooks:
             each(self.flat.buckets[self._next - 1])
 
     def _end(self) -> None:
-        each, self._each, self._in_pass = self._each, None, False
+        each, self._each = self._each, None
         if each is None:
             return
         for i, full in enumerate(self._full):

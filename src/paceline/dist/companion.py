@@ -38,6 +38,7 @@ class Companions:
         plain: dict[str, Any] = {
             "strategy": registry.to_plain(strategy),
             "layout": [layout.workers, layout.servers],
+            "path": sys.path,
             "store": _address(store),
             "prefix": prefix,
             "epoch": epoch,
@@ -63,13 +64,13 @@ class Companions:
             print(f"paceline: {self._layout.name(rank)} failed with exit code {code}; its job ends here", file=sys.stderr, flush=True)
             os._exit(FAILED)
 
-    def close(self, *, wait_s: float) -> None:
-        """Wait for the servers, whose workers have all left, to end; then see to it that they have."""
+    def wait(self) -> None:
+        """Until the last worker has left its servers, and these have ended."""
         for process in self._processes.values():
-            try:
-                process.wait(wait_s)
-            except subprocess.TimeoutExpired:
-                self._closing = True
+            process.wait()
+
+    def close(self) -> None:
+        """Whatever they do, end them."""
         self._closing = True
         for process in self._processes.values():
             assert process.stdin is not None
@@ -89,6 +90,7 @@ def _address(store: dist.Store) -> dict[str, Any]:
 def _serve(plain: dict[str, Any]) -> None:
     from paceline.dist.mailbox import Mailbox
 
+    sys.path[:] = plain["path"]  # A strategy may lie beside the user's script.
     address = plain["store"]
     base = dist.FileStore(address["file"]) if "file" in address else dist.TCPStore(*address["tcp"], is_master=False)
     rank, layout = plain["rank"], Layout(*plain["layout"])

@@ -159,7 +159,7 @@ class ProcessEndpoint:
         if self._shared is not None and x.device.type == "cpu":
             return self._watched(self._shared.all_reduce(x, tail), nbytes)
         if self.ordered:
-            return self._watched(Routine("all_reduce", self._ordered_sum(x, tail)), nbytes)
+            return self._watched(Routine("all_reduce", self._ordered_sum(x, tail)), nbytes, sent_as="all_gather")
         works = [dist.all_reduce(t, group=self._process_group, async_op=True) for t in (x, tail) if t is not None]
         return self._watched(Work("all_reduce", works, lambda: x), nbytes)
 
@@ -220,8 +220,8 @@ class ProcessEndpoint:
         work = dist.broadcast(x, src, group=self._process_group, async_op=True)
         return self._watched(Work("broadcast", [work], lambda: x), x.nbytes, self.ranks.index(src))
 
-    def _watched(self, op: Op[T], nbytes: int, root: int = 0) -> Op[T]:
-        cost = network.COLLECTIVES[op.kind]("ring", len(self.ranks), nbytes, ANY_LINK)
+    def _watched(self, op: Op[T], nbytes: int, root: int = 0, sent_as: str | None = None) -> Op[T]:
+        cost = network.COLLECTIVES[sent_as or op.kind]("ring", len(self.ranks), nbytes, ANY_LINK)
         watched = Watched(op, self, cost.nbytes((self.ranks.index(self.rank) - root) % len(self.ranks)))
         self.under_way.append(watched)
         return watched
@@ -229,7 +229,7 @@ class ProcessEndpoint:
     def close(self) -> None:
         for group in self._groups.values():
             group.close()
-        if self._mailbox is not None and self._open_group is not None:  # A group's is its parent's.
+        if self._mailbox is not None:
             self._mailbox.close()
         if self._shared is not None:
             self._shared.close()

@@ -19,9 +19,9 @@ GRACE_S = 3.0
 def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    kind, name, *_ = sys.argv[1:]
-    sys.argv = sys.argv[2:]
-    _die_with_parent()
+    launcher, kind, name, *_ = sys.argv[1:]
+    sys.argv = sys.argv[3:]
+    _die_with(int(launcher))
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -41,10 +41,12 @@ def main() -> None:
         raise
 
 
-def _die_with_parent() -> None:
-    """If the launcher is killed, nobody is left to stop this worker: ask the kernel to."""
+def _die_with(launcher: int) -> None:
+    """If the launcher is killed, nobody is left to stop this worker: ask the kernel to.  It may be gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ from paceline.dist.endpoint import Clock, ProcessEndpoint
 from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout
 from paceline.strategy import Strategy
+from paceline.trace import Trace
 
 if TYPE_CHECKING:
     from paceline.dist.mailbox import Mailbox
 
+SPANS_KEPT = 100_000  # A session may last for millions of steps; its trace keeps the newest, and the totals of all.
 _joined = itertools.count()  # Jobs that this process has joined; the same on all ranks, so it names the job's keys.
 
 
@@ -60,16 +62,25 @@ class Job:
         self._timeout_s, self._own_group, self._folder = timeout_s, False, None
         self._companions: Companions | None = None
         self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
-        group = self._join(device, store, rank, workers)
+        self.endpoint: ProcessEndpoint
+        try:
+            self._open(strategy, self._join(device, store, rank, workers), ordered)
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def _open(self, strategy: Strategy, group: dist.ProcessGroup | None, ordered: bool) -> None:
         self.layout = Layout(self.workers, strategy.servers)
         self.store = dist.PrefixStore(self._prefix, self._base)
-        epoch = self._agree("epoch", repr(time.time()))
+        epoch = float(self._agree("epoch", repr(time.time())))
         self._hosts = self._everyones("host", _host())
         self.is_one_host = len(set(self._hosts)) == 1
         self.bind = "127.0.0.1" if self.is_one_host else self._own_address()
+        self._clock, self._ordered = Clock(epoch), ordered
         if strategy.servers and self.rank == 0:
-            self._companions = Companions(strategy, self.layout, self._base, self._prefix, epoch=float(epoch), bind=self.bind, timeout_s=timeout_s)
-        self._clock, self._ordered = Clock(float(epoch)), ordered
+            self._companions = Companions(
+                strategy, self.layout, self._base, self._prefix, epoch=epoch, bind=self.bind, timeout_s=self._timeout_s
+            )
         self.endpoint = ProcessEndpoint(
             self.rank,
             self.layout,
@@ -79,7 +90,15 @@ class Job:
             open_mailbox=self._open_mailbox,
             open_group=self._open_group,
             ordered=ordered,
+            trace=Trace(keep=SPANS_KEPT),
         )
+
+    def server_traces(self) -> list[Trace]:
+        """What the servers did, once all workers have left them; on worker 0, which keeps them."""
+        if self._companions is None:
+            return []
+        self._companions.wait()
+        return [Trace.loads(self.store.get(f"trace/{server}").decode()) for server in self.layout.server_ranks]
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
         """Memory shared with these ranks, if they are all on this host."""
@@ -153,8 +172,11 @@ class Job:
     def close(self, *, failed: bool = False) -> None:
         """Give back all that was opened.  After a failure nobody is waited for."""
         if self._companions is not None:
-            self._companions.close(wait_s=0 if failed else 60)
-        self.endpoint.close()
+            if not failed:
+                self._companions.wait()
+            self._companions.close()
+        if hasattr(self, "endpoint"):
+            self.endpoint.close()
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()
         if self._folder is not None:

@@ -24,6 +24,7 @@ PEER_ERRORS = ("PeerLost", "ClusterError")  # What a rank says whose own fault i
 
 def launch(command: Sequence[str], workers: int, *, port: int = 0, is_module: bool = False, restarts: int = 0) -> None:
     """Run a script (or module) with its arguments on `workers` processes of this machine; ClusterError if one of them fails."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -50,21 +51,15 @@ def launch(command: Sequence[str], workers: int, *, port: int = 0, is_module: bo
             monitor_interval=0.1,
             start_method="spawn",
             local_addr="127.0.0.1",
-            logs_specs=_logs(folder),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        entry = ["-u", "-m", "paceline.dist.entry", "module" if is_module else "script", *command]
+        entry = ["-u", "-m", "paceline.dist.entry", str(os.getpid()), "module" if is_module else "script", *command]
         try:
             elastic_launch(config, sys.executable)(*entry)
         except ChildFailedError as error:
             raise ClusterError(_first_cause(error.failures)) from None
         except SignalException as stopped:
             raise ClusterError(f"paceline run got {signal.Signals(stopped.sigval).name}; all workers were stopped") from None
-
-
-def _logs(folder: str) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
-    return DefaultLogsSpecs(log_dir=folder)
 
 
 def _first_cause(failures: dict[int, Any]) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,22 +25,23 @@ class EmptyShard(RuntimeWarning):
     """A worker got no data at all."""
 
 
-EMPTY = object()  # A minibatch of which this worker has no part.
-
-
 class Parts:
-    """This worker's part of each minibatch; `EMPTY` where there is none for it."""
+    """This worker's part of each minibatch, with how many samples it has.
+
+    Where there is none for it, it gets one that is another worker's, with a count of 0: so the user's loop takes the same
+    turns on every rank, and nothing comes of it.
+    """
 
     def __init__(self, loader: Iterable[Any], endpoint: Endpoint, *, accumulate: int = 1) -> None:
         self.loader, self.endpoint, self.accumulate = loader, endpoint, accumulate
         self.index, self.workers = list(endpoint.ranks).index(endpoint.rank), len(endpoint.ranks)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
         filled = seen = 0
-        for part in self._rebuilt() if self._can_rebuild() else self._sliced():
+        for part, samples in self._rebuilt() if self._can_rebuild() else self._sliced():
             seen += 1
-            filled += part is not EMPTY
-            yield part
+            filled += samples > 0
+            yield part, samples
         if not seen:
             raise ValueError(f"session.shard({type(self.loader).__name__}): the loader yielded no minibatch")
         if not filled:
@@ -51,7 +54,7 @@ class Parts:
         loader = self.loader
         return isinstance(loader, DataLoader) and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
-    def _rebuilt(self) -> Iterator[Any]:
+    def _rebuilt(self) -> Iterator[tuple[Any, int]]:
         loader = self.loader
         assert isinstance(loader, DataLoader)
         parts = _PartsOfIndices(loader, self)
@@ -67,39 +70,30 @@ class Parts:
             prefetch_factor=loader.prefetch_factor,
             generator=loader.generator,
         )
-        batches = iter(mine)
-        # Empty parts have no batch to load: their places are remembered and told in order.
-        position = 0
-        for batch in batches:
-            while position in parts.empty:
-                position += 1
-                yield EMPTY
-            position += 1
-            yield batch
-        while position < parts.count:
-            position += 1
-            yield EMPTY
+        for batch in mine:
+            yield batch, parts.counts.popleft()
 
-    def _sliced(self) -> Iterator[Any]:
+    def _sliced(self) -> Iterator[tuple[Any, int]]:
         for i, batch in enumerate(self.loader):
             if i == 0:
                 self.check_same(batch)
-            part = _part(batch, self.stripe(samples_in(batch)))
-            yield part if samples_in(part) else EMPTY
+            where, samples = self.stripe(samples_in(batch))
+            yield _part(batch, where), samples
 
-    def stripe(self, samples: int) -> slice:
-        """Where this worker's part of a minibatch of so many samples lies."""
+    def stripe(self, samples: int) -> tuple[slice, int]:
+        """Where this worker's part of a minibatch of so many samples lies, and how many it may count."""
         if samples < self.workers and self.accumulate > 1:
             raise ValueError(
-                f"a minibatch of {samples} samples for {self.workers} workers, {self.accumulate} of which make a step: a worker without a part "
-                "would lose count; let the loader drop it (drop_last=True), or give every worker at least one sample"
+                f"a minibatch of {samples} samples for {self.workers} workers, {self.accumulate} of which make a step: a sample would count twice; "
+                "let the loader drop it (drop_last=True), or give every worker at least one sample"
             )
-        return stripe_of(self.index, samples, self.workers)
+        where = stripe_of(self.index, samples, self.workers)
+        return (where, where.stop - where.start) if where.stop > where.start else (slice(0, 1), 0)
 
     def check_same(self, first: Any) -> None:
         """Ranks that read different minibatches would train on some samples twice and on others never."""
         mine = torch.frombuffer(bytearray(hashlib.sha256(_bytes(first)).digest()), dtype=torch.uint8)
-        everyones = drive_gather(self.endpoint, mine)
+        everyones = self.endpoint.all_gather(mine).wait()
         for rank, other in zip(self.endpoint.ranks, everyones, strict=True):
             if not torch.equal(other, everyones[0]):
                 raise ValueError(
@@ -113,51 +107,39 @@ class _PartsOfIndices:
 
     def __init__(self, loader: DataLoader[Any], parts: Parts) -> None:
         self.batch_sampler, self.parts = loader.batch_sampler, parts
-        self.empty: set[int] = set()
-        self.count = 0
+        self.counts: deque[int] = deque()  # of the batches that were asked for and not yet handed out
         sampler = loader.sampler
         self._seed = None
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
             # Without a generator torch draws a seed from the process's own, which the ranks need not share.
             seed = torch.randint(2**62, (1,), dtype=torch.int64)
-            drive_broadcast(parts.endpoint, seed)
-            self._seed = int(seed)
+            self._seed = int(parts.endpoint.broadcast(seed, parts.endpoint.ranks[0]).wait())
 
     def __iter__(self) -> Iterator[list[int]]:
         assert self.batch_sampler is not None
         batches = iter(self.batch_sampler)
-        first = True
-        while True:
-            indices = self._first(batches) if first else next(batches, None)
-            if indices is None:
-                return
-            if first:
-                self.parts.check_same(torch.tensor(list(indices)))
-            first = False
-            mine = list(indices)[self.parts.stripe(len(indices))]
-            self.count += 1
-            if mine:
-                yield mine
-            else:
-                self.empty.add(self.count - 1)
+        first = self._first(batches)
+        if first is None:
+            return
+        self.parts.check_same(torch.tensor(list(first)))
+        for indices in chain([first], batches):
+            where, samples = self.parts.stripe(len(indices))
+            self.counts.append(samples)
+            yield list(indices)[where]
 
     def _first(self, batches: Iterator[Any]) -> Any:
+        """The first batch: where the sampler draws its seed."""
         if self._seed is None:
             return next(batches, None)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)
+        kept = torch.get_rng_state()
+        torch.default_generator.manual_seed(self._seed)  # Not torch.manual_seed, which would seed every GPU too.
+        try:
             return next(batches, None)
+        finally:
+            torch.set_rng_state(kept)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)  # pyright: ignore[reportArgumentType]
-
-
-def drive_gather(endpoint: Endpoint, x: Tensor) -> list[Tensor]:
-    return endpoint.all_gather(x).wait()
-
-
-def drive_broadcast(endpoint: Endpoint, x: Tensor) -> Tensor:
-    return endpoint.broadcast(x, endpoint.ranks[0]).wait()
 
 
 def samples_in(batch: Any) -> int:

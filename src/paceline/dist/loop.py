@@ -37,7 +37,8 @@ class Loop:
     def __init__(self, flat: FlatModel, endpoint: Endpoint, optimizer: SessionOptimizer, *, nonfinite: NonFinite, accumulate: int) -> None:
         self.flat, self.endpoint, self.accumulate = flat, endpoint, accumulate
         self.is_paused = False
-        self.samples = 0.0  # of the minibatches drawn since the last step, if anyone counts them
+        self.samples: float | None = None  # of the minibatches drawn since the last step; None: nobody counts them
+        self.last_own_step = -1
         self.replica = Replica(endpoint, self, nonfinite=nonfinite)
         self.wish: Wish | None = None
         self._optimizer = optimizer
@@ -78,6 +79,7 @@ class Loop:
 
     def take(self, scale: Tensor | None, overflow: bool) -> None:
         """The user's step.  `scale` is what the gradients were multiplied by; on `overflow` they are worthless."""
+        self.last_own_step = self.replica.k
         if self.wish is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
         if self.wish.kind == "local step":
@@ -91,20 +93,17 @@ class Loop:
             if scale is not None and not overflow:
                 self.flat.grads.div_(scale.to(self.flat.grads))
             self._fulfil_step(overflow)
-        self.samples = 0.0
+        self.samples = None
 
     def take_empty(self) -> None:
-        """A step without data: no gradient of this worker's, but its turn in every exchange."""
+        """A step after this worker's end: nothing of its own, but its turn in every exchange."""
         wish = self.wish
         assert wish is not None and wish.kind != "step"
         self.replica.begin(0.0)
         if wish.kind == "local step":
             self._carry_on(None)
             return
-        self.flat.grads.zero_()
-        if wish.each is not None:
-            for bucket in self.flat.buckets:
-                wish.each(bucket)
+        self.flat.hand_out_nothing(wish.each)
         self._unreached = []
         self._carry_on(self.flat.grads)
         self._fulfil_step(overflow=False)
@@ -112,6 +111,7 @@ class Loop:
     def end(self) -> None:
         """No more data here: go on in empty steps until nobody has any."""
         self._is_over = True
+        self._fulfil_step(overflow=True)  # The loop was left between backward and step.
         while self.wish is not None:
             self.take_empty()
 
@@ -149,7 +149,7 @@ class Loop:
     def _fulfil_step(self, overflow: bool) -> None:
         """Take the step, if the strategy wants one after all; a method without local steps goes straight to its next gradient."""
         if self.wish is not None and self.wish.kind == "step":
-            if self.wish.update is not None and not overflow:
+            if self.wish.update is not None and not overflow and not self._is_over:
                 self._optimizer.inner_step()
             self._carry_on(None)
 
@@ -175,7 +175,7 @@ class Loop:
             )
         if self._passes < self.accumulate:
             return None
-        self.replica.begin(self.samples or 1.0)
+        self.replica.begin(1.0 if self.samples is None else self.samples)
         self._unreached = []
         return self._inspected
 
@@ -191,7 +191,7 @@ class Loop:
 
     def _deliver_own(self, scale: Tensor | None, overflow: bool) -> None:
         """This worker's own gradient, to a strategy that has no part in backward."""
-        self.replica.begin(self.samples or 1.0)
+        self.replica.begin(1.0 if self.samples is None else self.samples)
         self._unreached = [i for i, p in enumerate(self.flat.parameters) if p.grad is None]
         self.flat.collect_all()
         if overflow:
@@ -207,7 +207,7 @@ class Loop:
 
     def _step_locally(self, scale: Tensor | None, overflow: bool) -> None:
         """The optimizer's step with this worker's own gradient, where backward has left it."""
-        self.replica.begin(self.samples or 1.0)
+        self.replica.begin(1.0 if self.samples is None else self.samples)
         if overflow:
             self.replica.leave_out()
         else:
@@ -215,10 +215,10 @@ class Loop:
                 for p in self.flat.parameters:
                     if p.grad is not None:
                         p.grad.div_(scale.to(p.grad))
-            if self.replica.counts(self.flat.first_bad_grad):
+            if self.replica.samples_at_hand and self.replica.counts(self.flat.first_bad_grad):
                 self._optimizer.inner_step()
         self._note()
         self._carry_on(None)
 
     def _note(self) -> None:
-        self.endpoint.trace.point(self.endpoint.now(), self.replica.rank, self.replica.k, int(self.samples), None)
+        self.endpoint.trace.point(self.endpoint.now(), self.replica.rank, self.replica.k, int(self.replica.samples_at_hand), None)

@@ -23,15 +23,35 @@ class SessionOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, inner: torch.optim.Optimizer, take: Take) -> None:
+        self.inner = inner
+        self._is_made = False
         super().__init__([{**group} for group in inner.param_groups], inner.defaults)
-        self.inner, self._take = inner, take
+        self._is_made = True
+        self._take = take
         self._is_stepping = False
-        self._share()
         self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
 
-    def _share(self) -> None:
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
+    # Always the inner optimizer's, also after it has loaded other ones; what torch's constructor sets is left to itself.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.param_groups if self._is_made else self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._is_made:
+            self.inner.param_groups = groups
+        else:
+            self.__dict__["param_groups"] = groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._is_made:
+            self.inner.state = state
 
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._is_stepping:
@@ -55,7 +75,7 @@ class SessionOptimizer(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "inner"):
+        if self._is_made:
             raise ValueError("the parameters under a session are fixed: add parameter groups before attach")
         super().add_param_group(param_group)
 
@@ -64,7 +84,6 @@ class SessionOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
-        self._share()
 
     def release(self) -> None:
         """Give the user's optimizer back."""

@@ -1,7 +1,7 @@
 """train: a task by a strategy on real processes.
 
 Under a launcher this process is one of the workers; otherwise the workers are forked here.  Forked workers need nothing
-pickled, so tasks may be made of lambdas; they compute with one thread each unless told otherwise.
+pickled, so tasks may be made of lambdas; they compute with one thread each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from mmap import mmap
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,11 +22,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.dist.backward import BucketHooks, Each
 from paceline.dist.job import Job, under_launcher
-from paceline.dist.same_model import check_same_model
+from paceline.dist.same_model import check_same_model, everything
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.flat import Bucket, FlatModel
@@ -64,10 +65,7 @@ class ProcessLearner:
                 if not replica.counts(flat.first_bad):
                     flat.grads.zero_()
         else:
-            flat.grads.zero_()
-            if each is not None:
-                for bucket in flat.buckets:
-                    each(bucket)
+            flat.hand_out_nothing(each)
         return flat.grads
 
     def local_step(self, replica: Replica) -> Op[None]:
@@ -120,6 +118,17 @@ class Computed(Op[T]):
         return self._work()
 
 
+@dataclass(frozen=True)
+class Terms:
+    """How a task is trained, on every rank alike."""
+
+    task: Task
+    strategy: Strategy
+    nonfinite: NonFinite
+    ordered: bool
+    timeout_s: float
+
+
 def train(
     task: Task,
     strategy: Strategy,
@@ -127,40 +136,38 @@ def train(
     *,
     nonfinite: NonFinite = "skip",
     ordered: bool = False,
-    threads: int = 1,
     timeout_s: float = 1800.0,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
-    """Train `task` by `strategy`: as this rank of a launched job, or on `workers` processes of this machine."""
+    """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each."""
+    terms = Terms(task, strategy, nonfinite, ordered, timeout_s)
     if under_launcher():
         if workers is not None and workers != int(os.environ.get("WORLD_SIZE", workers)):
             raise ValueError(f"train(workers={workers}) under a launcher that started {os.environ['WORLD_SIZE']}: leave `workers` out")
-        run, _ = _work(task, strategy, nonfinite, ordered, timeout_s, progress)
-        return run
+        return _work(terms, progress)
     if workers is None or workers < 1:
         raise ValueError(f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run or torchrun")
-    return _fork(task, strategy, workers, nonfinite, ordered, threads, timeout_s, progress)
+    return _fork(terms, workers, progress)
 
 
 def _work(
-    task: Task,
-    strategy: Strategy,
-    nonfinite: NonFinite,
-    ordered: bool,
-    timeout_s: float,
+    terms: Terms,
     progress: Callable[[int], None] | None,
     store: dist.Store | None = None,
     rank: int | None = None,
     workers: int | None = None,
-) -> tuple[Run, Job]:
+) -> Run:
+    """This process's part, from joining the others to the end."""
+    task, strategy = terms.task, terms.strategy
     model = task.build()
     device = next(model.parameters()).device
-    with Job(strategy, device=device, store=store, rank=rank, workers=workers, ordered=ordered, timeout_s=timeout_s) as job:
+    if store is not None and device.type != "cpu":
+        raise ValueError(f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for models there")
+    with Job(strategy, device=device, store=store, rank=rank, workers=workers, ordered=terms.ordered, timeout_s=terms.timeout_s) as job:
         trainee = Trainee(task, model, job.rank, job.workers)
         if job.workers > 1:
             check_same_model(job.endpoint, trainee.flat, job.store)
-        learner = ProcessLearner(trainee, job.endpoint)
-        replica = Replica(job.endpoint, learner, nonfinite=nonfinite)
+        replica = Replica(job.endpoint, ProcessLearner(trainee, job.endpoint), nonfinite=terms.nonfinite)
 
         def evaluate(k: int) -> None:
             job.endpoint.trace.evaluation(job.endpoint.now(), k * task.batch, trainee.evaluate(replica.deployed))
@@ -176,23 +183,13 @@ def _work(
         drive(replica.run(strategy))
         if task.evaluate is not None and job.rank == 0:
             evaluate(task.total_steps)
-        if job.rank == 0:
-            for server in job.layout.server_ranks:
-                job.endpoint.trace.merge(Trace.loads(job.store.get(f"trace/{server}").decode()))
+        for trace in job.server_traces():
+            job.endpoint.trace.merge(trace)
     states = [{"replica": replica.state_dict(), "trainee": trainee.state_dict()}]
-    return Run(model, replica.params.clone(), job.endpoint.trace, states), job
+    return Run(model, replica.params.clone(), job.endpoint.trace, states)
 
 
-def _fork(
-    task: Task,
-    strategy: Strategy,
-    workers: int,
-    nonfinite: NonFinite,
-    ordered: bool,
-    threads: int,
-    timeout_s: float,
-    progress: Callable[[int], None] | None,
-) -> Run:
+def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) -> Run:
     context = multiprocessing.get_context("fork")
     steps = np.frombuffer(mmap(-1, 8), dtype=np.int64)  # Anonymous memory that forked workers share: rank 0's step.
 
@@ -200,13 +197,13 @@ def _fork(
         steps[0] = k
 
     def child(rank: int, folder: Path) -> None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)  # A forked process must not enter the thread pool of its parent, which did not come along.
         try:
             store = dist.FileStore(str(folder / "store"))
-            run, _ = _work(task, strategy, nonfinite, ordered, timeout_s, report if rank == 0 else None, store, rank, workers)
+            run = _work(terms, report if rank == 0 else None, store, rank, workers)
             (folder / f"trace-{rank}.json").write_text(run.trace.dumps())
             if rank == 0:
-                run.params.cpu().contiguous().view(torch.uint8).numpy().tofile(folder / "params")
+                _write(run.model, folder / "model")
         except BaseException as error:
             story = {"error": f"{type(error).__name__}: {error}", "is_peer": isinstance(error, ClusterError), "trace": traceback.format_exc()}
             (folder / f"error-{rank}.json").write_text(json.dumps(story))
@@ -229,10 +226,23 @@ def _fork(
         trace = Trace()
         for rank in range(workers):
             trace.merge(Trace.loads((folder / f"trace-{rank}.json").read_text()))
-        model = task.build()
+        model = terms.task.build()
         flat = FlatModel(model)
-        flat.params.copy_(torch.from_numpy(np.fromfile(folder / "params", dtype=np.uint8)).view(flat.params.dtype))
+        _read(model, folder / "model")
         return Run(model, flat.params.clone(), trace, [])
+
+
+def _write(model: nn.Module, path: Path) -> None:
+    """Parameters and buffers one after the other, as they lie in memory."""
+    with path.open("wb") as file:
+        for _, values in everything(model):
+            file.write(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _read(model: nn.Module, path: Path) -> None:
+    with path.open("rb") as file:
+        for _, values in everything(model):
+            values.copy_(torch.frombuffer(bytearray(file.read(values.nbytes)), dtype=values.dtype).view(values.shape))
 
 
 def _watch(processes: list[Any], folder: Path, steps: Any, progress: Callable[[int], None] | None) -> None:

@@ -60,13 +60,17 @@ def all_reduce(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> C
 
 
 def all_gather(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """Everyone's to everyone; a ring, whose every link carries all but one of the parts, whatever is asked for."""
-    n = members
-    return Cost((n - 1) * (link.latency + nbytes / link.bandwidth), lambda _: (n - 1) * nbytes)
+    """Everyone's to everyone: round a ring, by doubling (tree), or through the first member (star)."""
+    n, alpha, beta = members, link.latency, link.bandwidth
+    if algorithm == "ring":
+        return Cost((n - 1) * (alpha + nbytes / beta), lambda _: (n - 1) * nbytes)
+    if algorithm == "tree":
+        return Cost(_levels(n) * alpha + (n - 1) * nbytes / beta, lambda _: (n - 1) * nbytes)
+    return Cost(2 * alpha + (n - 1) * (n + 1) * nbytes / beta, lambda i: nbytes if i else (n - 1) * n * nbytes)
 
 
 def all_to_all(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """A part from everyone to everyone; `nbytes` is what a rank has for all others together."""
+    """A part from everyone to everyone, each sent straight to where it belongs; `nbytes` is what a rank has for all others."""
     return Cost((members - 1) * link.latency + nbytes / link.bandwidth, lambda _: nbytes)
 
 

@@ -41,10 +41,7 @@ class SimLearner:
     async def _gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Tensor:
         flat, batch = self.flat, self._begin(replica)
         if batch is None:
-            flat.grads.zero_()
-            if each is not None:
-                for bucket in flat.buckets:
-                    each(bucket)
+            flat.hand_out_nothing(each)
             return flat.grads
         seconds = self._backward(batch)
         flat.collect_all()

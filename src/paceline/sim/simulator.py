@@ -136,6 +136,10 @@ class Simulator:
             raise
 
     def _check_end(self) -> None:
+        for op in self._unawaited:
+            if op.error is not None:
+                op.error.add_note(f"in '{op!r}' on {self.name_of(op.rank)}, which was never awaited")
+                raise op.error
         if self._processes:
             waiting = [
                 f"  {self.name_of(p.op.rank)} waits for {p.waits_for!r}"
