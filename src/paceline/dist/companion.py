@@ -51,7 +51,10 @@ class Companions:
 
     def _start(self, plain: dict[str, Any]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, "-m", "paceline.dist.companion"], stdin=subprocess.PIPE, env=environment)
+        # In a session of its own: a signal to the worker's group (Ctrl-C, a launcher's SIGTERM) is the worker's to answer, and a
+        # server that ended before it would look like the cause.
+        command = [sys.executable, "-m", "paceline.dist.companion"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
         assert process.stdin is not None
         process.stdin.write(json.dumps(plain).encode() + b"\n")
         process.stdin.flush()
