@@ -106,7 +106,9 @@ def test_a_bad_gradient_stops_the_run_by_name(strategy: Strategy, culprit: tuple
     with pytest.raises(FloatingPointError) as caught:
         simulate(task_with_bad_samples(culprit), strategy, Cluster(workers=WORKERS), nonfinite="stop")
     knows_parameter = rank == 0 or not isinstance(strategy, AllReduceSGD)
-    what = "has NaN or infinity in the gradient of 'loud'" if knows_parameter else "had a gradient with NaN or infinity, or beyond its codec"
+    what = (
+        "has NaN or infinity in the gradient of 'loud'" if knows_parameter else "had a gradient with NaN or infinity, or beyond its codec"
+    )
     assert re.fullmatch(rf"rank {rank} {what} at step {step}; nothing was changed by it \(nonfinite='stop'\)", str(caught.value))
 
 

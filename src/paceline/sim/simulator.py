@@ -161,8 +161,11 @@ def elders_set_aside() -> Generator[None]:
     if gc.get_freeze_count():  # Someone else has set them aside, and knows until when.
         yield
         return
+    thresholds = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(100 * thresholds[0], *thresholds[1:])  # What a step makes is dropped by the next; hardly anything is a cycle.
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
