@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9, "min": 1 / 60, "h": 1 / 3600}  # so that 50us is 5e-05 to the bit
 
 
 def seconds(text: str | float) -> float:
@@ -17,9 +17,9 @@ def seconds(text: str | float) -> float:
     if isinstance(text, (int, float)):
         return float(text)
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:e-?\d+)?)\s*([a-zµ]+)\s*", text)
-    if not found or found[2] not in _SECONDS:
-        raise ValueError(f"{text!r} is not a duration: write a number and one of {', '.join(_SECONDS)}, as in '50us'")
-    return float(found[1]) * _SECONDS[found[2]]
+    if not found or found[2] not in _PER_SECOND:
+        raise ValueError(f"{text!r} is not a duration: write a number and one of {', '.join(_PER_SECOND)}, as in '50us'")
+    return float(found[1]) / _PER_SECOND[found[2]]
 
 
 def bytes_per_second(text: str | float) -> float:
