@@ -20,6 +20,7 @@ from paceline.endpoint import Endpoint
 from paceline.flat import Bucket, FlatModel
 from paceline.op import Op, Ready
 from paceline.strategy import Strategy
+from paceline.task import Trainee
 
 NonFinite = Literal["skip", "stop", "pass"]
 MOST_EMPTY_STEPS = 10_000_000
@@ -67,6 +68,27 @@ class Learner(Protocol):
     def has_data(self, step: int) -> bool:
         """Whether there is a minibatch for that step."""
         ...
+
+
+class TaskLearner:
+    """What our own training loops have in common, on real processes and in the simulator: the task's data and optimizer."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        self.trainee = trainee
+        self.flat = trainee.flat
+
+    def has_data(self, step: int) -> bool:
+        return self.trainee.has_data(step)
+
+    def step(self, replica: Replica, g: Tensor) -> Op[None]:
+        self.trainee.step(g)
+        return Ready("step", None)
+
+    def skip(self, replica: Replica) -> Op[None]:
+        return Ready("skip", None)
+
+    def reset_optimizer(self) -> None:
+        self.trainee.optimizer.state.clear()
 
 
 class Replica:

@@ -55,7 +55,7 @@ def attached(job: pl.Task, strategy: pl.Strategy) -> torch.Tensor:
     """The loop that a user would write."""
     model = job.build()
     optimizer = job.optimizer(model.parameters()) if strategy.steps_locally else None
-    with pl.attach(model, optimizer, strategy, bucket_bytes=1024) as session:
+    with pl.attach(model, optimizer, strategy, bucket_bytes=1024, ordered=True) as session:
         for x, y in session.shard(minibatches(job)):
             session.optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()

@@ -24,6 +24,8 @@ import json, os, sys
 import torch
 from tests.dist.test_attach import ORDERED, attached, task
 torch.set_num_threads(1)
+if sys.argv[2] == "gloo":
+    del os.memfd_create  # Without it there is no shared memory to go through.
 vectors = {name: attached(task(), strategy).tolist() for name, strategy in ORDERED.items()}
 if os.environ["RANK"] == "0":
     open(sys.argv[1], "w").write(json.dumps({"workers": os.environ["WORLD_SIZE"], "vectors": vectors}))
@@ -63,15 +65,15 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.parametrize("launcher", ["paceline", "torchrun"])
-def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launcher, tmp_path):
+@pytest.mark.parametrize(("launcher", "through"), [("paceline", "shared memory"), ("paceline", "gloo"), ("torchrun", "shared memory")])
+def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launcher, through, tmp_path):
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
     if launcher == "paceline":
-        done = launch("-n", "4", str(script), str(out), folder=tmp_path)
+        done = launch("-n", "4", str(script), str(out), through, folder=tmp_path)
     else:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(out)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(out), through]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())

@@ -30,8 +30,8 @@ from paceline.dist.same_model import check_same_model, everything
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.flat import Bucket, FlatModel
-from paceline.op import Op, Ready, drive
-from paceline.replica import NonFinite, Replica
+from paceline.op import Op, drive
+from paceline.replica import NonFinite, Replica, TaskLearner
 from paceline.run import Run
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
@@ -41,18 +41,15 @@ from paceline.trace import Trace
 T = TypeVar("T")
 
 
-class ProcessLearner:
+class ProcessLearner(TaskLearner):
     """Computes this process's gradients, when they are waited for, and hands out buckets while it does."""
 
     def __init__(self, trainee: Trainee, endpoint: Endpoint) -> None:
-        self.trainee, self.endpoint = trainee, endpoint
-        self.flat: FlatModel = trainee.flat
+        super().__init__(trainee)
+        self.endpoint = endpoint
         self._each: Each | None = None
         self._replica: Replica | None = None
         self._hooks = BucketHooks(trainee.flat, lambda: self._each and self._hand_on, lambda: None)
-
-    def has_data(self, step: int) -> bool:
-        return self.trainee.has_data(step)
 
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
         return Computed("gradient", lambda: self._gradient(replica, each))
@@ -93,16 +90,6 @@ class ProcessLearner:
         assert self._each is not None and self._replica is not None
         self._replica.inspect(bucket.where)
         self._each(bucket)
-
-    def step(self, replica: Replica, g: Tensor) -> Op[None]:
-        self.trainee.step(g)
-        return Ready("step", None)
-
-    def skip(self, replica: Replica) -> Op[None]:
-        return Ready("skip", None)
-
-    def reset_optimizer(self) -> None:
-        self.trainee.optimizer.state.clear()
 
 
 class Computed(Op[T]):

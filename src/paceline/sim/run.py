@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.endpoint import Layout
-from paceline.flat import Bucket, FlatModel
-from paceline.op import Op, Ready
-from paceline.replica import NonFinite, Replica, Stopped
+from paceline.flat import Bucket
+from paceline.op import Op
+from paceline.replica import NonFinite, Replica, Stopped, TaskLearner
 from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
@@ -24,16 +24,13 @@ from paceline.strategy import Strategy
 from paceline.task import Batch, Task, Trainee
 
 
-class SimLearner:
+class SimLearner(TaskLearner):
     """Computes a worker's gradients for real and lets the virtual time of its machine pass."""
 
     def __init__(self, trainee: Trainee, endpoint: SimEndpoint, cluster: Cluster, progress: Callable[[int], None] | None) -> None:
-        self.trainee, self.endpoint, self.cluster, self.progress = trainee, endpoint, cluster, progress
-        self.flat: FlatModel = trainee.flat
+        super().__init__(trainee)
+        self.endpoint, self.cluster, self.progress = endpoint, cluster, progress
         self._rng = Random(f"{cluster.seed}/{trainee.rank}")
-
-    def has_data(self, step: int) -> bool:
-        return self.trainee.has_data(step)
 
     def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]:
         return self.endpoint.spawn(self._gradient(replica, each), kind="gradient")
@@ -85,16 +82,6 @@ class SimLearner:
         self.endpoint.trace.point(self.endpoint.now(), replica.rank, replica.k, len(batch[0]), self.trainee.loss)
         if replica.rank == 0 and self.progress:
             self.progress(replica.k)
-
-    def step(self, replica: Replica, g: Tensor) -> Op[None]:
-        self.trainee.step(g)
-        return Ready("step", None)
-
-    def skip(self, replica: Replica) -> Op[None]:
-        return Ready("skip", None)
-
-    def reset_optimizer(self) -> None:
-        self.trainee.optimizer.state.clear()
 
 
 def simulate(
