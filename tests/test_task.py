@@ -1,4 +1,4 @@
-"""The task: every sample once an epoch, in an order that does not depend on the number of workers (algorithms H5)."""
+"""The task: every sample once an epoch, in an order that does not depend on the number of workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def drawn(task: Task, workers: int) -> list[list[list[int]]]:
 
 @given(samples=st.integers(1, 60), batch=st.integers(1, 20), workers=st.integers(1, 9), seed=st.integers(0, 5))
 def test_parts_are_disjoint_nearly_equal_and_together_the_minibatch(samples: int, batch: int, workers: int, seed: int):
-    """H5.1 and H5.2; also where there are fewer samples than workers."""
+    """Also where there are fewer samples than workers."""
     task = counting(samples=samples, batch=batch, seed=seed)
     steps = drawn(task, workers)
     for k, parts in enumerate(steps):
@@ -50,7 +50,6 @@ def test_parts_are_disjoint_nearly_equal_and_together_the_minibatch(samples: int
 
 @given(samples=st.integers(1, 60), batch=st.integers(1, 20), workers=st.integers(2, 9))
 def test_the_global_order_does_not_depend_on_the_number_of_workers(samples: int, batch: int, workers: int):
-    """H5.3."""
     alone, together = drawn(counting(samples=samples, batch=batch), 1), drawn(counting(samples=samples, batch=batch), workers)
     assert [[*chain(*parts)] for parts in together] == [parts[0] for parts in alone]
 
@@ -64,7 +63,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_epochs_may_be_visited_in_any_order():
-    """H5.5: where a run is resumed the epochs before it were never drawn."""
+    """Where a run is resumed the epochs before it were never drawn."""
     task, fresh = counting(samples=50, batch=10), counting(samples=50, batch=10)
     for k in range(7):
         task.part(k, 0, 1)

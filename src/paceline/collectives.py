@@ -82,7 +82,7 @@ async def mean_by_gather(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Er
 
 
 async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
-    """The two-level scheme of 1-bit SGD (algorithms B2): each rank decodes, sums and encodes again the stripe it owns."""
+    """The two-level scheme of 1-bit SGD: each rank decodes, sums and encodes again the stripe it owns."""
     ranks, me = len(endpoint.ranks), list(endpoint.ranks).index(endpoint.rank)
     stripes = [stripe_of(j, x.numel(), ranks, unit=512) for j in range(ranks)]
     parts = await endpoint.compute(lambda: _spoken(x, stripes, ballot, link), kind="encode", nbytes=_nbytes(x))

@@ -1,7 +1,7 @@
 """Task: what is trained, on what, and for how long; everything but how the workers cooperate.
 
 One global order of samples per epoch follows from the seed alone, and every global minibatch is cut into one part a worker,
-so that runs with different strategies and numbers of workers see the same data (algorithms H5).
+so that runs with different strategies and numbers of workers see the same data.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Case:
     """A strategy, and what the laws must know of it.
 
     `alone` says how closely one worker equals plain training with `plain`, by default the task's own optimizer.
-    `nbytes(numel, workers, steps, rank)` is what a worker sends in a run of float32, by algorithms 0.6.
+    `nbytes(numel, workers, steps, rank)` is what a worker sends in a run of float32.
     """
 
     strategy: Strategy

@@ -91,7 +91,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def close(a: Tensor, b: Tensor, rtol: float = 1e-10) -> bool:
-    """Up to float64's rounding over some hundred steps (algorithms 0.4)."""
+    """Up to float64's rounding over some hundred steps."""
     return torch.allclose(a.double(), b.double(), rtol=rtol, atol=rtol)
 
 

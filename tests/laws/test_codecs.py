@@ -1,4 +1,4 @@
-"""What every wire format obeys, alone and under error feedback (algorithms B0), and what 1-bit and fp16 promise besides."""
+"""What every wire format obeys, alone and under error feedback, and what 1-bit and fp16 promise besides."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_gradient_of_autograd_may_be_encoded(codec: Codec):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", [1, 9, 513, 1023])
 def test_what_was_said_and_what_is_remembered_is_what_was_meant(codec: Codec, dtype: torch.dtype, numel: int):
-    """B0.1.  Each of the T steps rounds twice, in u = g + r and in r = u - D(q), by half an ulp of the largest u."""
+    """Each of the T steps rounds twice, in u = g + r and in r = u - D(q), by half an ulp of the largest u."""
     link, steps = feedback(codec, numel, dtype), 50
     link.residual.copy_(start := numbers(numel, seed=99, dtype=dtype))
     meant, heard, largest = start.double(), torch.zeros(numel, dtype=torch.float64), 0.0
@@ -187,7 +187,7 @@ def test_what_was_said_and_what_is_remembered_is_what_was_meant(codec: Codec, dt
 @every_codec
 @given(values=moderate(64, least=1, most=100), steps=st.integers(1, 8))
 def test_a_constant_gradient_is_said_on_average_up_to_the_residual(codec: Codec, values: list[float], steps: int):
-    """B0.3: the time-average of what is said differs from g by r_T/T, up to float64's rounding of values below 1000 T."""
+    """The time-average of what is said differs from g by r_T/T, up to float64's rounding of values below 1000 T."""
     g = torch.tensor(values, dtype=torch.float64)
     link, heard = feedback(codec, g.numel()), torch.zeros_like(g)
     for _ in range(steps):
@@ -208,7 +208,7 @@ def test_bias_dies_out_with_feedback_and_persists_without(codec: Codec):
 
 @every_codec
 def test_residual_stays_bounded_on_a_stationary_stream(codec: Codec):
-    """B0.5: were it to grow, as without end a sum of errors does, its square would be ten times larger after ten times the steps."""
+    """Were it to grow, as without end a sum of errors does, its square would be ten times larger after ten times the steps."""
     link, norms = feedback(codec, 1023), []
     for t in range(600):
         link.encode(numbers(1023, seed=t))
@@ -218,7 +218,6 @@ def test_residual_stays_bounded_on_a_stationary_stream(codec: Codec):
 
 @given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50))
 def test_fp32_remembers_nothing(values: list[float]):
-    """B0.2."""
     x = torch.tensor(values)
     link = feedback(Fp32(), len(values), torch.float32)
     for _ in range(3):
@@ -252,7 +251,7 @@ def test_one_bit_refuses_a_bucket_that_is_no_multiple_of_8(bucket: int):
 
 @pytest.mark.parametrize("numel", [1, 7, 33, 512, 513, 1023, 1536])
 def test_one_bit_keeps_the_sum_of_every_bucket(numel: int):
-    """B1.2.  The means are rounded to float32, after sums of at most 512 float32: 512 values off by some ulps of their mean."""
+    """The means are rounded to float32, after sums of at most 512 float32: 512 values off by some ulps of their mean."""
     link = feedback(OneBit(), numel)
     for t in range(20):
         link.encode(numbers(numel, seed=t))
@@ -263,7 +262,7 @@ def test_one_bit_keeps_the_sum_of_every_bucket(numel: int):
 
 @given(values=moderate(least=2, most=64), factor=st.floats(0.5, 1.5))
 def test_no_other_pair_of_values_stands_for_the_signs_better(values: list[float], factor: float):
-    """B1.3, up to the rounding of the means to float32, of which the squared error is a quadratic."""
+    """Up to the rounding of the means to float32, of which the squared error is a quadratic."""
     x = torch.tensor(values, dtype=torch.float64)
     data = OneBit().encode(x)
     best = (OneBit().decode(data, len(values)).double() - x).square().sum().item()
@@ -275,7 +274,7 @@ def test_no_other_pair_of_values_stands_for_the_signs_better(values: list[float]
 
 @given(values=moderate(least=1, most=700))
 def test_one_bit_keeps_every_sign(values: list[float]):
-    """B1.6: the bits come back in their places, whatever the length."""
+    """The bits come back in their places, whatever the length."""
     x = torch.tensor([v if abs(v) > 1e-30 else 0.0 for v in values])  # The mean of smaller ones may vanish, and their sign with it.
     assert torch.equal(said(OneBit(), x) >= 0, x >= 0)
 
@@ -283,7 +282,7 @@ def test_one_bit_keeps_every_sign(values: list[float]):
 @every_size
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_a_bucket_of_one_sign_leaves_the_other_level_unused(numel: int, sign: float):
-    """B1.5: all are read as their mean; padding is no value and pulls it nowhere."""
+    """All are read as their mean; padding is no value and pulls it nowhere."""
     x = sign * (numbers(numel, dtype=torch.float32).abs() + 0.5)
     data = OneBit().encode(x)
     means = data[: 8 * OneBit().buckets(numel)].view(torch.float32).view(-1, 2)
@@ -294,7 +293,7 @@ def test_a_bucket_of_one_sign_leaves_the_other_level_unused(numel: int, sign: fl
 
 @given(values=moderate(least=1, most=100), power=st.integers(-8, 8))
 def test_one_bit_is_equivariant_to_scale(values: list[float], power: int):
-    """B1.7: to the bit for powers of two, as long as nothing underflows; up to rounding for any other factor."""
+    """To the bit for powers of two, as long as nothing underflows; up to rounding for any other factor."""
     x = torch.tensor([v if abs(v) > 1e-30 else 0.0 for v in values])
     assert same(said(OneBit(), x * 2.0**power), said(OneBit(), x) * 2.0**power)
     assert torch.allclose(said(OneBit(), x * 0.3), said(OneBit(), x) * 0.3, rtol=1e-5)
@@ -302,7 +301,7 @@ def test_one_bit_is_equivariant_to_scale(values: list[float], power: int):
 
 @given(signs=st.lists(st.booleans(), min_size=1, max_size=600), level=st.integers(1, 1000))
 def test_one_bit_is_exact_for_two_opposite_values(signs: list[bool], level: int):
-    """B1.8; multiples of 1/64 up to 16 add up exactly."""
+    """Multiples of 1/64 up to 16 add up exactly."""
     x = torch.tensor([level / 64 if s else -level / 64 for s in signs])
     link = feedback(OneBit(), len(signs))
     assert torch.equal(OneBit().decode(link.encode(x), len(signs)), x)
@@ -314,14 +313,13 @@ def test_one_bit_is_exact_for_two_opposite_values(signs: list[bool], level: int)
 
 @given(values=st.lists(st.floats(2**-14, 65504.0, width=32), min_size=1, max_size=100), sign=st.sampled_from([-1, 1]))
 def test_fp16_is_off_by_half_an_ulp_at_most(values: list[float], sign: int):
-    """B9.1, in the normal range."""
+    """In the normal range."""
     x = sign * torch.tensor(values)
     assert ((said(Fp16(), x) - x).abs() <= 2**-11 * x.abs()).all()
 
 
 @pytest.mark.parametrize("large", [1e5, -1e5, 65520.0])
 def test_fp16_refuses_what_it_would_send_as_infinity(large: float):
-    """B9.2."""
     x = torch.zeros(10)
     x[7] = large
     with pytest.raises(ValueError, match=rf"Fp16\(\) cannot encode {large:g} at index 7"):

@@ -240,7 +240,6 @@ def test_a_mean_is_weighted_and_the_same_on_every_rank(ranks: Ranks, name: str, 
 @every_endpoint
 @pytest.mark.parametrize("name", ["mean_by_gather", "mean_by_stripes"])
 def test_a_mean_of_lossy_codes_is_the_same_on_every_rank(ranks: Ranks, name: str, tmp_path: Path):
-    """B2.2."""
 
     async def law(endpoint: Any) -> Any:
         x = mine(endpoint.rank, 2000)
@@ -283,7 +282,7 @@ def test_a_mean_that_somebodys_nan_spoils_is_none_and_costs_nobody_its_memory(ra
 
 @every_endpoint
 def test_what_the_stripes_say_and_all_remember_is_what_was_meant(ranks: Ranks, tmp_path: Path):
-    """B2.1 for the weighted mean, over 20 rounds of 1 bit; float64 throughout, but for codes that are float32 exactly."""
+    """For the weighted mean, over 20 rounds of 1 bit; float64 throughout, but for codes that are float32 exactly."""
     numel, rounds = 1500, 20
 
     async def law(endpoint: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The lattice of equivalences (algorithms, part K): one test a row, of the methods that exist."""
+"""The lattice of equivalences: one test a row, of the methods that exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trained_together(task: Task, workers: int, weigh: Callable[[int], float]) ->
     ("batch", "samples"), [(8, 32), (10, 32), (5, 17), (3, 12)], ids=["equal", "3 3 2 2", "2 1 1 1 and 2 samples", "one has none"]
 )
 def test_all_reduce_sgd_equals_one_machine_on_the_union_of_the_minibatches(optimizer: Any, batch: int, samples: int):
-    """A1.1; Adam divides small gradients by their roots, which lets rounding grow."""
+    """Adam divides small gradients by their roots, which lets rounding grow."""
     task = regression(steps=20, batch=batch, samples=samples, optimizer=optimizer, bucket_bytes=200)
     run = simulate(task, AllReduceSGD(), Cluster(workers=4))
     assert close(run.params, trained_alone(task), rtol=1e-9)
@@ -51,7 +51,7 @@ def test_all_reduce_sgd_equals_one_machine_on_the_union_of_the_minibatches(optim
 
 @every_optimizer
 def test_an_average_that_does_not_weigh_samples_is_not_all_reduce_sgd(optimizer: Any):
-    """A1.2: 3, 3, 2 and 2 samples, averaged as if they were equally many, end elsewhere; weighed by samples, at the same place."""
+    """3, 3, 2 and 2 samples, averaged as if they were equally many, end elsewhere; weighed by samples, at the same place."""
     task = regression(steps=20, batch=10, optimizer=optimizer)
     run = simulate(task, AllReduceSGD(), Cluster(workers=4))
     assert close(run.params, trained_together(task, 4, weigh=float), rtol=1e-9)
@@ -60,7 +60,6 @@ def test_an_average_that_does_not_weigh_samples_is_not_all_reduce_sgd(optimizer:
 
 @pytest.mark.parametrize("step", range(1, 6))
 def test_all_replicas_of_all_reduce_sgd_are_equal_after_every_step(step: int):
-    """A1.3."""
     run = simulate(regression(steps=6, batch=7), AllReduceSGD(), Cluster(workers=3), stop_at=step)
     assert all(same(p, run.params) for p in params(run))
 
@@ -78,7 +77,7 @@ def test_all_reduce_sgd_at_32_bits_equals_all_reduce_sgd(batch: int):
 
 
 def test_fp32_remembers_nothing_of_a_float32_model():
-    """B0.2 in a whole run."""
+    """In a whole run."""
     run = simulate(quadratic(steps=9, batch=8, dtype=torch.float32), AllReduceSGD(codec=Fp32()), Cluster(workers=4))
     for state in run.states:
         (memory,) = state["replica"]["memories"]
@@ -86,7 +85,7 @@ def test_fp32_remembers_nothing_of_a_float32_model():
 
 
 def test_one_bit_sgd_delays_gradients_and_loses_none():
-    """B2.1 in a whole run: with plain SGD on a slope (gradients that depend on the data alone) the model has moved by lr times
+    """In a whole run: with plain SGD on a slope (gradients that depend on the data alone) the model has moved by lr times
     all gradients, but for what is remembered."""
 
     def slope(model: nn.Module, batch: Any) -> Tensor:
@@ -109,21 +108,20 @@ def test_one_bit_sgd_delays_gradients_and_loses_none():
 @every_linear_optimizer
 @pytest.mark.parametrize("batch", [8, 10, 3], ids=["equal", "3 3 2 2", "one has none"])
 def test_averaging_every_step_equals_all_reduce_sgd(optimizer: Any, batch: int):
-    """C1.1 and A1.4: the update is linear in gradients and buffers."""
+    """The update is linear in gradients and buffers."""
     task = regression(steps=20, batch=batch, optimizer=optimizer)
     averaged = simulate(task, PeriodicAveraging(period=1), Cluster(workers=4))
     assert close(averaged.params, simulate(task, AllReduceSGD(), Cluster(workers=4)).params)
 
 
 def test_averaging_every_step_does_not_equal_all_reduce_sgd_with_adam():
-    """A1.4's converse: Adam is not linear."""
+    """Adam is not linear."""
     task = regression(steps=20, batch=8, optimizer=OPTIMIZERS["adam"])
     averaged = simulate(task, PeriodicAveraging(period=1), Cluster(workers=4))
     assert not close(averaged.params, simulate(task, AllReduceSGD(), Cluster(workers=4)).params, rtol=1e-4)
 
 
 def test_replicas_are_equal_right_after_an_average_and_only_then():
-    """C1.2."""
     for step in range(1, 10):
         run = simulate(regression(steps=10, batch=8), PeriodicAveraging(period=3), Cluster(workers=4), stop_at=step)
         assert all(same(p, run.params) for p in params(run)[1:]) == (step % 3 == 0)
@@ -131,7 +129,6 @@ def test_replicas_are_equal_right_after_an_average_and_only_then():
 
 @every_linear_optimizer
 def test_the_mean_of_replicas_of_one_curvature_does_not_depend_on_the_period(optimizer: Any):
-    """C1.3."""
     task = quadratic(steps=12, batch=8, optimizer=optimizer)
     ends = [simulate(task, PeriodicAveraging(period=p), Cluster(workers=4)).params for p in (1, 2, 3, 4, 5, 12)]
     assert all(close(end, ends[0]) for end in ends[1:])
@@ -139,7 +136,7 @@ def test_the_mean_of_replicas_of_one_curvature_does_not_depend_on_the_period(opt
 
 @pytest.mark.parametrize("batch", [8, 10, 3], ids=["equal", "3 3 2 2", "one has none"])
 def test_an_average_does_not_change_the_weighted_mean_of_parameters(batch: int):
-    """C1.4, with the samples since the last average as weights; C1.8: who has none is overwritten all the same."""
+    """With the samples since the last average as weights; who has none is overwritten all the same."""
     task = regression(steps=8, batch=batch)
     before = simulate(task, PeriodicAveraging(period=100), Cluster(workers=4), stop_at=4)
     after = simulate(task, PeriodicAveraging(period=4), Cluster(workers=4), stop_at=4)
@@ -152,7 +149,7 @@ def test_an_average_does_not_change_the_weighted_mean_of_parameters(batch: int):
 
 @every_optimizer
 def test_averaging_replicas_that_saw_the_same_data_changes_nothing(optimizer: Any):
-    """C1.7: all samples are one sample, so that all workers see it."""
+    """All samples are one sample, so that all workers see it."""
     task = quadratic(steps=11, batch=6, optimizer=optimizer)
     task = Task(task.model, task.loss, [task.data[0][:1].repeat(24, 1)], 6, optimizer, steps=11)
     assert close(simulate(task, PeriodicAveraging(period=3), Cluster(workers=3)).params, trained_alone(task))
@@ -165,7 +162,7 @@ def test_averaging_replicas_that_saw_the_same_data_changes_nothing(optimizer: An
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("batch", [8, 10, 3], ids=["equal", "3 3 2 2", "one has none"])
 def test_block_momentum_0_at_rate_1_equals_averaging(optimizer: Any, nesterov: bool, batch: int):
-    """C4.1; period 3 does not divide 16."""
+    """Period 3 does not divide 16."""
     task = regression(steps=16, batch=batch, optimizer=optimizer)
     blocks = simulate(task, BlockMomentum(period=3, momentum=0.0, rate=1.0, nesterov=nesterov, reset=False), Cluster(workers=4))
     assert close(blocks.params, simulate(task, PeriodicAveraging(period=3), Cluster(workers=4)).params, rtol=1e-9)
@@ -194,7 +191,7 @@ def outer_loop(task: Task, workers: int, period: int, outer: Callable[[Sequence[
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("eta", "rate"), [(0.75, 1.0), (0.5, 0.7), (0.9, 1.3)])
 def test_block_momentum_is_torchs_momentum_on_the_outer_gradient(optimizer: Any, nesterov: bool, eta: float, rate: float):
-    """C4.3: of Nesterov's form torch holds the look-ahead point, where blocks begin; the model deployed is the one behind it."""
+    """Of Nesterov's form torch holds the look-ahead point, where blocks begin; the model deployed is the one behind it."""
     task = regression(steps=16, batch=8, optimizer=optimizer)
     expected = outer_loop(task, 4, 4, lambda p: torch.optim.SGD(p, lr=rate, momentum=eta, nesterov=nesterov))
     run = simulate(task, BlockMomentum(period=4, momentum=eta, rate=rate, nesterov=nesterov, reset=False), Cluster(workers=4))
@@ -206,7 +203,7 @@ def test_block_momentum_is_torchs_momentum_on_the_outer_gradient(optimizer: Any,
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("eta", "rate"), [(0.75, 1.0), (0.5, 0.6)])
 def test_one_block_moves_the_model_by_rate_over_1_minus_eta_in_the_end(nesterov: bool, eta: float, rate: float):
-    """C4.4: a block with gradients of 1, then 80 without any; 0.75**80 is 1e-10."""
+    """A block with gradients of 1, then 80 without any; 0.75**80 is 1e-10."""
     steps, period, batch, lr = 2 * 81, 2, 4, 0.05
     optimizer = OPTIMIZERS["sgd"]
 
@@ -229,14 +226,14 @@ def test_one_block_moves_the_model_by_rate_over_1_minus_eta_in_the_end(nesterov:
 
 @every_optimizer
 def test_block_momentum_of_one_worker_equals_its_optimizer(optimizer: Any):
-    """C4.7: the default momentum of one worker is 0."""
+    """The default momentum of one worker is 0."""
     task = regression(steps=19, batch=8, optimizer=optimizer)
     assert close(simulate(task, BlockMomentum(period=4, reset=False), Cluster(workers=1)).params, trained_alone(task), rtol=1e-9)
 
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_a_block_starts_with_a_fresh_optimizer_if_so_asked(reset: bool):
-    """C4.8: the run ends with a block, so what is left of the optimizer's state is what the next block would begin with."""
+    """The run ends with a block, so what is left of the optimizer's state is what the next block would begin with."""
     run = simulate(regression(steps=8, batch=8, optimizer=OPTIMIZERS["momentum"]), BlockMomentum(period=4, reset=reset), Cluster(workers=2))
     for state in run.states:
         assert bool(state["trainee"]["optimizer"]["state"]) is not reset
@@ -253,7 +250,7 @@ def test_default_block_momentum_is_1_minus_1_over_workers():
 
 @pytest.mark.parametrize("servers", [2, 3, 5])
 def test_any_number_of_shards_equals_one(servers: int):
-    """D0.1: in one order of events, to the bit."""
+    """In one order of events, to the bit."""
     task = regression(steps=12, batch=9)
     one, several = (
         simulate(task, ParameterServer(rule=Sgd(lr=0.03), servers=s), instant(3, compute=[1.0, 1.0, 1.0])) for s in (1, servers)
@@ -267,7 +264,7 @@ def test_any_number_of_shards_equals_one(servers: int):
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_parameter_server_with_one_worker_equals_torchs_sgd(servers: int):
-    """D0.4, to the bit."""
+    """To the bit."""
     task = regression(steps=17, batch=5)
     run = simulate(task, ParameterServer(rule=Sgd(lr=0.07), servers=servers), Cluster(workers=1))
     assert same(run.params, trained_alone(task, optimizer=lambda p: torch.optim.SGD(p, lr=0.07)))
@@ -286,7 +283,7 @@ class Recording(Rule):
 
 
 def test_the_server_holds_its_first_value_less_all_that_was_pushed():
-    """D0.2: whatever the order; every push counts once.  The slowest worker leaves last, with what the shard holds in the end."""
+    """Whatever the order; every push counts once.  The slowest worker leaves last, with what the shard holds in the end."""
     task, recording = regression(steps=11, batch=9), Recording(Sgd(lr=0.03), [])
     run = simulate(task, ParameterServer(rule=recording, servers=1), instant(3, compute=[1.0, 1.4, 2.3]))
     assert len(recording.updates) == 3 * 11
@@ -295,7 +292,6 @@ def test_the_server_holds_its_first_value_less_all_that_was_pushed():
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_a_shards_version_counts_the_pushes_applied(servers: int):
-    """D0.3."""
     run = simulate(regression(steps=11, batch=9), ParameterServer(servers=servers), Cluster(workers=3))
     for j in range(servers):
         assert [p.step for p in run.trace.points if p.rank == 3 + j] == list(range(33))

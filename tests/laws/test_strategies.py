@@ -145,7 +145,7 @@ def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("numel", [40, 2047])
 def test_every_element_is_exchanged_exactly_once(case: Case, steps: int, workers: int, numel: int):
-    """The bytes in the trace are those of algorithms 0.6, with a ballot of 32 bytes a mean."""
+    """The bytes in the trace are those of the formulas, with a ballot of 32 bytes a mean."""
     task = quadratic(steps=steps, batch=2 * workers, numel=numel, dtype=torch.float32)
     trace = simulate(task, case.strategy, Cluster(workers=workers)).trace
     assert [trace.bytes_sent(rank) for rank in range(workers)] == [case.nbytes(numel, workers, steps, rank) for rank in range(workers)]
@@ -171,7 +171,7 @@ def test_buckets_carry_the_same_values_as_one_vector():
 @pytest.mark.parametrize("kind", [PeriodicAveraging, BlockMomentum])
 @pytest.mark.parametrize("steps", [1, 3, 4, 5, 8, 11])
 def test_a_run_that_is_no_multiple_of_the_period_still_ends_with_a_synchronisation(kind: type[Strategy], steps: int):
-    """C1.6: floor(K/p) synchronisations, and one more at the end if p does not divide K."""
+    """Floor(K/p) synchronisations, and one more at the end if p does not divide K."""
     run = simulate(quadratic(steps=steps, batch=6), kind(period=4), Cluster(workers=3))  # pyright: ignore
     for rank in range(3):
         assert sum(s.kind == "all_reduce" and s.rank == rank for s in run.trace.spans) == steps // 4 + (steps % 4 > 0)

@@ -1,7 +1,7 @@
 """Codec: a wire format for vectors, and error feedback around it.
 
 A codec is frozen and stateless: it turns a vector into the very bytes that travel and back.  What it loses is none of its
-business: `ErrorFeedback` remembers what was not sent and adds it the next time (algorithms B0), whatever the codec.
+business: `ErrorFeedback` remembers what was not sent and adds it the next time, whatever the codec.
 """
 
 from __future__ import annotations

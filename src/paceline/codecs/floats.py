@@ -1,4 +1,4 @@
-"""Plain floating-point formats: fp32 as the identity, fp16 as the cheapest compression (algorithms B9)."""
+"""Plain floating-point formats: fp32 as the identity, fp16 as the cheapest compression."""
 
 from __future__ import annotations
 

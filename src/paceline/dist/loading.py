@@ -1,4 +1,4 @@
-"""Each worker's part of every minibatch (algorithms H5).
+"""Each worker's part of every minibatch.
 
 A DataLoader is rebuilt so that a worker reads only its own part; any other iterable is read whole and sliced.  Either way the
 parts of one minibatch are disjoint, their sizes differ by at most one, and together they are the minibatch.

@@ -1,4 +1,4 @@
-"""Rules: what an arriving update does to the value that a shard holds (algorithms D0)."""
+"""Rules: what an arriving update does to the value that a shard holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronous SGD (algorithms A1): every step takes the mean gradient of all workers.
+"""Synchronous SGD: every step takes the mean gradient of all workers.
 
 With n samples on each of N workers it equals one machine with N*n samples, whatever the optimizer.  Buckets are exchanged
 while backward still runs.  With a codec it is 1-bit SGD and its relatives.

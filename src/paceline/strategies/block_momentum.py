@@ -1,4 +1,4 @@
-"""Blockwise model-update filtering, BMUF (Chen & Huo, ICASSP 2016; algorithms C4).
+"""Blockwise model-update filtering, BMUF (Chen & Huo, ICASSP 2016).
 
 The mean displacement of a block of local steps is treated as a gradient and low-pass filtered, so that N workers get as far
 as N times the data should take them at an unchanged learning rate.  With momentum 0 and rate 1 it is PeriodicAveraging.

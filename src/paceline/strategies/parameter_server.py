@@ -1,4 +1,4 @@
-"""Asynchronous SGD on a sharded parameter server (algorithms D0): workers push gradients and pull parameters, nobody waits.
+"""Asynchronous SGD on a sharded parameter server: workers push gradients and pull parameters, nobody waits.
 
 Each shard holds one slice of the model and applies what arrives in order of arrival by its rule.  With one worker it equals
 that rule run on one machine.

@@ -1,4 +1,4 @@
-"""Model averaging with a constant period, also called local SGD (algorithms C1).
+"""Model averaging with a constant period, also called local SGD.
 
 Workers train alone and average their parameters every `period` steps.  With period 1 and plain or momentum SGD it equals
 AllReduceSGD.
