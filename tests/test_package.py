@@ -43,7 +43,7 @@ def test_nothing_is_unpickled_or_evaluated(path):
 
 
 def test_importing_the_package_needs_torch_and_numpy_alone():
-    others = ("zmq", "msgspec", "typer", "rich", "jinja2", "vl_convert")
+    others = ("zmq", "msgspec", "typer", "rich", "jinja2", "vl_convert", "numba", "llvmlite", "triton")
     code = f"import sys, paceline; paceline.attach, paceline.train; print([m for m in {others!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

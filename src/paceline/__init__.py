@@ -3,7 +3,26 @@
 from typing import TYPE_CHECKING, Any
 
 from paceline import registry
-from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
+from paceline.codecs import (
+    DGC,
+    QSGD,
+    AdaptiveThreshold,
+    BFloat16,
+    Chunked,
+    Codec,
+    Entropy,
+    ErrorFeedback,
+    Fp8,
+    Fp16,
+    Fp32,
+    NBit,
+    OneBit,
+    PerTensor,
+    PowerSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+)
 from paceline.errors import ClusterError, PeerLost
 from paceline.op import Op
 from paceline.replica import Memory, NonFiniteGradient, Replica
@@ -17,31 +36,42 @@ from paceline.trace import Trace
 
 if TYPE_CHECKING:
     from paceline.dist.attach import Session, attach
+    from paceline.dist.ddp import ddp_hook
     from paceline.dist.train import train
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DGC",
+    "QSGD",
+    "AdaptiveThreshold",
     "AllReduceSGD",
+    "BFloat16",
     "BlockMomentum",
+    "Chunked",
     "Cluster",
     "ClusterError",
     "Codec",
     "Compute",
     "Constant",
+    "Entropy",
     "ErrorFeedback",
+    "Fp8",
     "Fp16",
     "Fp32",
     "Link",
     "LogNormal",
     "Measured",
     "Memory",
+    "NBit",
     "NonFiniteGradient",
     "OneBit",
     "Op",
     "ParameterServer",
     "PeerLost",
+    "PerTensor",
     "PeriodicAveraging",
+    "PowerSGD",
     "Replica",
     "Rule",
     "Run",
@@ -52,14 +82,23 @@ __all__ = [
     "Stragglers",
     "Strategy",
     "Task",
+    "TernGrad",
+    "Threshold",
+    "TopK",
     "Trace",
     "attach",
+    "ddp_hook",
     "registry",
     "simulate",
     "train",
 ]
 
-_LATER = {"Session": "paceline.dist.attach", "attach": "paceline.dist.attach", "train": "paceline.dist.train"}
+_LATER = {
+    "Session": "paceline.dist.attach",
+    "attach": "paceline.dist.attach",
+    "ddp_hook": "paceline.dist.ddp",
+    "train": "paceline.dist.train",
+}
 
 
 def __getattr__(name: str) -> Any:

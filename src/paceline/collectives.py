@@ -1,6 +1,6 @@
-"""Means over a group of ranks, for values that can be summed on the wire and for encoded ones that cannot.
+"""Means and sums over a group of ranks, for values that can be summed on the wire and for encoded ones that cannot.
 
-All three are weighted by samples, work in place, and leave the same bits on every rank.  A `Ballot` travels with each: the
+All means are weighted by samples, work in place, and leave the same bits on every rank.  A `Ballot` travels with each: the
 weights are summed with the values, and the group learns in the same exchange who still has data and who found a NaN.
 `mean_by_stripes` with Fp32 equals `mean`; with two ranks `mean_by_gather` sends as many bytes and encodes once less.
 """
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import ErrorFeedback, Unencodable
-from paceline.endpoint import Endpoint
+from paceline.codecs.codec import Codec, Link, Unencodable
+from paceline.endpoint import Endpoint, Message
 
 VOTE_NBYTES = 32  # A ballot on the wire: four float64 numbers.
+SEAL_NBYTES = 40  # What follows an encoded message: the ballot, and the message's length without its padding.
 
 
 @dataclass(slots=True)
@@ -27,30 +28,48 @@ class Ballot:
     going_on: float = 0.0
     bad: float = 0.0
     bad_rank: float = 0.0
-    rank: float = 0.0  # whose ballot it is; does not travel
+    rank: float = 0.0  # Whose ballot it is, and what it had that cannot be encoded: these do not travel.
+    complaint: Unencodable | None = None
 
     def tensor(self) -> Tensor:
         return torch.tensor([self.weight, self.going_on, self.bad, self.bad_rank], dtype=torch.float64)
 
-    def sealed(self, data: Tensor) -> Tensor:
-        """Encoded bytes with the ballot behind them."""
-        return torch.cat([data, self.tensor().view(torch.uint8).to(data.device)])
+    def seal(self, data: Tensor, message: Tensor | None) -> Tensor:
+        """`data` with the ballot behind it, in `message` if given, where the data may already lie."""
+        nbytes = data.numel()
+        if message is None:
+            message = torch.empty(sealed_nbytes(nbytes), dtype=torch.uint8, device=data.device)
+        if message.data_ptr() != data.data_ptr():
+            message[:nbytes] = data
+        message[nbytes:-SEAL_NBYTES] = 0
+        message[-SEAL_NBYTES:] = torch.cat([self.tensor(), torch.tensor([nbytes], dtype=torch.float64)]).view(torch.uint8).to(data.device)
+        return message
 
     @staticmethod
     def opened(messages: Sequence[Tensor]) -> tuple[list[Tensor], list[float], Ballot]:
         """The bytes of sealed messages without their ballots, each one's weight, and the ballots' sum."""
-        votes = torch.stack([m[-VOTE_NBYTES:] for m in messages]).cpu().view(torch.float64)
-        return [m[:-VOTE_NBYTES] for m in messages], votes[:, 0].tolist(), Ballot(*votes.sum(0).tolist())
+        votes = torch.stack([m[-SEAL_NBYTES:] for m in messages]).cpu().view(torch.float64)
+        said = [m[: int(nbytes)] for m, nbytes in zip(messages, votes[:, 4].tolist(), strict=True)]
+        return said, votes[:, 0].tolist(), Ballot(*votes[:, :4].sum(0).tolist())
 
     def culprit(self) -> str:
         return f"rank {self.bad_rank:.0f}" if self.bad == 1 else f"{self.bad:.0f} ranks"
 
 
-async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
-    """The weighted mean of `x`, by an all-reduce of sums."""
+async def mean(
+    endpoint: Endpoint, x: Tensor, ballot: Ballot, codec: Codec | None = None, groups: Sequence[Sequence[int]] | None = None
+) -> Ballot:
+    """The weighted mean of `x`, by an all-reduce of sums; within `groups` first and then between them, if they are given.
+
+    With a codec, which must be a linear one, its encoded values are what is summed: half the bytes, and half the precision.
+    """
+    if codec is not None:
+        if codec.wire is None:
+            raise ValueError(f"mean: what {codec} encodes cannot be summed; take mean_by_stripes or mean_by_gather, which decode first")
+        return await _mean_in(endpoint, x, ballot, codec, codec.wire)
     if x.element_size() == 2:  # A sum weighted by thousands of samples overflows 16 bits, or drowns in them.
         wide = x.to(torch.float32)
-        total = await mean(endpoint, wide, ballot)
+        total = await mean(endpoint, wide, ballot, groups=groups)
         x.copy_(wide)
         return total
     kept = x.clone() if ballot.weight == 0 else None
@@ -59,7 +78,10 @@ async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
     elif ballot.weight != 1.0:
         x.mul_(ballot.weight)
     tail = ballot.tensor()
-    await endpoint.all_reduce(x, tail)
+    if groups is None:
+        await endpoint.all_reduce(x, tail)
+    else:
+        await sum_by_groups(endpoint, x, tail, groups)
     total = Ballot(*tail.tolist())
     if total.weight == 0:  # Nobody has anything to say: everything stays as it was.
         assert kept is not None
@@ -69,61 +91,205 @@ async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot) -> Ballot:
     return total
 
 
-async def mean_by_gather(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
-    """The weighted mean of what all ranks' encoded `x` say: everybody's bytes go to everybody."""
-    whole = [slice(0, x.numel())]
-    (data,) = await endpoint.compute(lambda: _spoken(x, whole, ballot, link), kind="encode", nbytes=_nbytes(x))
-    said, weights, total = Ballot.opened(await endpoint.all_gather(ballot.sealed(data)))
-    if _is_void(total):
-        _take_back(x, [data], whole, ballot, total, link)
-        return total
-    await endpoint.compute(lambda: _weighted_mean(x, link, said, weights), kind="decode", nbytes=_nbytes(x) * len(said))
+async def _mean_in(endpoint: Endpoint, x: Tensor, ballot: Ballot, codec: Codec, wire: torch.dtype) -> Ballot:
+    """By a sum of encoded values: the weights go ahead, since a sum over many samples would not fit into 16 bits."""
+    if ballot.weight and not ballot.bad:
+        try:
+            codec.encode(x)  # If this can be said, so can any share of it.
+        except Unencodable:
+            ballot.bad, ballot.bad_rank = 1.0, ballot.rank
+    await endpoint.all_reduce(tail := ballot.tensor())
+    total = Ballot(*tail.tolist())
+    if total.bad:
+        x.fill_(torch.nan)
+    elif total.weight:
+        share = x * (ballot.weight / total.weight) if ballot.weight else torch.zeros_like(x)
+        x.copy_(await endpoint.all_reduce(codec.encode(share).view(wire)))
     return total
 
 
-async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: ErrorFeedback) -> Ballot:
+async def ring_sum(endpoint: Endpoint, x: Tensor) -> Tensor:
+    """The sum of `x`, in place, by messages round a ring of the ranks: for groups that have no collective of their own.
+
+    In N - 1 rounds each chunk collects its sum on the way round, in N - 1 more the sums go round; a rank sends 2 (N - 1) / N of `x`.
+    """
+    ranks, me = len(endpoint.ranks), list(endpoint.ranks).index(endpoint.rank)
+    chunks = [x[stripe_of(j, x.numel(), ranks)] for j in range(ranks)]
+    right, left = endpoint.ranks[(me + 1) % ranks], endpoint.ranks[me - 1]
+    for s in range(2 * (ranks - 1)):
+        sent = endpoint.send(right, Message("ring", (chunks[(me - s) % ranks],)))
+        (received,) = (await endpoint.recv(src=left)).tensors
+        chunk = chunks[(me - s - 1) % ranks]
+        if s < ranks - 1:
+            chunk.add_(received)
+        else:
+            chunk.copy_(received)
+        await sent
+    return x
+
+
+async def sum_by_groups(endpoint: Endpoint, x: Tensor, tail: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+    """The sum of `x` and of `tail`, in place: to the first of each group, between these, and back.
+
+    Sums travel, never means, so groups may differ in size.  Between groups of G the latency is that of N / G ranks.
+    """
+    if sorted(r for g in groups for r in g) != list(endpoint.ranks):
+        raise ValueError(f"groups {[list(g) for g in groups]}: each of the ranks {list(endpoint.ranks)} must be in exactly one")
+    mine = next(g for g in groups if endpoint.rank in g)
+    first, inner = min(mine), endpoint.group(mine)
+    if len(mine) > 1:
+        await inner.reduce(x, first, tail)
+    if endpoint.rank == first and len(groups) > 1:
+        await endpoint.group([min(g) for g in groups]).all_reduce(x, tail)
+    if len(mine) > 1:
+        await inner.broadcast(x, first)
+        await inner.broadcast(tail, first)
+    return x
+
+
+def groups_of(ranks: Sequence[int], size: int) -> list[list[int]]:
+    """Ranks in groups of one size, the last one smaller if need be.
+
+    >>> groups_of(range(7), 4)
+    [[0, 1, 2, 3], [4, 5, 6]]
+    """
+    if size < 1:
+        raise ValueError(f"groups of {size}: a group has at least 1 member")
+    return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+
+
+async def mean_encoded(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link) -> Ballot:
+    """The weighted mean of what all ranks' encoded `x` say, in the way that suits the codec and the place of the ranks."""
+    if endpoint.hosts is not None:
+        return await mean_by_groups(endpoint, x, ballot, link, endpoint.hosts)
+    if link.codec.way == "factors":
+        from paceline.low_rank import mean_by_factors
+
+        return await mean_by_factors(endpoint, x, ballot, link)
+    return await {"stripes": mean_by_stripes, "gather": mean_by_gather}[link.codec.way](endpoint, x, ballot, link)
+
+
+async def mean_by_groups(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link, groups: Sequence[Sequence[int]]) -> Ballot:
+    """The weighted mean of plain sums within groups and encoded ones between them: each first member speaks for its group."""
+    if x.element_size() == 2:
+        wide = x.to(torch.float32)
+        total = await mean_by_groups(endpoint, wide, ballot, link, groups)
+        x.copy_(wide)
+        return total
+    mine = next(g for g in groups if endpoint.rank in g)
+    first, inner = min(mine), endpoint.group(mine)
+    kept = x.clone() if ballot.weight == 0 else None
+    x.mul_(ballot.weight) if ballot.weight and not ballot.bad else x.zero_()
+    tail = ballot.tensor()
+    await inner.reduce(x, first, tail)
+    if endpoint.rank == first:
+        theirs = Ballot(*tail.tolist(), rank=endpoint.rank)
+        if theirs.weight:
+            x.div_(theirs.weight)
+        total = await mean_encoded(endpoint.group([min(g) for g in groups]), x, theirs, link)
+        tail.copy_(total.tensor())
+    await inner.broadcast(x, first)
+    await inner.broadcast(tail, first)
+    total = Ballot(*tail.tolist())
+    if total.weight == 0:
+        assert kept is not None
+        x.copy_(kept)
+    return total
+
+
+async def mean_by_gather(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link) -> Ballot:
+    """The weighted mean of what all ranks' encoded `x` say: everybody's bytes go to everybody."""
+    whole = [slice(0, x.numel())]
+    (message,) = await endpoint.compute(lambda: _spoken(x, whole, ballot, link), kind="encode", nbytes=x.nbytes)
+    if link.codec.nbytes(x.numel()) is None:
+        messages = await endpoint.all_to_all([message] * len(endpoint.ranks))
+    else:
+        messages = await endpoint.all_gather(message)
+    said, weights, total = Ballot.opened(messages)
+    if _is_void(total):
+        _take_back(x, [message], whole, ballot, total, link)
+        return total
+    await endpoint.compute(lambda: _weighted_mean(x, said, weights, link), kind="decode", nbytes=x.nbytes * len(said))
+    return total
+
+
+async def mean_by_stripes(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link) -> Ballot:
     """The two-level scheme of 1-bit SGD: each rank decodes, sums and encodes again the stripe it owns."""
     ranks, me = len(endpoint.ranks), list(endpoint.ranks).index(endpoint.rank)
-    stripes = [stripe_of(j, x.numel(), ranks, unit=512) for j in range(ranks)]
-    parts = await endpoint.compute(lambda: _spoken(x, stripes, ballot, link), kind="encode", nbytes=_nbytes(x))
-    said, weights, total = Ballot.opened(await endpoint.all_to_all([ballot.sealed(p) for p in parts]))
+    stripes = [stripe_of(j, x.numel(), ranks, unit=link.codec.unit) for j in range(ranks)]
+    own = stripes[me]
+    parts = await endpoint.compute(lambda: _spoken(x, stripes, ballot, link), kind="encode", nbytes=x.nbytes)
+    is_fixed = link.codec.nbytes(x.numel()) is not None
+    said, weights, total = Ballot.opened(await endpoint.all_to_all(parts, [parts[me].numel()] * ranks if is_fixed else None))
     if _is_void(total):
         _take_back(x, parts, stripes, ballot, total, link)
         return total
-    mine = x[stripes[me]]
 
     def sum_and_encode() -> Tensor:
-        _weighted_mean(mine, link, said, weights)
-        return link.owned(stripes[me]).encode(mine)
+        mine = _weighted_mean(x[own], said, weights, link[own])
+        # Stripes may differ in length, and their messages by their place too; gathered messages may not.
+        room = torch.empty_like(max(parts, key=Tensor.numel)) if is_fixed else None
+        return _sealed_sum(mine, link.owned(own), Ballot(0.0, rank=ballot.rank), room)
 
-    data = await endpoint.compute(sum_and_encode, kind="encode", nbytes=_nbytes(mine) * (ranks + 1))
-    # Stripes may differ in length; gathered messages may not.  The first stripe is a longest one.
-    widest = link.codec.nbytes(stripes[0].stop - stripes[0].start)
-    assert widest is not None
-    sums = await endpoint.all_gather(torch.nn.functional.pad(data, (0, widest - data.numel())))
+    data = await endpoint.compute(sum_and_encode, kind="encode", nbytes=x[own].nbytes * (ranks + 1))
+    said, _, verdict = Ballot.opened(await (endpoint.all_gather(data) if is_fixed else endpoint.all_to_all([data] * ranks)))
+    if verdict.bad:
+        x.fill_(torch.nan)
+        total.bad, total.bad_rank = verdict.bad, verdict.bad_rank
+        return total
 
     def decode() -> None:
-        for s, message in zip(stripes, sums, strict=True):
-            numel = s.stop - s.start
-            x[s] = link.codec.decode(message[: link.codec.nbytes(numel)], numel).to(x.dtype)
+        for s, message in zip(stripes, said, strict=True):
+            link[s].add(message, x[s], fresh=True)
 
-    await endpoint.compute(decode, kind="decode", nbytes=_nbytes(x))
+    await endpoint.compute(decode, kind="decode", nbytes=x.nbytes)
     return total
 
 
-def _spoken(x: Tensor, stripes: Sequence[slice], ballot: Ballot, link: ErrorFeedback) -> list[Tensor]:
-    """What a rank sends for the stripes of `x`; silence where it has nothing that counts, or that its codec can say."""
-    parts: list[Tensor] = []
+def _spoken(x: Tensor, stripes: Sequence[slice], ballot: Ballot, link: Link) -> list[Tensor]:
+    """What a rank sends for the stripes of `x`; silence where it has nothing that counts, or that its codec can say.
+
+    Messages of a known size are encoded where they lie, one behind the other, as they will be sent.
+    """
+    links, rooms = [link[s] for s in stripes], _rooms(x, stripes, link)
+    said: list[Tensor] = []
     if ballot.weight and not ballot.bad:
         try:
-            for s in stripes:
-                parts.append(link[s].encode(x[s]))
-            return parts
-        except Unencodable:
-            for s, data in zip(stripes, parts, strict=False):
-                link[s].take_back(x[s], data)
-            ballot.bad, ballot.bad_rank = 1.0, ballot.rank
-    return [link.silence(s.stop - s.start) for s in stripes]
+            for part, s, room in zip(links, stripes, rooms, strict=True):
+                said.append(part.encode(x[s], None if room is None else room[: part.codec.nbytes(s.stop - s.start)]))
+        except Unencodable as error:
+            for part, s, data in zip(links, stripes, said, strict=False):
+                part.take_back(x[s], data)
+            if error.at is not None:
+                error.at += stripes[len(said)].start
+            ballot.bad, ballot.bad_rank, ballot.complaint = 1.0, ballot.rank, error
+            said = []
+    said = said or [part.silence(s.stop - s.start, x.device) for part, s in zip(links, stripes, strict=True)]
+    return [ballot.seal(data, room) for data, room in zip(said, rooms, strict=True)]
+
+
+def _rooms(x: Tensor, stripes: Sequence[slice], link: Link) -> Sequence[Tensor | None]:
+    """A place for each stripe's message, one behind the other; None where their sizes are not known beforehand."""
+    sizes = [link[s].codec.nbytes(s.stop - s.start) for s in stripes]
+    known = [sealed_nbytes(n) for n in sizes if n is not None]
+    if len(known) < len(sizes):
+        return [None] * len(sizes)
+    return torch.empty(sum(known), dtype=torch.uint8, device=x.device).split(known)
+
+
+def _sealed_sum(mine: Tensor, owned: Link, ballot: Ballot, room: Tensor | None) -> Tensor:
+    nbytes = owned.codec.nbytes(mine.numel())
+    try:
+        data = owned.encode(mine, None if room is None else room[:nbytes])
+    except Unencodable:  # The mean is beyond the format, though nobody's own values were: all must be told.
+        ballot.bad, ballot.bad_rank = 1.0, ballot.rank
+        data = owned.silence(mine.numel(), mine.device)
+    return ballot.seal(data, room)
+
+
+def sealed_nbytes(nbytes: int) -> int:
+    """The size of a message of so many encoded bytes: filled up to a multiple of 8, and sealed."""
+    return -(-nbytes // 8) * 8 + SEAL_NBYTES
 
 
 def _is_void(total: Ballot) -> bool:
@@ -131,11 +297,11 @@ def _is_void(total: Ballot) -> bool:
     return bool(total.bad) or not total.weight
 
 
-def _take_back(x: Tensor, parts: Sequence[Tensor], stripes: Sequence[slice], ballot: Ballot, total: Ballot, link: ErrorFeedback) -> None:
+def _take_back(x: Tensor, messages: Sequence[Tensor], stripes: Sequence[slice], ballot: Ballot, total: Ballot, link: Link) -> None:
     """Undo the encoding of what was not heard.  A NaN in a later bucket comes too late for that: what the buckets before it
     said in a step that is then skipped is lost with the step."""
     if ballot.weight and not ballot.bad:
-        for s, data in zip(stripes, parts, strict=True):
+        for s, data in zip(stripes, Ballot.opened(messages)[0], strict=True):
             link[s].take_back(x[s], data)
     if total.bad:
         x.fill_(torch.nan)  # As a plain sum would have it, so that whoever looks at the mean sees that it is none.
@@ -154,15 +320,14 @@ def stripe_of(index: int, numel: int, stripes: int, unit: int = 1) -> slice:
     return slice(min(start * unit, numel), min(stop * unit, numel))
 
 
-def _weighted_mean(x: Tensor, link: ErrorFeedback, messages: Sequence[Tensor], weights: Sequence[float]) -> None:
-    total = sum(weights)
-    x.zero_()
-    for data, weight in zip(messages, weights, strict=True):
+def _weighted_mean(x: Tensor, said: Sequence[Tensor], weights: Sequence[float], link: Link) -> Tensor:
+    """Into `x`; what is returned has not been rounded to 16 bits."""
+    mean = x if x.element_size() > 2 else torch.empty_like(x, dtype=torch.float32)
+    total, fresh = sum(weights), True
+    for data, weight in zip(said, weights, strict=True):
         if weight:
-            x.add_(link.codec.decode(data, x.numel()).to(x.dtype).mul_(weight))
-    if total != 1.0:
-        x.div_(total)
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+            link.add(data, mean, weight / total, fresh=fresh)
+            fresh = False
+    if mean is not x:
+        x.copy_(mean)
+    return mean

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.op import Op
 from paceline.trace import Trace
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -82,6 +83,11 @@ class Endpoint(Protocol):
     def layout(self) -> Layout: ...
 
     @property
+    def hosts(self) -> Sequence[Sequence[int]] | None:
+        """The ranks by host, where sums are best taken within each before they go over a network; None: as they come."""
+        ...
+
+    @property
     def trace(self) -> Trace: ...
 
     def now(self) -> float:
@@ -94,6 +100,14 @@ class Endpoint(Protocol):
 
     def spawn(self, routine: Coroutine[Op[Any], Any, T], *, kind: str = "routine") -> Op[T]:
         """Begin a coroutine of this rank's, to be awaited later."""
+        ...
+
+    def exchange(
+        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]], then: Callable[[S], T], *, kind: str = "exchange"
+    ) -> Op[T]:
+        """Begin a routine of several collectives on the endpoint that it is given, possibly in another thread: they keep their
+        order among themselves and towards all others, whatever this rank starts meanwhile.  `then` makes the result of the
+        routine's, in the caller's own thread."""
         ...
 
     def send(self, dst: int, message: Message) -> Op[None]: ...
@@ -110,18 +124,19 @@ class Endpoint(Protocol):
         """Every member's `data`, in the order of `ranks`; all of one size."""
         ...
 
-    def all_to_all(self, parts: Sequence[Tensor]) -> Op[list[Tensor]]:
-        """Give the j-th member `parts[j]`; get what each member had for this rank.  Parts are bytes, of any sizes."""
+    def all_to_all(self, parts: Sequence[Tensor], coming: Sequence[int] | None = None) -> Op[list[Tensor]]:
+        """Give the j-th member `parts[j]`; get what each member had for this rank.  Parts are bytes, of any sizes; who knows
+        how many bytes are `coming` from each member saves them from being asked."""
+        ...
+
+    def reduce(self, x: Tensor, dst: int, tail: Tensor | None = None) -> Op[Tensor]:
+        """The sum over the group, in place on rank `dst`; what the others have then is of no use."""
         ...
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]: ...
 
     def group(self, ranks: Sequence[int]) -> Endpoint:
         """The same rank among fewer others, in the order of their ranks."""
-        ...
-
-    def channel(self) -> Endpoint:
-        """For a routine of several collectives: they keep their order among themselves, whatever else is started meanwhile."""
         ...
 
 

@@ -7,9 +7,10 @@ a real process, the user's next `backward()` or `step()` in an attached loop.  T
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -82,6 +83,11 @@ class Routine(Op[T]):
             self._pending = self._coroutine.throw(error) if error is not None else self._coroutine.send(value)
         except StopIteration as stop:
             self._coroutine, self._pending, self._result = None, None, stop.value
+
+
+async def and_then(coroutine: Coroutine[Op[Any], Any, S], then: Callable[[S], T]) -> T:
+    """What `then` makes of a coroutine's result."""
+    return then(await coroutine)
 
 
 def drive(coroutine: Coroutine[Op[Any], Any, T]) -> T:

@@ -50,13 +50,16 @@ def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:
     wanted = spelled(type(name, (), {})) if any(ch.isupper() for ch in name) else name.replace("_", "-")
     if wanted in known:
         return known[wanted]
+    for spelling, cls in known.items():  # Where a name's hyphens go is not always plain: bfloat16, terngrad.
+        if spelling.replace("-", "") == wanted.replace("-", ""):
+            return cls
     near = get_close_matches(wanted, known, n=1, cutoff=0.0)
     raise ValueError(f"there is no {kind} '{name}'; did you mean '{near[0]}'? Known: {', '.join(known)}")
 
 
 def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str, Any]) -> C:
     cls = find(kind, classes, name)
-    known = [f.name for f in dataclasses.fields(cls) if f.init]  # pyright: ignore[reportArgumentType]
+    known = [f.name for f in dataclasses.fields(cls) if f.init and f.repr]  # pyright: ignore[reportArgumentType]
     for key in settings:
         if key not in known:
             near = get_close_matches(key, known, n=1, cutoff=0.0)
@@ -67,9 +70,17 @@ def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str,
 
 def describe(cls: type) -> dict[str, Any]:
     """Name, one line and settings of a strategy or codec, as plain data."""
-    settings = [{"name": f.name, "type": str(f.type), "default": _plain_default(f)} for f in dataclasses.fields(cls) if f.init]
+    settings = [
+        {"name": f.name, "type": str(f.type), "default": _plain_default(f), "required": _is_required(f)}
+        for f in dataclasses.fields(cls)
+        if f.init and f.repr
+    ]
     doc = (cls.__doc__ or "").strip().splitlines()[0]
     return {"name": spelled(cls), "class": cls.__name__, "summary": doc, "settings": settings}
+
+
+def _is_required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
 def _plain_default(f: dataclasses.Field[Any]) -> Any:

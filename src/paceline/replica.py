@@ -6,6 +6,7 @@ a training process's, or the user's own loop.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline import collectives
-from paceline.codecs.codec import Codec, ErrorFeedback
+from paceline.codecs.codec import Codec, Link
 from paceline.collectives import Ballot
 from paceline.endpoint import Endpoint
 from paceline.flat import Bucket, FlatModel
@@ -176,45 +177,50 @@ class Replica:
         """Let the optimizer forget its momentum and whatever else it has gathered."""
         self.learner.reset_optimizer()
 
-    def link(self, codec: Codec | None) -> ErrorFeedback | None:
+    def link(self, codec: Codec | None) -> Link | None:
         """A codec as this worker uses it for vectors like `params`; None for none, and for one worker alone."""
         if codec is None or self.workers == 1:
             return None
-        m = self.memory(residual=torch.zeros_like(self.params), owner_residual=torch.zeros_like(self.params))
-        return ErrorFeedback(codec, m.residual, m.owner_residual)
+        return codec.fitted([p.shape for p in self.flat.parameters]).link(self.memory, self.params, key=self.rank)
 
-    def mean(self, x: Tensor, link: ErrorFeedback | None = None) -> Op[Tensor]:
+    def mean(self, x: Tensor, link: Link | None = None) -> Op[Tensor]:
         """The mean of `x` over all workers, in place, weighted by the samples each has seen since the last mean.
 
         In a loop that ends without notice one mean comes too late, when nobody has new samples nor will have any: it ends
         the strategy where it stands.
         """
-        return self._spawn_mean(x, link, ends_if_empty=True)
+        return self._begin_mean(x, link, ends_if_empty=True)
 
-    def mean_of_bucket(self, bucket: Bucket, link: ErrorFeedback | None = None) -> Op[Tensor]:
+    def mean_of_bucket(self, bucket: Bucket, link: Link | None = None) -> Op[Tensor]:
         """The mean over all workers of a stretch of the gradient, in place, weighted by samples."""
-        return self._spawn_mean(bucket.grad, link and link[bucket.where], ends_if_empty=False)
+        if link is None:  # A codec sees every value anyway, and finds a NaN by itself.
+            self.inspect(bucket.where)
+        return self._begin_mean(bucket.grad, link and link[bucket.where], ends_if_empty=False, start=bucket.where.start)
 
-    def _spawn_mean(self, x: Tensor, link: ErrorFeedback | None, *, ends_if_empty: bool) -> Op[Tensor]:
+    def _begin_mean(self, x: Tensor, link: Link | None, *, ends_if_empty: bool, start: int = 0) -> Op[Tensor]:
         self._mean_was_taken = True
         bad = float(self._bad is not None)
         ballot = Ballot(self._since_mean, float(self.learner.has_data(self.k + 1)), bad, bad * self.rank, self.rank)
-        return self.endpoint.spawn(self._mean(x, ballot, link, ends_if_empty), kind="mean")
 
-    async def _mean(self, x: Tensor, ballot: Ballot, link: ErrorFeedback | None, ends_if_empty: bool) -> Tensor:
+        def heard(total: Ballot) -> Tensor:
+            self._behind_update = total.weight
+            if ballot.complaint is not None and (at := ballot.complaint.at) is not None:
+                self._note_bad(lambda: self.flat.locate(start + at))
+            if total.bad and self._bad is None:
+                self._bad = f"{total.culprit()} had a gradient with NaN or infinity, or beyond its codec"
+            self._over = not total.going_on
+            if ends_if_empty and self._over and not total.weight:
+                raise Ended
+            return x
+
+        return self.endpoint.exchange(lambda endpoint: self._exchange(endpoint, x, ballot, link), heard, kind="mean")
+
+    async def _exchange(self, endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link | None) -> Ballot:
         if self.workers == 1:
-            total = ballot
-        elif link is None:
-            total = await collectives.mean(self.endpoint, x, ballot)
-        else:
-            total = await collectives.mean_by_stripes(self.endpoint.channel(), x, ballot, link)
-        self._behind_update = total.weight
-        if total.bad and self._bad is None:
-            self._bad = f"{total.culprit()} had a gradient with NaN or infinity, or beyond its codec"
-        self._over = not total.going_on
-        if ends_if_empty and self._over and not total.weight:
-            raise Ended
-        return x
+            return ballot
+        if link is None:
+            return await collectives.mean(endpoint, x, ballot)
+        return await collectives.mean_encoded(endpoint, x, ballot, link)
 
     async def mean_of_buffers(self) -> None:
         """Average floating-point buffers (BatchNorm statistics), weighted by samples; of integer ones take the largest."""
@@ -338,8 +344,8 @@ class Replica:
 
 def _like(initial: Any, value: Any) -> Any:
     """A copy of a value, where and as the strategy would have made it."""
-    return value.to(initial, copy=True) if isinstance(initial, Tensor) else value
+    return value.to(initial, copy=True) if isinstance(initial, Tensor) else copy.deepcopy(value)
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from tests.dist import hosts
 from tests.dist.test_attach import ORDERED, task
 
@@ -41,3 +42,78 @@ def test_ordered_sums_across_hosts_give_the_simulators_bits(two_hosts, tmp_path)
         for name, strategy in ORDERED.items():
             assert vectors[name] == pl.simulate(task(), strategy, pl.Cluster(workers=2)).params.tolist(), name
         assert len(vectors["server"]) == len(vectors["all-reduce"])
+
+
+COUNTED = """
+import json, time
+from pathlib import Path
+import torch
+import paceline as pl
+from paceline import codecs
+from paceline.collectives import Ballot, mean, mean_encoded
+from paceline.dist.job import Job
+torch.set_num_threads(1)
+def on_the_wire():
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+class Kept:
+    def __init__(self, **values): self.__dict__.update(values)
+numel = 1_000_000
+with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
+    e = job.endpoint
+    for name in ["none", *json.loads(Path(__file__).with_name("codecs.json").read_text())]:
+        # Messages large enough for their headers, some 5 kB for ten of them, not to count.
+        settings = {"threshold": {"tau": 1.5}, "power-sgd": {"rank": 64}}.get(name, {})
+        codec = None if name == "none" else pl.registry.codec(name, **settings)
+        link = codec and codec.link(lambda **initial: Kept(**initial), torch.zeros(numel), key=e.rank)
+        def once(seed):
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(seed + e.rank))
+            ballot = Ballot(1.0, rank=e.rank)
+            routine = (lambda c: mean(c, x, ballot)) if link is None else (lambda c: mean_encoded(c, x, ballot, link))
+            e.exchange(routine, lambda total: total).wait()
+        once(0)
+        e.all_reduce(torch.zeros(1)).wait()
+        time.sleep(0.2)  # Until the last of it is acknowledged.
+        wire, traced = on_the_wire(), e.trace.bytes_sent(rank=e.rank)
+        for seed in range(1, 11):
+            once(seed)
+        e.all_reduce(torch.zeros(1)).wait()
+        time.sleep(0.2)
+        print(json.dumps([name, on_the_wire() - wire, e.trace.bytes_sent(rank=e.rank) - traced]), flush=True)
+"""
+
+
+def test_the_bytes_in_the_trace_are_those_that_the_interface_counts(two_hosts, tmp_path):
+    """Within 3 %, which is what the headers of Ethernet, IP, TCP and gloo, and acknowledgements, may add."""
+    names = ["fp32", "fp16", "one-bit", "n-bit", "qsgd", "threshold", "top-k", "power-sgd"]
+    script = tmp_path / "count.py"
+    script.write_text(COUNTED)
+    (tmp_path / "codecs.json").write_text(json.dumps(names))
+    for said in hosts.run_on(two_hosts, script, per_host=1):
+        counts = [json.loads(line) for line in said.splitlines()]
+        assert [name for name, _, _ in counts] == ["none", *names]
+        for name, wire, traced in counts:
+            assert abs(traced / wire - 1) < 0.03, f"{name}: {traced} bytes in the trace, {wire} on the interface"
+
+
+GROUPED = """
+import json
+import torch
+import paceline as pl
+from tests.dist.test_attach import task
+torch.set_num_threads(1)
+for name, codec in {"plain": None, "fp32": pl.Fp32(), "one-bit": pl.OneBit()}.items():
+    run = pl.train(task(), pl.AllReduceSGD(codec=codec))
+    print(json.dumps([name, run.params.tolist()]), flush=True)
+"""
+
+
+def test_two_hosts_of_two_workers_sum_within_each_before_they_sum_between(two_hosts, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(GROUPED)
+    said = [json.loads(line) for out in hosts.run_on(two_hosts, script, per_host=2) for line in out.splitlines()]
+    flat = pl.simulate(task(), pl.AllReduceSGD(), pl.Cluster(workers=4))
+    assert len(said) == 4 * 3
+    for name, params in said:
+        if name != "one-bit":
+            assert torch.allclose(torch.tensor(params), flat.params, rtol=1e-4, atol=1e-5), name
+    assert len({json.dumps(line) for line in said}) == 3, "all four end with the same bits"

@@ -108,9 +108,9 @@ def test_sum_is_taken_in_order_of_ranks(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sum_by_stripes_is_taken_in_order_of_ranks(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "STRIPED_FROM", 1)
-    monkeypatch.setattr(shared, "STRIPE", 1 << 12)
+def test_relayed_sum_is_taken_in_order_of_ranks(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "RELAYED_FROM", 1)
+    monkeypatch.setattr(shared, "BLOCK", 1 << 12)
     on_ranks(tmp_path, list(range(size)), lambda group, _: check_sums(group, [1, 7, 1000, 4096 * size // 2, 30_011]))
 
 
@@ -196,8 +196,8 @@ def test_shapes_are_kept_and_nothing_given_is_touched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("striped_from", [1, 1 << 40])
 def test_ops_in_flight_may_be_waited_for_in_any_order(tmp_path: Path, striped_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "STRIPED_FROM", striped_from)
-    monkeypatch.setattr(shared, "STRIPE", 1 << 12)
+    monkeypatch.setattr(shared, "RELAYED_FROM", striped_from)
+    monkeypatch.setattr(shared, "BLOCK", 1 << 12)
 
     def body(group: SharedMemory, _: Store) -> None:
         xs = [values(group.rank, 50 * seed, torch.float32, seed) for seed in range(300)]
@@ -224,8 +224,8 @@ def test_arena_grows_while_its_slots_are_being_read(tmp_path: Path) -> None:
 
 
 def test_slots_are_not_overwritten_before_the_slow_have_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "STRIPED_FROM", 60_000)
-    monkeypatch.setattr(shared, "STRIPE", 1 << 13)
+    monkeypatch.setattr(shared, "RELAYED_FROM", 60_000)
+    monkeypatch.setattr(shared, "BLOCK", 1 << 13)
 
     def body(group: SharedMemory, _: Store) -> int:
         same, own = random.Random(7), random.Random(group.rank)
@@ -251,7 +251,7 @@ def test_slots_are_not_overwritten_before_the_slow_have_read_them(tmp_path: Path
                 verify(op.wait())
         for op, verify in flying:
             verify(op.wait())
-        return group._arena.numel()  # pyright: ignore[reportPrivateUsage]
+        return group._arena.memory.numel()  # pyright: ignore[reportPrivateUsage]
 
     def check(got: Tensor, expected: float) -> None:
         assert (got == expected).all(), (got, expected)
@@ -310,6 +310,39 @@ def test_killed_peer_is_named_at_once(tmp_path: Path, leaves_a_child: bool) -> N
         if leaves_a_child:
             os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert all(rank == 7 and seconds < 1.0 for rank, seconds in results.values())
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize("numel", [600_000, 6_000_000])
+def test_peer_killed_in_a_relayed_sum_is_named_at_once(tmp_path: Path, victim: int, numel: int) -> None:
+    """With few blocks some ranks have done their part and wait for the last one only; with many all wait for one another."""
+
+    def body(group: SharedMemory, store: Store) -> tuple[int, float]:
+        x = torch.ones(numel)
+        group.all_reduce(torch.ones(1)).wait()
+        if group.rank == victim:
+            group.all_reduce(x)
+            os.kill(os.getpid(), signal.SIGKILL)
+        # The first sum is whole if the victim had done all its part in it.
+        error = error_of(lambda: (group.all_reduce(x).wait(), group.all_reduce(x).wait()))
+        assert isinstance(error, PeerLost)
+        return error.rank, time.monotonic()
+
+    named = on_ranks(tmp_path, [0, 1, 2, 3], body, killed=(victim,))
+    assert {rank for rank, _ in named.values()} == {victim}
+    moments = [moment for _, moment in named.values()]
+    assert max(moments) - min(moments) < 1.0
+
+
+def test_ranks_may_leave_as_soon_as_they_have_their_sum(tmp_path: Path) -> None:
+    def body(group: SharedMemory, _: Store) -> float:
+        total = group.all_reduce(torch.ones(5_000_000)).wait().mean().item()
+        group.close()
+        return total
+
+    for i in range(5):
+        (tmp_path / str(i)).mkdir()
+        assert set(on_ranks(tmp_path / str(i), [0, 1, 2, 3], body).values()) == {4.0}
 
 
 def test_what_a_leaving_rank_gave_can_still_be_read(tmp_path: Path) -> None:

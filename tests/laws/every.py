@@ -2,25 +2,91 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from paceline import AllReduceSGD, BlockMomentum, Fp16, Fp32, OneBit, ParameterServer, PeriodicAveraging, Sgd
-from paceline.codecs import Codec
-from paceline.collectives import VOTE_NBYTES, stripe_of
+from paceline.codecs import (
+    DGC,
+    QSGD,
+    AdaptiveThreshold,
+    BFloat16,
+    Chunked,
+    Codec,
+    Entropy,
+    Fp8,
+    NBit,
+    PerTensor,
+    PowerSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+)
+from paceline.collectives import VOTE_NBYTES, sealed_nbytes, stripe_of
 from paceline.server import Rule
 from paceline.strategy import Strategy
-from tests.laws.ranks import Ranks, on_gloo, on_shared_memory, on_simulator
+from tests.laws.ranks import Ranks, on_gloo, on_gloo_by_lane, on_shared_memory, on_simulator
 
 CODECS: dict[str, Codec] = {
     "fp32": Fp32(),
     "fp16": Fp16(),
     "one-bit": OneBit(),
     "one-bit of 64": OneBit(bucket=64),
+    "2 bits": NBit(bits=2),
+    "4 bits": NBit(),
+    "8 bits of 64": NBit(bits=8, bucket=64),
+    "16 bits": NBit(bits=16),
+    "bfloat16": BFloat16(),
+    "fp8": Fp8(),
+    "fp8 e5m2 of 64": Fp8(format="e5m2", bucket=64),
+    "qsgd": QSGD(),
+    "qsgd, 7 levels of the largest": QSGD(levels=7, bucket=64, norm="max"),
+    "qsgd, 1000 levels": QSGD(levels=1000),
+    "terngrad": TernGrad(),
+    "terngrad, not clipped": TernGrad(clip=None),
+    "threshold": Threshold(tau=5.0, limit=math.inf),
+    "threshold, many hits": Threshold(tau=0.5, limit=math.inf),
+    "threshold, entropy": Threshold(tau=5.0, entropy=True, limit=math.inf),
+    "threshold, many hits, entropy": Threshold(tau=0.5, entropy=True, limit=math.inf),
+    "adaptive threshold": AdaptiveThreshold(limit=math.inf),
+    "top-k": TopK(ratio=0.05),
+    "top-k, a quarter": TopK(ratio=0.25),
+    "dgc": DGC(ratio=0.05),
+    "dgc, warm-up": DGC(ratio=0.05, warmup=8),
+    "entropy of qsgd": Entropy(),
+    "entropy of one-bit": Entropy(OneBit()),
+    "entropy of fp16": Entropy(Fp16()),
+    "entropy of threshold": Entropy(Threshold(tau=0.5, limit=math.inf)),
+    "power-sgd": PowerSGD(),
+    "power-sgd of rank 1": PowerSGD(rank=1),
+    "one-bit per tensor": PerTensor(OneBit()),
+    "terngrad per tensor": PerTensor(raw_below=32),
+    "terngrad per chunk": Chunked(chunk=100),
+    "top-k per chunk": Chunked(TopK(ratio=0.1), chunk=512),
+    "threshold per chunk": Chunked(Threshold(tau=5.0, limit=math.inf), chunk=512),
+}
+
+# After how many messages of a stationary stream, of standard normal values, a codec's residual has come to its full size.
+SETTLES: dict[str, int | None] = {name: 40 for name in CODECS} | {
+    "top-k": 120,
+    "dgc": 120,
+    "dgc, warm-up": 120,
+    "power-sgd of rank 1": 60,
+    # A threshold says tau a message: what gains more than that at every step waits longer and longer.
+    "threshold, many hits": None,
+    "threshold, many hits, entropy": None,
+    "entropy of threshold": None,
+    "adaptive threshold": None,
+    # Rounding at random to one of three values loses more than there is: it is for senders without feedback.
+    "terngrad": None,
+    "terngrad, not clipped": None,
+    "terngrad per tensor": None,
+    "terngrad per chunk": None,
 }
 
 RULES: dict[str, Rule] = {
@@ -33,11 +99,11 @@ class Case:
     """A strategy, and what the laws must know of it.
 
     `alone` says how closely one worker equals plain training with `plain`, by default the task's own optimizer.
-    `nbytes(numel, workers, steps, rank)` is what a worker sends in a run of float32.
+    `nbytes(numel, workers, steps, rank)` is what a worker sends in a run of float32; None if that depends on the values.
     """
 
     strategy: Strategy
-    nbytes: Callable[[int, int, int, int], int]
+    nbytes: Callable[[int, int, int, int], int] | None
     alone: Literal["bits", "rounding"] = "bits"
     plain: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     agrees: bool = True  # All ranks end with the same bits.
@@ -56,12 +122,17 @@ def striped(codec: Codec) -> Callable[[int, int, int, int], int]:
     """Every other rank's stripe with a ballot, then the owned stripe to every other rank."""
 
     def nbytes(numel: int, workers: int, steps: int, rank: int) -> int:
-        sizes = [s.stop - s.start for s in (stripe_of(j, numel, workers, unit=512) for j in range(workers))]
-        encoded: list[Any] = [codec.nbytes(size) for size in sizes]
-        away = sum(encoded[j] + VOTE_NBYTES for j in range(workers) if j != rank)
-        return steps * (away + (workers - 1) * encoded[0])
+        sizes = [s.stop - s.start for s in (stripe_of(j, numel, workers, unit=codec.unit) for j in range(workers))]
+        sealed = [sealed_nbytes(codec.nbytes(size) or 0) for size in sizes]
+        away = sum(sealed[j] for j in range(workers) if j != rank)
+        return steps * (away + (workers - 1) * sealed[0])
 
     return nbytes
+
+
+def gathered(codec: Codec) -> Callable[[int, int, int, int], int]:
+    """The whole vector, sealed, to every other rank."""
+    return lambda numel, workers, steps, rank: steps * (workers - 1) * sealed_nbytes(codec.nbytes(numel) or 0)
 
 
 def served(numel: int, workers: int, steps: int, rank: int) -> int:
@@ -74,6 +145,12 @@ STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd by fp32": Case(AllReduceSGD(codec=Fp32()), striped(Fp32())),
     "all-reduce-sgd by fp16": Case(AllReduceSGD(codec=Fp16()), striped(Fp16())),
     "all-reduce-sgd by one-bit": Case(AllReduceSGD(codec=OneBit()), striped(OneBit())),
+    "all-reduce-sgd by qsgd": Case(AllReduceSGD(codec=QSGD()), striped(QSGD())),
+    "all-reduce-sgd by top-k": Case(AllReduceSGD(codec=TopK(ratio=0.1)), gathered(TopK(ratio=0.1))),
+    "all-reduce-sgd by dgc": Case(AllReduceSGD(codec=DGC(ratio=0.1, warmup=6)), None),
+    "all-reduce-sgd by adaptive thresholds": Case(AllReduceSGD(codec=Chunked(AdaptiveThreshold(limit=math.inf), chunk=64)), None),
+    "all-reduce-sgd by entropy": Case(AllReduceSGD(codec=Entropy(PerTensor(TernGrad(), raw_below=16))), None),
+    "all-reduce-sgd by power-sgd": Case(AllReduceSGD(codec=PowerSGD(rank=2)), None),
     "periodic-averaging": Case(PeriodicAveraging(period=4), summed(4)),
     "block-momentum": Case(BlockMomentum(period=4), summed(4), alone="rounding"),
     "block-momentum, kept": Case(BlockMomentum(period=4, reset=False), summed(4), alone="rounding"),
@@ -95,4 +172,5 @@ ENDPOINTS: dict[str, Ranks] = {
     "shared memory": Ranks(on_shared_memory, is_ordered=True),
     "gloo, ordered": Ranks(on_gloo, is_ordered=True),
     "gloo, native": Ranks(on_gloo, is_ordered=False),
+    "gloo, by lane": Ranks(on_gloo_by_lane, is_ordered=False),
 }

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.dist.endpoint import Clock, ProcessEndpoint
+from paceline.dist.lane import Lane
 from paceline.dist.mailbox import Mailbox
 from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout
@@ -65,11 +67,16 @@ def on_gloo(path: Path, workers: int, law: Law, ordered: bool) -> list[Any]:
     return _forked(path, workers, law, ordered, shares=False)
 
 
-def _forked(path: Path, workers: int, law: Law, ordered: bool, *, shares: bool) -> list[Any]:
+def on_gloo_by_lane(path: Path, workers: int, law: Law, ordered: bool) -> list[Any]:
+    return _forked(path, workers, law, ordered, shares=False, has_lane=True)
+
+
+def _forked(path: Path, workers: int, law: Law, ordered: bool, *, shares: bool, has_lane: bool = False) -> list[Any]:
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
     processes = [
-        context.Process(target=_child, args=(path, rank, workers, law, ordered, shares, pipes[rank][1])) for rank in range(workers)
+        context.Process(target=_child, args=(path, rank, workers, law, ordered, shares, has_lane, pipes[rank][1]))
+        for rank in range(workers)
     ]
     results: dict[int, Any] = {}
     try:
@@ -102,23 +109,35 @@ def _forked(path: Path, workers: int, law: Law, ordered: bool, *, shares: bool) 
     return [_thawed(results[rank][1]) for rank in range(workers)]
 
 
-def _child(path: Path, rank: int, workers: int, law: Law, ordered: bool, shares: bool, pipe: Connection) -> None:
+def _child(path: Path, rank: int, workers: int, law: Law, ordered: bool, shares: bool, has_lane: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)
     result: tuple[str, Any] = ("failed", "it did not begin")
     try:
         store = dist.FileStore(str(path / "store"), workers)
         limit = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=workers, timeout=limit)
-        shared = SharedMemory.connect(dist.PrefixStore("shared", store), rank, range(workers), timeout_s=TIMEOUT_S) if shares else None
-        endpoint = ProcessEndpoint(
-            rank,
-            Layout(workers),
-            Clock(time.time()),
-            group=dist.group.WORLD,
-            shared=shared,
-            open_mailbox=lambda: Mailbox(dist.PrefixStore("mail", store), rank, workers, timeout_s=TIMEOUT_S),
-            ordered=ordered,
-        )
+        lane, clock = Lane() if has_lane else None, Clock(time.time())
+        mail = cache(lambda: Mailbox(dist.PrefixStore("mail", store), rank, workers, timeout_s=TIMEOUT_S))
+
+        def endpoint_of(ranks: tuple[int, ...]) -> ProcessEndpoint:
+            apart = dist.PrefixStore(f"shared/{ranks}", store)
+            whole = len(ranks) == workers
+            group = dist.group.WORLD if whole else dist.new_group(list(ranks), use_local_synchronization=True)
+            assert not isinstance(group, int)
+            return ProcessEndpoint(
+                rank,
+                Layout(workers),
+                clock,
+                ranks=ranks,
+                group=group,
+                shared=SharedMemory.connect(apart, rank, ranks, timeout_s=TIMEOUT_S) if shares and len(ranks) > 1 else None,
+                lane=lane,
+                open_mailbox=mail,
+                open_group=endpoint_of if whole else None,
+                ordered=ordered,
+            )
+
+        endpoint = endpoint_of(tuple(range(workers)))
         result = ("done", _frozen(drive(law(endpoint))))
         # A rank that leaves early takes its sockets with it: gloo's peers may still be reading.
         dist.barrier()

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import math
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline import codecs
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
 from paceline.server import RULES as KNOWN_RULES
-from tests.laws.every import CODECS, RULES
+from tests.laws.every import CODECS, RULES, SETTLES
 from tests.laws.tasks import numbers, same
 
 SIZES = [0, 1, 7, 8, 9, 31, 33, 511, 512, 513, 1023, 2**16 + 3]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
+CPU = torch.device("cpu")
+SETTLING = {name: (CODECS[name], steps) for name, steps in SETTLES.items() if steps is not None}
+
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+every_settling_codec = pytest.mark.parametrize(("codec", "steps"), SETTLING.values(), ids=SETTLING)
 every_size = pytest.mark.parametrize("numel", SIZES)
+
+
+few_examples = settings(max_examples=20)  # Of every codec.
 
 
 def random(seed: int = 5) -> torch.Generator:
@@ -50,7 +60,8 @@ def test_every_codec_and_every_rule_is_under_the_laws():
 def test_encoded_length_is_the_one_announced(codec: Codec, numel: int):
     data = codec.encode(numbers(numel, dtype=torch.float32), random())
     assert data.dtype == torch.uint8 and data.dim() == 1
-    assert data.numel() == codec.nbytes(numel)
+    assert data.numel() <= codec.most_nbytes(numel)
+    assert codec.nbytes(numel) in (None, data.numel())
     values = codec.decode(data, numel)
     assert values.dtype == torch.float32 and values.shape == (numel,) and values.isfinite().all()
 
@@ -85,24 +96,29 @@ def test_zeros_are_sent_as_zeros_and_leave_no_residual(codec: Codec, numel: int)
 @every_codec
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 517, 1029])
-def test_a_value_that_is_not_finite_survives_or_is_refused_with_its_place(codec: Codec, bad: float, at: int):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_value_that_is_not_finite_survives_or_is_refused_with_its_place(codec: Codec, bad: float, at: int, dtype: torch.dtype):
+    """A kernel takes back what it has said by then; that rounds twice, by half an ulp of the largest number involved."""
     x = numbers(1030, dtype=torch.float32)
+    largest = (x.abs() + numbers(1030, seed=1).abs()).max().item()
     x[at] = bad
-    link = feedback(codec, 1030)
-    link.residual.copy_(before := numbers(1030, seed=1))
+    link = feedback(codec, 1030, dtype)
+    link.residual.copy_(before := numbers(1030, seed=1, dtype=dtype))
     try:
         values = said(codec, x)
     except ValueError as error:
         assert type(codec).__name__ in str(error) and f"index {at}" in str(error) and f"{bad:g}" in str(error)
         with pytest.raises(ValueError, match=f"index {at}"):
             link.encode(x)
-        assert same(link.residual, before), "what was refused must not be remembered"
+        error = (link.residual - before).abs().max().item()
+        assert error <= 2 * torch.finfo(dtype).eps * largest, "what was refused must not be remembered"
     else:
         assert values[at].item() == bad or (math.isnan(bad) and values[at].isnan())
         assert same(values[torch.arange(1030) != at], x[torch.arange(1030) != at])
 
 
 @every_codec
+@few_examples
 @given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=80))
 @example([3e38, 3e38, -3e38, -3e38])  # Their sums overflow, their means do not.
 def test_finite_values_are_read_as_finite_or_refused_by_name(codec: Codec, values: list[float]):
@@ -115,6 +131,7 @@ def test_finite_values_are_read_as_finite_or_refused_by_name(codec: Codec, value
 
 
 @every_codec
+@few_examples
 @given(values=moderate(most=80), seed=st.integers(0, 2**31))
 def test_same_values_and_generator_give_the_same_bytes(codec: Codec, values: list[float], seed: int):
     x = torch.tensor(values)
@@ -169,10 +186,10 @@ def test_a_gradient_of_autograd_may_be_encoded(codec: Codec):
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("numel", [1, 9, 513, 1023])
+@pytest.mark.parametrize("numel", [1, 9, 1023])
 def test_what_was_said_and_what_is_remembered_is_what_was_meant(codec: Codec, dtype: torch.dtype, numel: int):
     """Each of the T steps rounds twice, in u = g + r and in r = u - D(q), by half an ulp of the largest u."""
-    link, steps = feedback(codec, numel, dtype), 50
+    link, steps = feedback(codec, numel, dtype), 30
     link.residual.copy_(start := numbers(numel, seed=99, dtype=dtype))
     meant, heard, largest = start.double(), torch.zeros(numel, dtype=torch.float64), 0.0
     for t in range(steps):
@@ -185,6 +202,7 @@ def test_what_was_said_and_what_is_remembered_is_what_was_meant(codec: Codec, dt
 
 
 @every_codec
+@few_examples
 @given(values=moderate(64, least=1, most=100), steps=st.integers(1, 8))
 def test_a_constant_gradient_is_said_on_average_up_to_the_residual(codec: Codec, values: list[float], steps: int):
     """The time-average of what is said differs from g by r_T/T, up to float64's rounding of values below 1000 T."""
@@ -195,25 +213,76 @@ def test_a_constant_gradient_is_said_on_average_up_to_the_residual(codec: Codec,
     assert torch.allclose(heard / steps, g - link.residual / steps, rtol=0, atol=1e-9)
 
 
-@every_codec
-def test_bias_dies_out_with_feedback_and_persists_without(codec: Codec):
+@every_settling_codec
+def test_bias_dies_out_with_feedback_and_persists_without(codec: Codec, steps: int):
     g = numbers(1023)
     bias = (said(codec, g) - g).norm().item()
     link, heard = feedback(codec, 1023), torch.zeros_like(g)
-    for _ in range(200):
+    for _ in range(4 * steps):
         heard += codec.decode(link.encode(g), 1023)
     assert bias > 0  # Even fp32's: these are float64.
-    assert (heard / 200 - g).norm().item() < bias / 10
+    assert (heard / (4 * steps) - g).norm().item() < bias / 10
+
+
+@every_settling_codec
+def test_residual_stays_bounded_on_a_stationary_stream(codec: Codec, steps: int):
+    """Were it to grow as the root of time, as a sum of errors does, its median would be 1.41 times larger in the second half."""
+    link, norms = feedback(codec, 1023), list[float]()
+    for t in range(5 * steps):
+        link.encode(numbers(1023, seed=t))
+        norms.append(link.residual.norm().item())
+    assert median(norms[3 * steps :]) < 1.2 * median(norms[steps : 3 * steps])
+
+
+def memories(codec: Codec, numel: int) -> tuple[Any, list[SimpleNamespace]]:
+    """A codec's link, and what it remembers."""
+    kept: list[SimpleNamespace] = []
+
+    def remember(**initial: Any) -> SimpleNamespace:
+        kept.append(SimpleNamespace(**{n: v.clone() if isinstance(v, Tensor) else v for n, v in initial.items()}))
+        return kept[-1]
+
+    return codec.link(remember, torch.zeros(numel)), kept
+
+
+def remembered(kept: list[SimpleNamespace]) -> Tensor:
+    vectors = [v for m in kept for v in vars(m).values() if isinstance(v, Tensor) and v.is_floating_point()]
+    return torch.cat([v.reshape(-1).double() for v in vectors]) if vectors else torch.zeros(0)
 
 
 @every_codec
-def test_residual_stays_bounded_on_a_stationary_stream(codec: Codec):
-    """Were it to grow, as without end a sum of errors does, its square would be ten times larger after ten times the steps."""
-    link, norms = feedback(codec, 1023), []
-    for t in range(600):
-        link.encode(numbers(1023, seed=t))
-        norms.append(link.residual.norm().item())
-    assert max(norms[60:]) < 1.5 * max(norms[:60])
+@pytest.mark.parametrize("where", [slice(0, 1030), slice(100, 700)], ids=str)
+def test_what_was_not_heard_is_remembered_again(codec: Codec, where: slice):
+    """Up to rounding: x + r, what is left of it, and both back; and where there is momentum, that divided by 0.9."""
+    link, kept = memories(codec, 1030)
+    for t in range(3):
+        link[where].encode(numbers(1030, seed=t, dtype=torch.float32)[where])
+    before, x = remembered(kept).clone(), numbers(1030, seed=9, dtype=torch.float32)[where]
+    data = link[where].encode(x)
+    said = torch.zeros(x.numel())
+    link[where].add(data, said)
+    link[where].take_back(x, data)
+    largest = before.abs().max().item() + x.abs().max().item() + said.abs().max().item() if before.numel() else 0.0
+    assert ((remembered(kept) - before).abs() <= 4 * 2**-23 * largest).all()
+
+
+@every_codec
+def test_silence_says_nothing_and_costs_nothing(codec: Codec):
+    link, kept = memories(codec, 1030)
+    link.encode(numbers(1030, dtype=torch.float32))
+    before, heard = remembered(kept).clone(), numbers(1030, dtype=torch.float32)
+    link.add(link.silence(1030, CPU), heard, 0.5)
+    assert torch.equal(heard, numbers(1030, dtype=torch.float32)) and torch.equal(remembered(kept), before)
+
+
+@every_codec
+def test_links_of_two_senders_with_the_same_memory_say_the_same(codec: Codec):
+    """All that a sender needs to go on is in what it remembers; random numbers follow from its key and the count of messages."""
+    first, second = memories(codec, 1030), memories(codec, 1030)
+    for t in range(4):
+        x = numbers(1030, seed=t, dtype=torch.float32)
+        assert torch.equal(first[0].encode(x), second[0].encode(x))
+    assert torch.equal(remembered(first[1]), remembered(second[1]))
 
 
 @given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50))

@@ -146,6 +146,8 @@ def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: 
 @pytest.mark.parametrize("numel", [40, 2047])
 def test_every_element_is_exchanged_exactly_once(case: Case, steps: int, workers: int, numel: int):
     """The bytes in the trace are those of the formulas, with a ballot of 32 bytes a mean."""
+    if case.nbytes is None:
+        pytest.skip("how much this one sends depends on the values")
     task = quadratic(steps=steps, batch=2 * workers, numel=numel, dtype=torch.float32)
     trace = simulate(task, case.strategy, Cluster(workers=workers)).trace
     assert [trace.bytes_sent(rank) for rank in range(workers)] == [case.nbytes(numel, workers, steps, rank) for rank in range(workers)]

@@ -25,4 +25,4 @@ def show(kind: str, classes: Sequence[type], name: str | None, as_json: bool) ->
 
 
 def _setting(setting: dict[str, Any]) -> str:
-    return f"{setting['name']}={setting['default']}"
+    return f"{setting['name']} (required)" if setting["required"] else f"{setting['name']}={setting['default']}"

@@ -1,9 +1,56 @@
 """Wire formats, one a file.  A new one joins `CODECS` here and is then listed, parsed and put under the laws."""
 
-from paceline.codecs.codec import Codec, ErrorFeedback
-from paceline.codecs.floats import Fp16, Fp32
+from paceline.codecs.codec import Codec, ErrorFeedback, Link, Unencodable
+from paceline.codecs.combine import Chunked, PerTensor
+from paceline.codecs.dgc import DGC
+from paceline.codecs.entropy import Entropy
+from paceline.codecs.floats import BFloat16, Fp8, Fp16, Fp32
+from paceline.codecs.n_bit import NBit
 from paceline.codecs.one_bit import OneBit
+from paceline.codecs.power_sgd import PowerSGD
+from paceline.codecs.qsgd import QSGD, TernGrad
+from paceline.codecs.threshold import AdaptiveThreshold, Threshold
+from paceline.codecs.top_k import TopK
 
-CODECS: tuple[type[Codec], ...] = (Fp32, Fp16, OneBit)
+CODECS: tuple[type[Codec], ...] = (
+    Fp32,
+    Fp16,
+    BFloat16,
+    Fp8,
+    OneBit,
+    NBit,
+    QSGD,
+    TernGrad,
+    Threshold,
+    AdaptiveThreshold,
+    TopK,
+    DGC,
+    Entropy,
+    PowerSGD,
+    PerTensor,
+    Chunked,
+)
 
-__all__ = ["CODECS", "Codec", "ErrorFeedback", "Fp16", "Fp32", "OneBit"]
+__all__ = [
+    "CODECS",
+    "DGC",
+    "QSGD",
+    "AdaptiveThreshold",
+    "BFloat16",
+    "Chunked",
+    "Codec",
+    "Entropy",
+    "ErrorFeedback",
+    "Fp8",
+    "Fp16",
+    "Fp32",
+    "Link",
+    "NBit",
+    "OneBit",
+    "PerTensor",
+    "PowerSGD",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+    "Unencodable",
+]

@@ -1,23 +1,46 @@
-"""Codec: a wire format for vectors, and error feedback around it.
+"""Codec: a wire format for vectors, and the links that senders use it through.
 
-A codec is frozen and stateless: it turns a vector into the very bytes that travel and back.  What it loses is none of its
-business: `ErrorFeedback` remembers what was not sent and adds it the next time, whatever the codec.
+A codec is frozen and stateless: it turns a vector into the very bytes that travel and back, defined in plain torch.  What it
+loses is none of its business: `ErrorFeedback` remembers what was not sent and adds it the next time, whatever the codec.  Links
+run the codec's fused kernels where there are any (`codecs/kernels`), which agree with the definition bit for bit.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.codecs import kernels
+from paceline.codecs.noise import seed_of
+
+Way = Literal["stripes", "gather", "factors"]
+
 
 class Unencodable(ValueError):
-    """A value that a codec has no code for: NaN, infinity, or beyond its range."""
+    """A value that a codec has no code for: NaN, infinity, or beyond its range; `at` is where the first NaN or infinity is."""
+
+    def __init__(self, message: str, at: int | None = None) -> None:
+        super().__init__(message)
+        self.at = at
 
 
 class Codec(ABC):
     """A frozen dataclass of settings with three functions; see `codecs/one_bit.py` for a whole one."""
+
+    feedback: ClassVar[bool] = True  # Whether a sender should remember what was left out.
+    is_random: ClassVar[bool] = False  # Whether encoding draws random numbers.
+    wire: ClassVar[torch.dtype | None] = None  # The type in which encoded vectors may be summed as they are; None: they may not.
+    way: ClassVar[Way] = "stripes"  # How a group of ranks comes to the mean of vectors in this format.
+
+    @property
+    def unit(self) -> int:
+        """How many values are encoded as one: a vector is best cut at multiples of it."""
+        return 512
 
     @abstractmethod
     def nbytes(self, numel: int) -> int | None:
@@ -25,26 +48,97 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        """A 1-D uint8 tensor: the bytes that travel."""
+        """A 1-D uint8 tensor: the bytes that travel.  Raises Unencodable with the place of what has no code."""
 
     @abstractmethod
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """The float32 values that the receiver reads out of `data`."""
+        """The float32 values that the bytes mean, possibly as a view of them.  Raises ValueError for bytes that mean none."""
+
+    def most_nbytes(self, numel: int) -> int:
+        """The size that no message of `numel` values exceeds."""
+        nbytes = self.nbytes(numel)
+        assert nbytes is not None, f"{self} is of variable size and must say how large it can become"
+        return nbytes
+
+    def part(self, where: slice) -> Codec:
+        """The codec for a part of the vector; another one only if values are treated by their place."""
+        return self
+
+    def fitted(self, shapes: Sequence[torch.Size]) -> Codec:
+        """The codec for a vector that these tensors make up; another one only if their shapes matter to it."""
+        return self
+
+    def adapted(self, data: Tensor, numel: int) -> Codec:
+        """The codec for a sender's next message, after `data`; another one only if its settings follow what was sent."""
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """All settings as plain data."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # pyright: ignore[reportArgumentType]
+
+    def restored(self, settings: dict[str, Any]) -> Codec:
+        """This codec with other `settings()`; what kind of codec it is, and is made of, does not come from there."""
+        values = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+        return replace(self, **{n: getattr(self, n).restored(v) if isinstance(v, dict) else v for n, v in values.items()})  # pyright: ignore
+
+    def link(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> Link:
+        """This codec as a sender of vectors like `like` uses it.
+
+        `remember(name=initial, ...)` gives an object with these attributes that outlives the run.  Senders with different keys
+        draw different random numbers.
+        """
+        return ErrorFeedback.remembered(self, remember, like, key)
 
     def check(self, data: Tensor, numel: int) -> None:
-        """Refuse bytes of the wrong length before anything is read out of them."""
-        expected = self.nbytes(numel)
+        """Refuse bytes that cannot be `numel` encoded values."""
         if data.dtype != torch.uint8 or data.dim() != 1:
-            raise ValueError(f"{self} decodes 1-D uint8 data, not {data.dtype} of shape {tuple(data.shape)}")
-        if expected is not None and data.numel() != expected:
-            raise ValueError(f"{self} encodes {numel} values in {expected} bytes, but was given {data.numel()} bytes to decode")
+            raise ValueError(f"{self} decodes a 1-D uint8 tensor, but was given {data.dtype} of shape {tuple(data.shape)}")
+        if data.numel() != (wanted := self.nbytes(numel)) and wanted is not None:
+            raise ValueError(f"{self} encodes {numel} values in {wanted} bytes, but was given {data.numel()} bytes to decode")
+
+    def refuse(self, x: Tensor, why: str) -> None:
+        """Raise Unencodable, naming the first value of `x` that is not finite, or for `why` if all are."""
+        finite = x.isfinite()
+        if finite.all():
+            raise Unencodable(f"{self} cannot encode {x.numel()} values up to {x.abs().max().item():g}: {why}")
+        at = int(finite.logical_not().nonzero()[0])
+        raise Unencodable(f"{self} cannot encode {x[at].item():g} at index {at}: it is not finite", at)
+
+
+class Link(Protocol):
+    """A codec as one sender uses it.  Slicing gives the same memory for a part of the vector."""
+
+    codec: Codec
+
+    def __getitem__(self, where: slice) -> Link: ...
+
+    def owned(self, where: slice) -> Link:
+        """The second level: how this rank sends the sum over all of the stripe that it owns."""
+        ...
+
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The bytes to send for `x`, in `out` if given; what they leave out is now remembered."""
+        ...
+
+    def silence(self, numel: int, device: torch.device) -> Tensor:
+        """A message that says nothing, for a sender whose values do not count; nothing that it remembers is lost by it."""
+        ...
+
+    def take_back(self, x: Tensor, data: Tensor) -> None:
+        """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
+        ...
+
+    def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
+        """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""
+        ...
 
 
 class ErrorFeedback:
     """A codec as one sender uses it: what could not be said is remembered and said later.
 
     `residual` belongs to what this rank sends of its own, `owner_residual` to the sums it sends on behalf of all (the second
-    level of `mean_by_stripes`).  Slicing gives the same memory for a part of the vector.
+    level of `mean_by_stripes`); with None in their place nothing is remembered.  `count` is the number of messages so far: if it
+    is given, message i is encoded with random numbers that follow from `key` and i alone.
 
     >>> from paceline.codecs import OneBit
     >>> link = ErrorFeedback(OneBit(), torch.zeros(4), torch.zeros(4))
@@ -54,31 +148,90 @@ class ErrorFeedback:
     (tensor([ 2.,  2., -2., -2.]), tensor([ 1., -1.,  0.,  0.]))
     """
 
-    def __init__(self, codec: Codec, residual: Tensor, owner_residual: Tensor, rng: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        residual: Tensor | None,
+        owner_residual: Tensor | None = None,
+        rng: torch.Generator | None = None,
+        *,
+        key: int = 0,
+        count: Tensor | None = None,
+        adapted: dict[str, dict[str, Any]] | None = None,
+        place: str = "",
+    ) -> None:
         self.codec = codec
         self.residual = residual
         self.owner_residual = owner_residual
-        self.rng = rng
+        self.rng = torch.Generator() if count is not None and rng is None else rng
+        self.key, self.count = key, count
+        self._adapted = {} if adapted is None else adapted  # The settings that have changed, by the part that is sent.
+        self._place = place
+
+    @classmethod
+    def remembered(cls, codec: Codec, remember: Callable[..., Any], like: Tensor, key: int) -> ErrorFeedback:
+        """A link whose memory outlives the run; see `Codec.link`."""
+        initial: dict[str, Any] = {}
+        if codec.feedback:
+            # In single precision at least: what is left out is smaller than what is said, and would drown in 16 bits.
+            wide = torch.zeros(like.numel(), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+            initial |= {"residual": wide, "owner_residual": wide}
+        if codec.is_random:
+            initial["count"] = torch.zeros(1, dtype=torch.int64)
+        if type(codec).adapted is not Codec.adapted:
+            initial["adapted"] = {}
+        m = vars(remember(**initial)) if initial else initial
+        return cls(codec, m.get("residual"), m.get("owner_residual"), key=key, count=m.get("count"), adapted=m.get("adapted"))
 
     def __getitem__(self, where: slice) -> ErrorFeedback:
-        return ErrorFeedback(self.codec, self.residual[where], self.owner_residual[where], self.rng)
+        return self._part(where, self.residual, self.owner_residual, "")
 
     def owned(self, where: slice) -> ErrorFeedback:
         """The second level: how this rank sends the sum over all of the stripe that it owns."""
-        return ErrorFeedback(self.codec, self.owner_residual[where], self.owner_residual[where], self.rng)
+        return self._part(where, self.owner_residual, self.owner_residual, " owned")
 
-    def encode(self, x: Tensor) -> Tensor:
-        """The bytes to send for `x`; the residual now holds what they leave out."""
-        # The residual is added before encoding, not after: a value that was rounded up last time must be able to flip.
-        wanted = x + self.residual
-        data = self.codec.encode(wanted, self.rng)
-        torch.sub(wanted, self.codec.decode(data, x.numel()), out=self.residual)
+    def _part(self, where: slice, residual: Tensor | None, owner_residual: Tensor | None, level: str) -> ErrorFeedback:
+        return ErrorFeedback(
+            self.codec.part(where),
+            None if residual is None else residual[where],
+            None if owner_residual is None else owner_residual[where],
+            self.rng,
+            key=self.key,
+            count=self.count,
+            adapted=self._adapted,
+            place=f"{self._place}{level} {where.start or 0}:{where.stop}",
+        )
+
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The bytes to send for `x`, in `out` if given; the residual now holds what they leave out."""
+        codec = self.codec.restored(self._adapted[self._place]) if self._place in self._adapted else self.codec
+        data = kernels.encode(codec, x, self.residual, self._drawing(), out)
+        if (after := codec.adapted(data, x.numel())) is not codec:
+            self._adapted[self._place] = after.settings()
         return data
 
-    def silence(self, numel: int) -> Tensor:
+    def _drawing(self) -> torch.Generator | None:
+        if self.count is not None and self.rng is not None and self.codec.is_random:
+            self.rng.manual_seed(seed_of(self.key, int(self.count)))
+            self.count += 1
+        return self.rng
+
+    def silence(self, numel: int, device: torch.device) -> Tensor:
         """A message that says nothing, for a sender whose values do not count; nothing that it remembers is lost by it."""
-        return self.codec.encode(torch.zeros(numel, device=self.residual.device), self.rng)
+        return kernels.encode(self.codec, torch.zeros(numel, device=device), None, self.rng)
 
     def take_back(self, x: Tensor, data: Tensor) -> None:
-        """What `encode` said for `x` was not heard: remember again what was remembered before."""
-        self.residual.add_(self.codec.decode(data, x.numel())).sub_(x)
+        """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
+        if self.residual is not None:
+            self.add(data, self.residual)
+            self.residual.sub_(x)
+
+    def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
+        """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""
+        kernels.add(self.codec, data, into, weight, fresh)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value.settings() if isinstance(value, Codec) else value

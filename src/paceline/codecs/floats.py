@@ -1,18 +1,22 @@
-"""Plain floating-point formats: fp32 as the identity, fp16 as the cheapest compression."""
+"""Plain floating-point formats: fp32 as the identity, fp16 and bfloat16 as the cheapest compression, fp8 with scales."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec, Unencodable
+from paceline.codecs.layout import aligned, bucketed, check_bucket, check_scales, copied, scales_in
 
 
 @dataclass(frozen=True)
 class Fp32(Codec):
     """The values as they are, 4 bytes each: the codec that loses nothing."""
+
+    wire: ClassVar[torch.dtype | None] = torch.float32
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
@@ -25,32 +29,101 @@ class Fp32(Codec):
         return aligned(data).view(torch.float32)
 
 
-@dataclass(frozen=True)
-class Fp16(Codec):
-    """Half precision, 2 bytes each; values beyond 65504 are refused, not sent as infinity."""
+class Cast(Codec):
+    """Values rounded to a type of 16 bits."""
+
+    feedback: ClassVar[bool] = False
+    dtype: ClassVar[torch.dtype]
 
     def nbytes(self, numel: int) -> int:
         return 2 * numel
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        half = copied(x, torch.float16)
+        short = copied(x, self.dtype)
         # One pass tells almost always; only a hit is looked at closely, because a large sum may overflow by itself.
-        if not half.sum(dtype=torch.float32).isfinite() and not (finite := half.isfinite()).all():
-            at = int(finite.logical_not().nonzero()[0])
-            raise Unencodable(f"{self} cannot encode {x.reshape(-1)[at].item():g} at index {at}: fp16 ends at 65504")
-        return half.view(torch.uint8)
+        if not short.sum(dtype=torch.float32).isfinite() and not short.isfinite().all():
+            self.refuse(x.reshape(-1))
+        return short.view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         self.check(data, numel)
-        return aligned(data).view(torch.float16).to(torch.float32)
+        return aligned(data).view(self.dtype).to(torch.float32)
+
+    def refuse(self, x: Tensor, why: str = "") -> None:
+        at = int(x.to(self.dtype).isfinite().logical_not().nonzero()[0])
+        raise Unencodable(
+            f"{self} cannot encode {x[at].item():g} at index {at}: {type(self).__name__.lower()} ends at {torch.finfo(self.dtype).max:g}",
+            None if x[at].isfinite() else at,
+        )
 
 
-def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in memory of their own, one after the other."""
-    return torch.empty(x.numel(), dtype=dtype, device=x.device).copy_(x.detach().reshape(-1))
+@dataclass(frozen=True)
+class Fp16(Cast):
+    """Half precision, 2 bytes each; values beyond 65504 are refused, not sent as infinity."""
+
+    dtype: ClassVar[torch.dtype] = torch.float16
+    wire: ClassVar[torch.dtype | None] = torch.float16
 
 
-def aligned(data: Tensor) -> Tensor:
-    """`data` at an address where wider types may be read; a copy only where it lies askew inside a longer message."""
-    is_straight = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 and data.is_contiguous()
-    return data if is_straight else data.clone()
+@dataclass(frozen=True)
+class BFloat16(Cast):
+    """The upper half of fp32, 2 bytes each: its whole range, and 8 significant bits."""
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    wire: ClassVar[torch.dtype | None] = torch.bfloat16
+
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class Fp8(Codec):
+    """One byte a value, with 3 (e4m3) or 2 (e5m2) bits after the leading one, and one fp32 scale a bucket: a fourth of fp32.
+
+    The scale makes the largest value of a bucket the largest that the format has.
+    """
+
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"{self}: the format is 'e4m3' or 'e5m2'")
+        check_bucket(self, self.bucket)
+
+    @property
+    def unit(self) -> int:
+        return self.bucket
+
+    @property
+    def top(self) -> float:
+        """The largest value of the format."""
+        return torch.finfo(FORMATS[self.format]).max
+
+    def buckets(self, numel: int) -> int:
+        return -(-numel // self.bucket)
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * self.buckets(numel) + numel
+
+    def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
+        rows = bucketed(x, self.bucket)
+        largest = rows.abs().amax(1)
+        tops = torch.full_like(largest, self.top)
+        scales, factors = largest / tops, tops / largest
+        if not (scales * self.top).isfinite().all():  # The largest is to be finite when it is read, too.
+            self.refuse(x.reshape(-1), "the largest is beyond float32")
+        # A largest value that is 0, or too small to divide by, stands for a bucket of zeros.
+        scales, factors = (torch.where(factors.isfinite(), v, 0.0) for v in (scales, factors))
+        codes = (rows * factors[:, None]).clamp(-self.top, self.top).to(FORMATS[self.format]).view(torch.uint8).view(-1)
+        return torch.cat([scales.view(torch.uint8), codes[: x.numel()]])
+
+    def decode(self, data: Tensor, numel: int) -> Tensor:
+        self.check(data, numel)
+        count = self.buckets(numel)
+        scales = scales_in(data, count).repeat_interleave(self.bucket)[:numel]
+        return data[4 * count :].view(FORMATS[self.format]).to(torch.float32) * scales
+
+    def check(self, data: Tensor, numel: int) -> None:
+        super().check(data, numel)
+        check_scales(self, data, self.buckets(numel))

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from paceline.codecs.codec import Codec, Unencodable
-from paceline.codecs.floats import aligned
+from paceline.codecs.codec import Codec
+from paceline.codecs.layout import aligned, bucketed, check_bucket, check_scales, reals, row_sums
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,11 @@ class OneBit(Codec):
     bucket: int = 512
 
     def __post_init__(self) -> None:
-        if self.bucket < 8 or self.bucket % 8:
-            raise ValueError(f"OneBit(bucket={self.bucket}): a bucket holds a multiple of 8 values, at least 8")
+        check_bucket(self, self.bucket)
+
+    @property
+    def unit(self) -> int:
+        return self.bucket
 
     def buckets(self, numel: int) -> int:
         return -(-numel // self.bucket)
@@ -33,20 +35,16 @@ class OneBit(Codec):
         return 8 * self.buckets(numel) + -(-numel // 8)
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        x = x.detach().to(torch.float32).reshape(-1)
-        padded = F.pad(x, (0, self.buckets(x.numel()) * self.bucket - x.numel())).view(-1, self.bucket)
-        positive = padded >= 0
-        # In float64, where no sum of 512 floats overflows.
-        above, below = (part.sum(1, dtype=torch.float64) for part in (padded.clamp(min=0), padded.clamp(max=0)))
-        if not (above.sum() + below.sum()).isfinite() and not (finite := x.isfinite()).all():
-            at = int(finite.logical_not().nonzero()[0])
-            raise Unencodable(f"{self} cannot encode {x[at].item()} at index {at}: it has no mean")
-        real = torch.full((len(padded),), self.bucket, device=x.device)
-        if x.numel() % self.bucket:
-            real[-1] = x.numel() % self.bucket
+        rows = bucketed(x, self.bucket)
+        positive = rows >= 0
+        zero = rows.new_zeros(())
+        above, below = row_sums(torch.where(positive, rows, zero)), row_sums(torch.where(positive, zero, rows))
+        if not (above.isfinite().all() and below.isfinite().all()):
+            self.refuse(x.reshape(-1), "their sum is beyond float32")
+        real = reals(x.numel(), self.bucket, x.device)
         # Padding is zero, so it is among the non-negative: it must not be counted there.
         positives = positive.sum(1) - (self.bucket - real)
-        means = torch.stack([below / (real - positives).clamp(min=1), above / positives.clamp(min=1)], dim=1).to(torch.float32)
+        means = torch.stack([below / (real - positives).clamp(min=1), above / positives.clamp(min=1)], dim=1)
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
         bits = (positive.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)[: -(-x.numel() // 8)]
         return torch.cat([means.view(-1).view(torch.uint8), bits])
@@ -59,3 +57,7 @@ class OneBit(Codec):
         positive = ((data[8 * self.buckets(numel) :, None] >> shifts) & 1).view(-1)[:numel].bool()
         low, high = means.repeat_interleave(self.bucket, dim=0)[:numel].unbind(1)
         return torch.where(positive, high, low)
+
+    def check(self, data: Tensor, numel: int) -> None:
+        super().check(data, numel)
+        check_scales(self, data, 2 * self.buckets(numel))

@@ -1,7 +1,8 @@
 """A rank's endpoint among real processes.
 
 Collectives go through shared memory where all ranks share a host and the tensors are on the CPU, otherwise through
-torch.distributed (gloo, NCCL); messages go through a ZeroMQ mailbox, opened with the first of them.
+torch.distributed: gloo in a thread of its own (`lane`), by host first where hosts have several ranks, or NCCL.  Messages go
+through a ZeroMQ mailbox, opened with the first of them.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.collectives import sum_by_groups
+from paceline.dist.lane import Lane
 from paceline.dist.shared import SharedMemory
-from paceline.endpoint import Layout, Message, check_summable
+from paceline.endpoint import Endpoint, Layout, Message, check_summable
 from paceline.errors import ClusterError
-from paceline.op import Op, Ready, Routine
+from paceline.op import Op, Ready, Routine, and_then, drive
 from paceline.sim import network
 from paceline.trace import Trace
 
 if TYPE_CHECKING:
     from paceline.dist.mailbox import Mailbox
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 ANY_LINK = network.Link(bandwidth=1.0, latency=0.0)  # Only the bytes of a collective's cost are asked for here.
@@ -98,6 +102,8 @@ class ProcessEndpoint:
         ranks: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         shared: SharedMemory | None = None,
+        lane: Lane | None = None,
+        hosts: Sequence[Sequence[int]] | None = None,
         open_mailbox: Callable[[], Mailbox] | None = None,
         open_group: Callable[[tuple[int, ...]], ProcessEndpoint] | None = None,
         ordered: bool = False,
@@ -106,7 +112,8 @@ class ProcessEndpoint:
         self.rank, self.layout, self.clock, self.ordered = rank, layout, clock, ordered
         self.ranks = tuple(layout.worker_ranks if ranks is None else ranks)
         self.trace = Trace() if trace is None else trace
-        self._process_group, self._shared = group, shared
+        self.hosts = hosts  # The ranks by host, if several hosts have several.
+        self._process_group, self._shared, self._lane = group, shared, lane
         self._open_mailbox, self._mailbox = open_mailbox, None
         self._open_group = open_group
         self._groups: dict[tuple[int, ...], ProcessEndpoint] = {}
@@ -124,6 +131,14 @@ class ProcessEndpoint:
     def spawn(self, routine: Coroutine[Op[Any], Any, T], *, kind: str = "routine") -> Op[T]:
         return Routine(kind, routine)
 
+    def exchange(
+        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]], then: Callable[[S], T], *, kind: str = "exchange"
+    ) -> Op[T]:
+        if self._lane is None or self._lane.is_here():
+            # Carried on where it is waited for, and so in one order on every rank.
+            return Routine(kind, and_then(routine(self), then))
+        return self._lane.ask(kind, lambda: drive(routine(self)), then)
+
     def group(self, ranks: Sequence[int]) -> ProcessEndpoint:
         ranks = tuple(sorted(ranks))
         if ranks == self.ranks:
@@ -133,9 +148,6 @@ class ProcessEndpoint:
         if ranks not in self._groups:
             self._groups[ranks] = self._open_group(ranks)
         return self._groups[ranks]
-
-    def channel(self) -> ProcessEndpoint:
-        return self  # Routines are carried on where they are waited for, and so in one order on every rank.
 
     @property
     def mailbox(self) -> Mailbox:
@@ -156,12 +168,18 @@ class ProcessEndpoint:
         if len(self.ranks) == 1:
             return Ready("all_reduce", x)
         nbytes = x.nbytes + (0 if tail is None else tail.nbytes)
-        if self._shared is not None and x.device.type == "cpu":
-            return self._watched(self._shared.all_reduce(x, tail), nbytes)
+        if (shared := self._sharing(x)) is not None:
+            return self._begin("all_reduce", lambda: shared.all_reduce(x, tail), nbytes)
         if self.ordered:
-            return self._watched(Routine("all_reduce", self._ordered_sum(x, tail)), nbytes, sent_as="all_gather")
+            return self._begin("all_reduce", lambda: Routine("all_reduce", self._ordered_sum(x, tail)), nbytes, sent_as="all_gather")
+        if self.hosts is not None and x.device.type == "cpu":
+            hosts, small = self.hosts, torch.zeros(0, dtype=torch.float64) if tail is None else tail
+            return self.exchange(lambda _: sum_by_groups(self, x, small, hosts), lambda total: total, kind="all_reduce")
+        return self._begin("all_reduce", lambda: self._sum(x, tail), nbytes)
+
+    def _sum(self, x: Tensor, tail: Tensor | None) -> Op[Tensor]:
         works = [dist.all_reduce(t, group=self._process_group, async_op=True) for t in (x, tail) if t is not None]
-        return self._watched(Work("all_reduce", works, lambda: x), nbytes)
+        return Work("all_reduce", works, lambda: x)
 
     async def _ordered_sum(self, x: Tensor, tail: Tensor | None) -> Tensor:
         """In order of ranks, so that the bits are those of the simulator; it costs N times the memory."""
@@ -178,58 +196,97 @@ class ProcessEndpoint:
             start += t.nbytes
         return x
 
+    def reduce(self, x: Tensor, dst: int, tail: Tensor | None = None) -> Op[Tensor]:
+        check_summable(x)
+        if len(self.ranks) == 1:
+            return Ready("reduce", x)
+        nbytes, root = x.nbytes + (0 if tail is None else tail.nbytes), self.ranks.index(dst)
+        if (shared := self._sharing(x)) is not None:
+            return self._begin("reduce", lambda: shared.all_reduce(x, tail), nbytes, root)
+        return self._begin("reduce", lambda: self._sum_at(x, dst, tail), nbytes, root)
+
+    def _sum_at(self, x: Tensor, dst: int, tail: Tensor | None) -> Op[Tensor]:
+        works = [dist.reduce(t, dst, group=self._process_group, async_op=True) for t in (x, tail) if t is not None]
+        return Work("reduce", works, lambda: x)
+
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
         if len(self.ranks) == 1:
             return Ready("all_gather", [data.clone()])
-        if self._shared is not None and data.device.type == "cpu":
-            return self._watched(self._shared.all_gather(data), data.nbytes)
-        return self._watched(self._gather(data), data.nbytes)
+        shared = self._sharing(data)
+        return self._begin("all_gather", lambda: self._gather(data) if shared is None else shared.all_gather(data), data.nbytes)
 
     def _gather(self, data: Tensor) -> Op[list[Tensor]]:
         parts = [torch.empty_like(data) for _ in self.ranks]
         return Work("all_gather", [dist.all_gather(parts, data.contiguous(), group=self._process_group, async_op=True)], lambda: parts)
 
-    def all_to_all(self, parts: Sequence[Tensor]) -> Op[list[Tensor]]:
+    def all_to_all(self, parts: Sequence[Tensor], coming: Sequence[int] | None = None) -> Op[list[Tensor]]:
         if len(parts) != len(self.ranks):
             raise ValueError(f"rank {self.rank} gave all_to_all {len(parts)} parts for {len(self.ranks)} ranks")
         if len(self.ranks) == 1:
             return Ready("all_to_all", [parts[0].clone()])
         mine = self.ranks.index(self.rank)
         nbytes = sum(p.nbytes for i, p in enumerate(parts) if i != mine)
-        if self._shared is not None and parts[0].device.type == "cpu":
-            return self._watched(self._shared.all_to_all(parts), nbytes)
-        return self._watched(Routine("all_to_all", self._exchange(parts)), nbytes)
+        if (shared := self._sharing(parts[0])) is not None:
+            return self._begin("all_to_all", lambda: shared.all_to_all(parts), nbytes)
+        if coming is not None:
+            return self._begin("all_to_all", lambda: self._swap(parts, coming), nbytes)
+        return self._begin("all_to_all", lambda: Routine("all_to_all", self._ask_and_swap(parts)), nbytes)
 
-    async def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        # Nobody knows how much the others have for it, so the sizes go first and the bytes follow when this is waited for:
-        # ranks must not start another collective in between on one side only.
-        sizes = await self._gather(torch.tensor([p.numel() for p in parts]))
+    async def _ask_and_swap(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        # Nobody knows how much the others have for it, so the sizes go first.  Without a lane the bytes follow when this is
+        # waited for: ranks must not start another collective in between on one side only.
+        sizes = await self._gather(torch.tensor([p.numel() for p in parts], device=parts[0].device))
         mine = self.ranks.index(self.rank)
-        coming = [int(s[mine]) for s in sizes]
+        return await self._swap(parts, [int(s[mine]) for s in sizes])
+
+    def _swap(self, parts: Sequence[Tensor], coming: Sequence[int]) -> Op[list[Tensor]]:
         received = torch.empty(sum(coming), dtype=torch.uint8, device=parts[0].device)
-        work = dist.all_to_all_single(
-            received, torch.cat(list(parts)), coming, [p.numel() for p in parts], group=self._process_group, async_op=True
-        )
-        return await Work("all_to_all", [work], lambda: list(received.split(coming)))
+        going = [p.numel() for p in parts]
+        work = dist.all_to_all_single(received, _in_one(parts), list(coming), going, group=self._process_group, async_op=True)
+        return Work("all_to_all", [work], lambda: list(received.split(list(coming))))
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]:
         if len(self.ranks) == 1:
             return Ready("broadcast", x)
-        if self._shared is not None and x.device.type == "cpu":
-            return self._watched(self._shared.broadcast(x, src), x.nbytes, self.ranks.index(src))
-        work = dist.broadcast(x, src, group=self._process_group, async_op=True)
-        return self._watched(Work("broadcast", [work], lambda: x), x.nbytes, self.ranks.index(src))
+        root = self.ranks.index(src)
+        if (shared := self._sharing(x)) is not None:
+            return self._begin("broadcast", lambda: shared.broadcast(x, src), x.nbytes, root)
+        return self._begin("broadcast", lambda: self._spread(x, src), x.nbytes, root)
 
-    def _watched(self, op: Op[T], nbytes: int, root: int = 0, sent_as: str | None = None) -> Op[T]:
-        cost = network.COLLECTIVES[sent_as or op.kind]("ring", len(self.ranks), nbytes, ANY_LINK)
-        watched = Watched(op, self, cost.nbytes((self.ranks.index(self.rank) - root) % len(self.ranks)))
+    def _spread(self, x: Tensor, src: int) -> Op[Tensor]:
+        return Work("broadcast", [dist.broadcast(x, src, group=self._process_group, async_op=True)], lambda: x)
+
+    def _sharing(self, x: Tensor) -> SharedMemory | None:
+        return self._shared if x.device.type == "cpu" else None
+
+    def _begin(self, kind: str, start: Callable[[], Op[T]], nbytes: int, root: int = 0, sent_as: str | None = None) -> Op[T]:
+        """Start a collective, here or in the lane; `nbytes` is what each rank puts in."""
+        if self._lane is not None and not self._lane.is_here():
+            return self._lane.ask(kind, lambda: self._begin(kind, start, nbytes, root, sent_as).wait(), lambda value: value)
+        # Within one host of several nothing goes over a network.
+        is_free = self._shared is not None and self._lane is not None
+        cost = network.COLLECTIVES[sent_as or kind]("ring", len(self.ranks), 0 if is_free else nbytes, ANY_LINK)
+        watched = Watched(start(), self, cost.nbytes((self.ranks.index(self.rank) - root) % len(self.ranks)))
         self.under_way.append(watched)
         return watched
 
     def close(self) -> None:
         for group in self._groups.values():
             group.close()
+        if self._lane is not None:
+            self._lane.close()
         if self._mailbox is not None:
             self._mailbox.close()
         if self._shared is not None:
             self._shared.close()
+
+
+def _in_one(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one behind the other; no copy if they lie so already."""
+    first, starts = parts[0], [p.data_ptr() for p in parts]
+    storage = first.untyped_storage().data_ptr()
+    if all(p.untyped_storage().data_ptr() == storage for p in parts) and starts == [
+        starts[0] + sum(p.numel() for p in parts[:i]) for i in range(len(parts))
+    ]:
+        return first.as_strided((sum(p.numel() for p in parts),), (1,))
+    return torch.cat(list(parts))

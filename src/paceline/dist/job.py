@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from paceline.dist.companion import Companions
 from paceline.dist.endpoint import Clock, ProcessEndpoint
+from paceline.dist.lane import Lane
 from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout
 from paceline.strategy import Strategy
@@ -57,14 +58,19 @@ class Job:
         rank: int | None = None,
         workers: int | None = None,
         ordered: bool = False,
+        apart: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        self._timeout_s, self._own_group, self._folder = timeout_s, False, None
+        self._timeout_s, self._device, self._own_group, self._folder = timeout_s, device, False, None
         self._companions: Companions | None = None
         self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
         self.endpoint: ProcessEndpoint
         try:
-            self._open(strategy, self._join(device, store, rank, workers), ordered)
+            group = self._join(device, store, rank, workers)
+            if apart and self.workers > 1:
+                group = dist.new_group()
+                assert not isinstance(group, int)  # What torch gives to those who are no members.
+            self._open(strategy, group, ordered)
         except BaseException:
             self.close(failed=True)
             raise
@@ -81,12 +87,17 @@ class Job:
             self._companions = Companions(
                 strategy, self.layout, self._base, self._prefix, epoch=epoch, bind=self.bind, timeout_s=self._timeout_s
             )
+        # Through shared memory a collective is carried on by whoever waits for it; a GPU has streams of its own.
+        self.lane = None if self.is_one_host or self._device.type != "cpu" else Lane()
+        hosts = [[r for r in range(self.workers) if self._hosts[r] == h] for h in dict.fromkeys(self._hosts)]
         self.endpoint = ProcessEndpoint(
             self.rank,
             self.layout,
             self._clock,
             group=group,
             shared=self._share(tuple(range(self.workers))),
+            lane=self.lane,
+            hosts=hosts if 1 < len(hosts) < self.workers and self.lane is not None and not ordered else None,
             open_mailbox=self._open_mailbox,
             open_group=self._open_group,
             ordered=ordered,
@@ -118,6 +129,7 @@ class Job:
             ranks=ranks,
             group=group,
             shared=self._share(ranks),
+            lane=self.lane,
             open_mailbox=lambda: self.endpoint.mailbox,
             ordered=self._ordered,
             trace=self.endpoint.trace,

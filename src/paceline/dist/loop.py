@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.dist.backward import BucketHooks, Each
 from paceline.dist.optimizer import SessionOptimizer
 from paceline.endpoint import Endpoint
-from paceline.flat import Bucket, FlatModel
+from paceline.flat import FlatModel
 from paceline.op import Op
 from paceline.replica import NonFinite, Replica
 from paceline.strategy import Strategy
@@ -177,12 +177,7 @@ class Loop:
             return None
         self.replica.begin(1.0 if self.samples is None else self.samples)
         self._unreached = []
-        return self._inspected
-
-    def _inspected(self, bucket: Bucket) -> None:
-        assert self.wish is not None and self.wish.each is not None
-        self.replica.inspect(bucket.where)
-        self.wish.each(bucket)
+        return self.wish.each
 
     def _exchanged(self) -> None:
         self._note()

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 
 from paceline.errors import ClusterError
 
-SPIN_S = 50e-6  # How long to ask for news before sleeping: waking a sleeper takes about as long.
+SPIN_S = 50e-6  # How long to ask for news before sleeping, with a core for every rank: waking a sleeper takes about as long.
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -38,15 +38,16 @@ FILE_SIZE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 class Kind(IntEnum):
-    """What a notice tells of: the start of a collective, or one of the last three."""
+    """What a notice tells of: the start of a collective, or one of the last four."""
 
     all_reduce = 0
     all_gather = 1
     all_to_all = 2
     broadcast = 3
-    striped = 4
-    arena = 5
-    lost = 6
+    added = 4
+    fetched = 5
+    arena = 6
+    lost = 7
 
 
 class Notice(NamedTuple):
@@ -60,6 +61,10 @@ class Notice(NamedTuple):
     nbytes: int = 0
     tail: int = 0
     offset: int = 0
+
+    def counting(self, kind: Kind, count: int, finished: int) -> Notice:
+        """How far the sender has come with the blocks of the collective that this one began."""
+        return Notice(kind, number=self.number, finished=finished, offset=count)
 
     def agrees(self, other: Notice) -> bool:
         if self.kind == other.kind == Kind.all_to_all:
@@ -104,6 +109,8 @@ class Mesh:
         self.inbox: deque[tuple[int, Notice, int | None]] = deque()
         self.gone: list[int] = []  # Places, the first to go first.
         self._timeout_s = timeout_s
+        # Ranks that share a core only hold up one another: a sleeper is preferred when there is news, one who yields is not.
+        self._spin_s = SPIN_S if len(peers) < len(os.sched_getaffinity(0)) else 0.0
         self._poll = select.poll()
         self._by_file = {file: peer for peer in peers for file in peer.files}
         for file in self._by_file:
@@ -133,7 +140,7 @@ class Mesh:
         """Put what has come into the inbox; False if nothing came within the time."""
         ready = self._poll.poll(0)
         if not ready and timeout_s > 0:
-            stop = time.monotonic() + min(timeout_s, SPIN_S)
+            stop = time.monotonic() + min(timeout_s, self._spin_s)
             while not ready and time.monotonic() < stop:
                 os.sched_yield()
                 ready = self._poll.poll(0)

@@ -1,25 +1,24 @@
 """Shared memory: collectives between the ranks of one host.
 
 A rank copies what it gives into its arena, memory that its peers have mapped, and tells them where by a small notice on a unix
-socket; they sum or copy straight out of it.  Arenas and sockets have no name on any disk, so a killed rank leaves nothing
-behind, and its peers learn of its death from its socket.  Sums are taken in the order of the ranks on every rank alike, so
-they equal `((x0 + x1) + x2) + ...` to the last bit.
+socket; they sum or copy straight out of it.  A large sum is relayed block by block through the first rank's arena.  Arenas and
+sockets have no name on any disk, so a killed rank leaves nothing behind, and its peers learn of its death from its socket.
+Sums are taken in the order of the ranks on every rank alike, so they equal `((x0 + x1) + x2) + ...` to the last bit.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from paceline.dist.arena import NOTHING, Arena, aligned, mapped
 from paceline.dist.mesh import CODES, Kind, Mesh, Notice, Peer, meet
 from paceline.endpoint import check_summable
 from paceline.errors import ClusterError, PeerLost
@@ -27,23 +26,21 @@ from paceline.op import Op, Ready
 
 T = TypeVar("T")
 
-LINE = 64  # Bytes of a cache line; slots and stripes begin at one.
-STRIPED_FROM = 1 << 21  # Bytes from which sharing out the additions is worth a second notice.
-STRIPE = 1 << 19  # Bytes of a block that one rank adds up: the operands stay in a second-level cache of 1 MiB.
-WINDOWS = 4
+RELAYED_FROM = 1 << 21  # Bytes from which it is worth a rank's while to wait for the one before it.
+BLOCK = 1 << 20  # Bytes that are passed on at a time: few notices, but little enough to find it in the cache again.
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
 NO_TAIL = torch.empty(0, dtype=torch.float64)
 
-# What a collective does, from copying into its slot (up to the first yield) to its end.  What it yields is the
-# collection that must hold every peer before it can go on.
-Steps = Generator[Collection[int], None, None]
+# What a collective does, from copying into its slot (up to the first yield) to its end.  What it yields tells, whenever it is
+# called, the places of the peers that must be heard from before it can go on.
+Missing = Callable[[], list[int]]
+Steps = Generator[Missing, None, None]
 
 
 class Collective(Op[T]):
     """One collective of one rank, under way or finished."""
 
-    __slots__ = ("awaited", "finish", "heard", "notice", "result", "slot", "steps", "striped")
+    __slots__ = ("added", "fetched", "finish", "heard", "missing", "notice", "result", "slot", "steps")
 
     def __init__(self, notice: Notice, slot: Tensor, result: T, finish: Callable[[int], None]) -> None:
         super().__init__(Kind(notice.kind).name)
@@ -52,9 +49,10 @@ class Collective(Op[T]):
         self.result = result
         self.finish = finish
         self.steps: Steps | None = None
-        self.awaited: Collection[int] = ()
+        self.missing: Missing = list
         self.heard: dict[int, Tensor] = {}  # What each peer gives, by its place.
-        self.striped: defaultdict[int, set[int]] = defaultdict(set)  # The peers whose stripe of the sum is ready.
+        self.added: defaultdict[int, int] = defaultdict(int)  # How many blocks of a relayed sum each rank has added its own to,
+        self.fetched: defaultdict[int, int] = defaultdict(int)  # and of how many it has fetched the total.
 
     def wait(self) -> T:
         self.finish(self.notice.number)
@@ -71,13 +69,14 @@ class SharedMemory:
         self._others = [place for place in range(len(ranks)) if place != self._place]
         self._mesh = Mesh(peers, timeout_s=timeout_s)
         self._timeout_s = timeout_s
-        self._block = STRIPE * len(ranks)
+        # A relayed block takes one addition after another and a fetch, while every rank has an addition and a fetch of its own to
+        # do for each block.  So half as many blocks as ranks keep all of them busy; the others are for news to be on its way.
+        self._windows = 3 + len(ranks) // 2
         self._number = 0
         self._finished = 0
         self._pending: dict[int, Collective[Any]] = {}
         self._early: dict[int, list[tuple[int, Notice, Tensor]]] = {}
-        self._arena = NOTHING
-        self._slots: deque[tuple[int, int, int]] = deque()  # Number, start and stop of those that a peer may yet read.
+        self._arena = Arena(lambda file, nbytes: self._tell(dict.fromkeys(self._others, Notice(Kind.arena, nbytes=nbytes)), file))
         self._arenas = {place: NOTHING for place in self._others}
         self._read_by = {place: 0 for place in self._others}  # The last collective that each peer has finished.
         self._broken: ClusterError | None = None
@@ -101,8 +100,10 @@ class SharedMemory:
             raise ValueError(f"all_reduce with a tail of {tail.dtype}: it must be of torch.float64")
         if len(self.ranks) == 1:
             return Ready("all_reduce", x)
-        op = self._collective(Kind.all_reduce, x, x.dtype, nbytes=x.nbytes, room=self._room(x.nbytes, tail.nbytes), tail=tail.nbytes)
-        add_up = self._add_stripes if values.nbytes >= STRIPED_FROM else self._add_whole
+        op = self._collective(
+            Kind.all_reduce, x, x.dtype, nbytes=x.nbytes, room=self._room(self._place, x.nbytes, tail.nbytes), tail=tail.nbytes
+        )
+        add_up = self._relay if values.nbytes >= RELAYED_FROM else self._add_whole
         return self._start(op, add_up(op, values, tail))
 
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
@@ -151,84 +152,92 @@ class SharedMemory:
     def close(self) -> None:
         """Leave the group.  What this rank has told its peers of stays readable to them."""
         self._broken = self._broken or ClusterError(f"rank {self.rank} has closed its shared memory")
-        self._arena = NOTHING
+        self._arena.close()
         self._mesh.close()
 
     def _add_whole(self, op: Collective[Tensor], x: Tensor, tail: Tensor) -> Steps:
         """Every rank adds up everything: one notice to each peer, and so the least latency."""
         op.slot[: x.nbytes].view(x.dtype).copy_(x)
         last(op.slot, tail).copy_(tail)
-        yield op.heard
+        yield lambda: self._silent(op)
         slots = self._in_order(op.heard, op.slot)
         add([slot[: x.nbytes].view(x.dtype) for slot in slots], x)
         if tail.numel() > 0:
             add([last(slot, tail) for slot in slots], tail)
 
-    def _add_stripes(self, op: Collective[Tensor], x: Tensor, tail: Tensor) -> Steps:
-        """Every rank adds up one stripe of each block for all: more notices, but no addition is done twice.
+    def _relay(self, op: Collective[Tensor], x: Tensor, tail: Tensor) -> Steps:
+        """The sum of each block passes from rank to rank, every rank adding its own; the last one's is the total for all.
 
-        The blocks take turns in few windows, so that what is on its way stays in the cache.  When block b has been summed here,
-        peers may still be reading b - 1 and, one notice behind, b - 2; b itself is the third, and b + 1 needs a fourth window.
+        However many ranks there are, each goes over its values just twice.  The blocks take turns in few windows of the first
+        rank's slot, so that they, and a rank's own values until it fetches their total, stay in the cache.  A window changes
+        hands by a notice only: from one rank to the next, from the final one to all, and from all back to the first.
         """
-        blocks = x.split(self._block // x.itemsize)
-        mine = self._windows(op.slot, x)
-        self._give(blocks[0], mine[0])
+        size = self._block(x.nbytes) // x.itemsize
+        blocks = x.split(size)
+        me, final = self._place, len(self.ranks) - 1
+        added, fetched = op.added, op.fetched
         last(op.slot, tail).copy_(tail)
-        yield op.heard
-        theirs = {place: self._windows(slot, x) for place, slot in op.heard.items()}
-        for b, block in enumerate(blocks):
-            window = b % WINDOWS
-            own = self._stripes(block)[self._place]
-            total = mine[window][own]
-            add(self._in_order({place: windows[window][own] for place, windows in theirs.items()}, block[own]), total)
-            block[own].copy_(total)
-            if b + 1 < len(blocks):
-                self._give(blocks[b + 1], mine[(b + 1) % WINDOWS])
-            striped = Notice(Kind.striped, number=op.notice.number, finished=self._finished, offset=b)
-            self._tell(dict.fromkeys(self._others, striped))
-            if b > 0:
-                self._fetch(blocks[b - 1], {place: windows[(b - 1) % WINDOWS] for place, windows in theirs.items()})
-            yield op.striped[b]
-        self._fetch(blocks[-1], {place: windows[(len(blocks) - 1) % WINDOWS] for place, windows in theirs.items()})
+        yield lambda: self._silent(op)
+        slot = op.slot if me == 0 else op.heard[0]
+        windows = slot[: min(x.nbytes, self._windows * size * x.itemsize)].view(x.dtype).split(size)
+
+        def missing() -> list[int]:
+            if fetched[me] < added[final]:
+                return []
+            if added[me] == len(blocks):
+                return [final]
+            if me > 0:
+                late = [me - 1] if added[me - 1] == added[me] else []
+            else:  # A window must have been read by all before it is used again; if by the final one, then by this one too.
+                late = [place for place in self._others if fetched[place] + len(windows) <= added[me]]
+            # Nobody ends before this rank has added everything, so whoever is gone now has not done its part.
+            return late and [*late, *self._mesh.gone]
+
+        while fetched[me] < len(blocks):
+            if fetched[me] < added[final]:
+                block = blocks[fetched[me]]
+                block.copy_(windows[fetched[me] % len(windows)][: block.numel()])
+                fetched[me] += 1
+                if me > 0 and fetched[me] % 2 == 0 and fetched[me] - 2 < len(blocks) - len(windows):
+                    self._tell({0: op.notice.counting(Kind.fetched, fetched[me], self._finished)})
+            elif missing():
+                yield missing
+            else:
+                block = blocks[added[me]]
+                window = windows[added[me] % len(windows)][: block.numel()]
+                if me == 0:
+                    window.copy_(block)
+                else:
+                    window.add_(block)
+                added[me] += 1
+                hearers = self._others if me == final else [me + 1]
+                self._tell(dict.fromkeys(hearers, op.notice.counting(Kind.added, added[me], self._finished)))
         if tail.numel() > 0:
             add([last(slot, tail) for slot in self._in_order(op.heard, op.slot)], tail)
 
-    def _windows(self, slot: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        return slot[: min(x.nbytes, WINDOWS * self._block)].view(x.dtype).split(self._block // x.itemsize)
-
-    def _stripes(self, block: Tensor) -> list[slice]:
-        return stripes_of(block.numel(), LINE // block.itemsize, len(self.ranks))
-
-    def _give(self, block: Tensor, window: Tensor) -> None:
-        stripes = self._stripes(block)
-        for place in self._others:
-            window[stripes[place]].copy_(block[stripes[place]])
-
-    def _fetch(self, block: Tensor, windows: Mapping[int, Tensor]) -> None:
-        stripes = self._stripes(block)
-        for place, window in windows.items():
-            block[stripes[place]].copy_(window[stripes[place]])
+    def _silent(self, op: Collective[Any]) -> list[int]:
+        return [place for place in self._others if place not in op.heard]
 
     def _in_order(self, theirs: Mapping[int, Tensor], own: Tensor) -> list[Tensor]:
         return [theirs.get(place, own) for place in range(len(self.ranks))]
 
     def _gather(self, op: Collective[list[Tensor]], rows: list[Tensor]) -> Steps:
         op.slot.copy_(rows[self._place])
-        yield op.heard
+        yield lambda: self._silent(op)
         for place, slot in op.heard.items():
             rows[place].copy_(slot)
 
     def _exchange(self, op: Collective[list[Tensor]], given: list[Tensor], starts: list[int]) -> Steps:
         for place in self._others:
             op.slot[starts[place] : starts[place] + given[place].nbytes].copy_(given[place])
-        yield op.heard
+        yield lambda: self._silent(op)
         for place, slot in op.heard.items():
             op.result[place] = slot.clone()
 
     def _spread(self, op: Collective[Tensor], x: Tensor, root: int) -> Steps:
         if root == self._place:
             op.slot.copy_(x)
-        yield op.heard
+        yield lambda: self._silent(op)
         if root != self._place:
             x.copy_(op.heard[root])
 
@@ -238,13 +247,13 @@ class SharedMemory:
         if self._broken is not None:
             raise self._broken
         self._number += 1
-        offset = self._place_for(room)
+        offset, slot = self._arena.slot(self._number, room, read=min(self._read_by.values()))
         notice = Notice(kind, CODES[dtype], self._number, self._finished, src, nbytes, tail, offset)
-        return Collective(notice, self._arena[offset : offset + room], result, self._finish)
+        return Collective(notice, slot, result, self._finish)
 
     def _start(self, op: Collective[T], steps: Steps, notices: Mapping[int, Notice] | None = None) -> Op[T]:
         number = op.notice.number
-        op.steps, op.awaited = steps, next(steps)
+        op.steps, op.missing = steps, next(steps)
         self._pending[number] = op
         # The notice orders memory as well: sending and receiving it take one lock in the kernel, so whoever has read it sees
         # all that was written to the arena before it was sent.
@@ -263,7 +272,7 @@ class SharedMemory:
             if number not in self._pending:
                 return
             first = next(iter(self._pending.values()))
-            missing = [place for place in self._others if place not in first.awaited]
+            missing = first.missing()
             if any(place in self._mesh.gone for place in missing):
                 raise self._lost(first.notice)
             if not self._mesh.listen(self._timeout_s):
@@ -274,47 +283,17 @@ class SharedMemory:
         while self._mesh.inbox:
             self._hear(*self._mesh.inbox.popleft())
         for op in list(self._pending.values()):
-            while op.steps is not None and len(op.awaited) == len(self._others):
+            while op.steps is not None and not op.missing():
                 try:
-                    op.awaited = next(op.steps)
+                    op.missing = next(op.steps)
                 except StopIteration:
                     op.steps, op.slot = None, NOTHING
                     op.heard.clear()
-            if op.steps is not None and op.awaited is op.heard:
+            if op.steps is not None and len(op.heard) < len(self._others):
                 break  # Peers start in the same order, so none has started what comes after.
         while self._pending and self._pending[self._finished + 1].steps is None:
             self._finished += 1
             del self._pending[self._finished]
-
-    def _place_for(self, nbytes: int) -> int:
-        """Where in the arena, used as a ring, there is room; in a new and larger arena if there is none."""
-        while self._slots and self._slots[0][0] <= min(self._read_by.values()):
-            self._slots.popleft()
-        size = aligned(max(nbytes, 1))
-        start = 0
-        if self._slots:
-            oldest, newest = self._slots[0][1], self._slots[-1][2]
-            is_wrapped = newest <= oldest
-            if (oldest if is_wrapped else self._arena.numel()) - newest >= size:
-                start = newest
-            elif is_wrapped or oldest < size:
-                start = self._arena.numel()
-        if start + size > self._arena.numel():
-            self._grow(max(2 * self._arena.numel(), 2 * size, 1 << 20))
-            start = 0
-        self._slots.append((self._number, start, start + size))
-        return start
-
-    def _grow(self, nbytes: int) -> None:
-        # Peers keep the old arena mapped for as long as they have slots of it to read, so it can be forgotten here.
-        self._slots.clear()
-        file = os.memfd_create("paceline")
-        try:
-            os.ftruncate(file, nbytes)
-            self._arena = mapped(file, nbytes)
-            self._tell(dict.fromkeys(self._others, Notice(Kind.arena, nbytes=nbytes)), file)
-        finally:
-            os.close(file)
 
     def _tell(self, notices: Mapping[int, Notice], file: int | None = None) -> None:
         try:
@@ -329,12 +308,14 @@ class SharedMemory:
             assert file is not None
             self._arenas[place] = mapped(file, notice.nbytes)
             os.close(file)
-        elif notice.kind == Kind.striped:
+        elif notice.kind in (Kind.added, Kind.fetched):
             self._read_by[place] = notice.finished
-            self._pending[notice.number].striped[notice.offset].add(place)
+            op = self._pending.get(notice.number)
+            if op is not None:  # Else this rank needed nothing more of it.
+                (op.added if notice.kind == Kind.added else op.fetched)[place] = notice.offset
         else:
             self._read_by[place] = notice.finished
-            room = self._room(notice.nbytes, notice.tail) if notice.kind == Kind.all_reduce else notice.nbytes
+            room = self._room(place, notice.nbytes, notice.tail) if notice.kind == Kind.all_reduce else notice.nbytes
             slot = self._arenas[place][notice.offset : notice.offset + room]
             if notice.number in self._pending:
                 self._take(self._pending[notice.number], place, notice, slot)
@@ -357,33 +338,21 @@ class SharedMemory:
         self._tell(dict.fromkeys(self._others, Notice(Kind.lost, rank=rank)))
         return self._broken
 
-    def _room(self, nbytes: int, tail: int) -> int:
-        return aligned(nbytes if nbytes < STRIPED_FROM else min(nbytes, WINDOWS * self._block)) + tail
+    def _room(self, place: int, nbytes: int, tail: int) -> int:
+        """Bytes of a slot for a sum: of the values only the first rank's slot has any when they are relayed."""
+        if nbytes >= RELAYED_FROM:
+            nbytes = min(nbytes, self._windows * self._block(nbytes)) if place == 0 else 0
+        return aligned(nbytes) + tail
+
+    def _block(self, nbytes: int) -> int:
+        """Bytes of a block: many ranks need many, lest most of them wait for the first and then for the last."""
+        return min(BLOCK, aligned(-(-nbytes // len(self.ranks))))
 
 
 def flat(x: Tensor, doing: str) -> Tensor:
     if x.device.type != "cpu" or not x.is_contiguous():
         raise ValueError(f"{doing} of a tensor on {x.device} with strides {x.stride()}: it must be contiguous and on the cpu")
     return x.detach().view(-1)
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // LINE) * LINE
-
-
-@lru_cache(maxsize=64)
-def stripes_of(numel: int, line: int, ranks: int) -> list[slice]:
-    """One for each rank, beginning at whole lines.
-
-    >>> stripes_of(100, 16, 3)
-    [slice(0, 48, None), slice(48, 80, None), slice(80, 100, None)]
-    """
-    edges = [min(-(-numel * i // ranks // line) * line, numel) for i in range(ranks + 1)]
-    return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def mapped(file: int, nbytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
 
 
 def last(slot: Tensor, tail: Tensor) -> Tensor:

@@ -88,7 +88,6 @@ class ProcessLearner(TaskLearner):
 
     def _hand_on(self, bucket: Bucket) -> None:
         assert self._each is not None and self._replica is not None
-        self._replica.inspect(bucket.where)
         self._each(bucket)
 
 

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from paceline import units
-from paceline.endpoint import Layout, Message, check_summable
+from paceline.endpoint import Endpoint, Layout, Message, check_summable
 from paceline.errors import ClusterError
-from paceline.op import Op
+from paceline.op import Op, and_then
 from paceline.sim import network
 from paceline.sim.cluster import Cluster
 from paceline.sim.simulator import SimOp, Simulator
 from paceline.trace import Trace
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -91,10 +92,12 @@ class SimEndpoint:
         self.world, self.rank = world, rank
         self.ranks = tuple(world.layout.worker_ranks if ranks is None else ranks)
         self.layout = world.layout
+        self.hosts: Sequence[Sequence[int]] | None = None
         self._simulator = world.simulator
         self._group = world.group(self.ranks)
         self._channel: int | None = None  # The collectives of a channel are numbered apart.
         self._begun = 0
+        self._children: dict[tuple[int, ...], SimEndpoint] = {}
 
     @property
     def trace(self) -> Trace:
@@ -106,16 +109,22 @@ class SimEndpoint:
     def group(self, ranks: Sequence[int]) -> SimEndpoint:
         if self.rank not in ranks:
             raise ValueError(f"rank {self.rank} asked for the group {list(ranks)}, of which it is no member")
-        return SimEndpoint(self.world, self.rank, sorted(ranks))
-
-    def channel(self) -> SimEndpoint:
-        channel = SimEndpoint(self.world, self.rank, self.ranks)
-        channel._channel = self._group.channels[self.rank]
-        self._group.channels[self.rank] += 1
-        return channel
+        chosen = tuple(sorted(ranks))
+        if chosen not in self._children:
+            self._children[chosen] = SimEndpoint(self.world, self.rank, chosen)
+            self._children[chosen]._channel = self._channel
+        return self._children[chosen]
 
     def spawn(self, routine: Coroutine[Op[Any], Any, T], *, kind: str = "routine") -> Op[T]:
         return self._simulator.spawn(self.rank, routine, kind)
+
+    def exchange(
+        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]], then: Callable[[S], T], *, kind: str = "exchange"
+    ) -> Op[T]:
+        channel = SimEndpoint(self.world, self.rank, self.ranks)
+        channel._channel = self._group.channels[self.rank]
+        self._group.channels[self.rank] += 1
+        return self._simulator.spawn(self.rank, and_then(routine(channel), then), kind)
 
     def compute(self, work: Callable[[], T], *, kind: str = "compute", nbytes: int = 0) -> Op[T]:
         return self.busy(self.world.cluster.work_seconds(kind, nbytes), work(), kind=kind)
@@ -187,11 +196,16 @@ class SimEndpoint:
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
         return self._meet("all_gather", (data.shape, data.dtype), (data,), data.nbytes)
 
-    def all_to_all(self, parts: Sequence[Tensor]) -> Op[list[Tensor]]:
+    def all_to_all(self, parts: Sequence[Tensor], coming: Sequence[int] | None = None) -> Op[list[Tensor]]:
         if len(parts) != len(self.ranks):
             raise ValueError(f"rank {self.rank} gave all_to_all {len(parts)} parts for {len(self.ranks)} ranks")
         mine = self.ranks.index(self.rank)
         return self._meet("all_to_all", (), list(parts), sum(p.numel() for i, p in enumerate(parts) if i != mine))
+
+    def reduce(self, x: Tensor, dst: int, tail: Tensor | None = None) -> Op[Tensor]:
+        check_summable(x)
+        given = (x,) if tail is None else (x, tail)
+        return self._meet("reduce", (x.shape, x.dtype, dst, tail is None), given, sum(t.nbytes for t in given))
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]:
         return self._meet("broadcast", (x.shape, x.dtype, src), (x,), x.nbytes)
@@ -228,7 +242,7 @@ class SimEndpoint:
         nbytes = max(m.nbytes for m in meeting.members.values())
         cost = network.COLLECTIVES[meeting.kind](world.cluster.collective, len(ranks), nbytes, self._group.pace)
         stop = start + cost.seconds
-        root = ranks.index(meeting.signature[2]) if meeting.kind == "broadcast" else 0
+        root = ranks.index(meeting.signature[2]) if meeting.kind in ("broadcast", "reduce") else 0
         for i, r in enumerate(ranks):
             sending_free[r] = receiving_free[r] = stop
             member = meeting.members[r]
@@ -269,6 +283,12 @@ def _sum_in_order(first: Tensor, others: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def _sum_at(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
+    for column in zip(*given, strict=True):
+        column[ranks.index(meeting.signature[2])].copy_(_sum_in_order(column[0], column[1:]))
+    return [parts[0] for parts in given]
+
+
 def _gather(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[list[Tensor]]:
     return [[x.clone() for (x,) in given] for _ in given]
 
@@ -286,6 +306,7 @@ _RESULTS: dict[str, Callable[[Given, Sequence[int], Meeting], Sequence[Any]]] = 
     "all_reduce": _sum,
     "all_gather": _gather,
     "all_to_all": _exchange,
+    "reduce": _sum_at,
     "broadcast": _spread,
 }
 

@@ -84,7 +84,19 @@ def broadcast(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Co
     return Cost(alpha + (n - 1) * nbytes / beta, lambda i: 0 if i else (n - 1) * nbytes)
 
 
-COLLECTIVES = {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all": all_to_all, "broadcast": broadcast}
+def reduce(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
+    """Sum to the first member: a broadcast the other way round."""
+    seconds = broadcast(algorithm, members, nbytes, link).seconds
+    return Cost(seconds, lambda i: nbytes if i else 0)
+
+
+COLLECTIVES = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "reduce": reduce,
+    "broadcast": broadcast,
+}
 
 
 def _levels(members: int) -> int:

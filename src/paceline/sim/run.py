@@ -51,7 +51,6 @@ class SimLearner(TaskLearner):
             for bucket in flat.buckets:
                 share = (1 - self.cluster.forward_share) * bucket.grad.numel() / flat.numel
                 await self.endpoint.busy(seconds * share, kind="gradient")
-                replica.inspect(bucket.where)
                 each(bucket)
         self._note(replica, batch)
         return flat.grads

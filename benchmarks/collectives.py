@@ -1,0 +1,264 @@
+"""All-reduce of fp32 vectors between the ranks of one host: our shared memory beside gloo, MPI and a plain copy of the bytes.
+
+Each contestant has its ranks, processes of one thread, ready and asleep; they take turns, in rounds, so that all meet the same
+weather.  A turn lasts from its first rank's start to its last rank's end.  Ratios are taken within a round; told are their
+medians and quartiles.  "shared memory" is our all-reduce itself, "endpoint" the same as a job has it.  The plain copy, by one
+rank alone, is the yardstick: what moving the bytes once takes on one core.  "OneBit" is the mean of 1-bit SGD, of which only
+a thirty-second travels: beside an all-reduce within one host it shows what encoding costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from paceline.codecs import OneBit
+from paceline.codecs.codec import ErrorFeedback
+from paceline.collectives import Ballot, mean_by_stripes
+from paceline.dist.endpoint import Clock, ProcessEndpoint
+from paceline.dist.shared import SharedMemory
+from paceline.endpoint import Layout
+from paceline.op import drive
+
+SHARED, ENDPOINT, GLOO, MPI, COPY, ONE_BIT = "shared memory", "endpoint", "gloo", "MPI", "one-core copy", "OneBit"
+MEGABYTE = 1_000_000
+SIZES = [1, 25, 100]
+RANKS = [2, 4]
+TIMEOUT_S = 60.0
+
+Reduce = Callable[[Tensor], object]
+
+
+class Contestants:
+    """One rank's share in some contestants, which takes its turn when told."""
+
+    def __init__(self, connection: Connection, reduce: dict[str, Reduce], start_together: Callable[[], object]) -> None:
+        self.connection, self.reduce, self.start_together = connection, reduce, start_together
+        self.buffers: dict[int, Tensor] = {}
+
+    def serve(self) -> None:
+        """Until told nothing more; asleep between the turns, so that the others have the cores."""
+        while order := self.connection.recv():
+            self.connection.send(self.turn(*order))
+
+    def turn(self, name: str, megabytes: int, together: bool) -> tuple[float, float, float]:
+        """When this rank began and ended, on the clock that all processes of a host share, and its processor's seconds."""
+        reduce = self.reduce[name]
+        x = self.buffers.setdefault(megabytes, torch.empty(megabytes * MEGABYTE // 4))
+        reduce(x.fill_(1.0))  # Arenas, connections and pages are there before the clock runs.
+        if together:
+            self.start_together()
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for _ in range(repeats(megabytes)):
+            reduce(x)
+        return began, time.perf_counter(), time.process_time() - began_cpu
+
+
+def repeats(megabytes: int) -> int:
+    """Calls in a turn: enough that it is not over before all ranks are awake."""
+    return max(1, 50 // megabytes)
+
+
+def one_bit(endpoint: ProcessEndpoint) -> Reduce:
+    """The mean that 1-bit SGD takes of a vector, with the residuals that it keeps from call to call."""
+    links: dict[int, ErrorFeedback] = {}
+
+    def reduce(x: Tensor) -> None:
+        if x.numel() not in links:
+            links[x.numel()] = ErrorFeedback(OneBit(), torch.zeros_like(x), torch.zeros_like(x))
+        drive(mean_by_stripes(endpoint, x, Ballot(1.0), links[x.numel()]))
+
+    return reduce
+
+
+def copier() -> Reduce:
+    targets: dict[int, Tensor] = {}
+
+    def copy(x: Tensor) -> None:
+        targets.setdefault(x.numel(), torch.empty_like(x)).copy_(x)
+
+    return copy
+
+
+def connected(rank: int, ranks: int, path: str) -> tuple[dict[str, Reduce], ProcessEndpoint]:
+    store = dist.FileStore(f"{path}/store", ranks)
+    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=ranks)
+    shared = SharedMemory.connect(dist.PrefixStore("shared", store), rank, range(ranks), timeout_s=TIMEOUT_S)
+    endpoint = ProcessEndpoint(rank, Layout(ranks), Clock(time.time()), group=dist.group.WORLD, shared=shared)
+    reduce: dict[str, Reduce] = {
+        SHARED: lambda x: shared.all_reduce(x).wait(),
+        ENDPOINT: lambda x: endpoint.all_reduce(x).wait(),
+        GLOO: dist.all_reduce,
+        COPY: copier(),
+        ONE_BIT: one_bit(endpoint),
+    }
+    return reduce, endpoint
+
+
+def work(rank: int, ranks: int, path: str) -> None:
+    """A rank of all contestants but MPI."""
+    torch.set_num_threads(1)
+    reduce, endpoint = connected(rank, ranks, path)
+    Contestants(Client(f"{path}/orders"), reduce, dist.barrier).serve()
+    dist.barrier()
+    endpoint.close()
+    dist.destroy_process_group()
+
+
+def work_in_mpi(path: str) -> None:
+    """A rank under mpiexec."""
+    from mpi4py import MPI as mpi  # pyright: ignore
+
+    torch.set_num_threads(1)
+    comm: Any = mpi.COMM_WORLD  # pyright: ignore
+    Contestants(Client(f"{path}/orders"), {MPI: lambda x: comm.Allreduce(mpi.IN_PLACE, x.numpy())}, comm.Barrier).serve()  # pyright: ignore
+
+
+def mpiexec() -> str | None:
+    """The launcher that belongs to this Python's mpi4py, if there is one."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return (str(beside) if beside.exists() else shutil.which("mpiexec")) if find_spec("mpi4py") else None
+
+
+class Ranks:
+    """The processes of some contestants, as seen by the one who calls the turns."""
+
+    def __init__(self, ranks: int, start: Callable[[str], Any]) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{self.folder.name}/orders")
+            listener.listen(ranks)
+            listener.settimeout(TIMEOUT_S)
+            self.processes = start(self.folder.name)
+            self.connections = [Connection(listener.accept()[0].detach()) for _ in range(ranks)]
+
+    def turn(self, name: str, megabytes: int, *, alone: bool) -> tuple[float, float]:
+        """Seconds of a call, and those of all processors together."""
+        chosen = self.connections[:1] if alone else self.connections
+        for connection in chosen:
+            connection.send((name, megabytes, not alone))
+        began, ended, cpu = zip(*(connection.recv() for connection in chosen), strict=True)
+        return (max(ended) - min(began)) / repeats(megabytes), sum(cpu) / repeats(megabytes)
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.send(None)
+        for process in self.processes:
+            process.wait() if isinstance(process, subprocess.Popen) else process.join()  # pyright: ignore
+        self.folder.cleanup()
+
+
+def forked(ranks: int, target: Callable[[int, int, str], None] = work) -> Ranks:
+    def start(path: str) -> list[Any]:
+        context = multiprocessing.get_context("fork")
+        processes = [context.Process(target=target, args=(rank, ranks, path), daemon=True) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        return processes
+
+    return Ranks(ranks, start)
+
+
+def under_mpi(ranks: int, launcher: str) -> Ranks:
+    command = [launcher, "-n", str(ranks), sys.executable, "-m", "benchmarks.collectives", "--mpi-rank"]
+    return Ranks(ranks, lambda path: [subprocess.Popen([*command, path], stdin=subprocess.DEVNULL)])
+
+
+Taken = dict[str, list[tuple[float, float]]]
+
+
+def measure(players: dict[str, Ranks], megabytes: int, rounds: int) -> Taken:
+    """Seconds of every contestant, and its processors', in each round."""
+    names, taken = list(players), {name: [] for name in players}
+    for r in range(-1, rounds):
+        first = r % len(names)
+        for name in names[first:] + names[:first]:
+            took = players[name].turn(name, megabytes, alone=name == COPY)
+            if r >= 0:  # The first round is for warming up.
+                taken[name].append(took)
+    return taken
+
+
+def summary(ranks: int, megabytes: int, taken: Taken) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for name, own in taken.items():
+        low, middle, high = quantiles((s for s, _ in own), n=4)
+        rows[name] = {"ms": 1e3 * middle, "ms_quartiles": [1e3 * low, 1e3 * high], "cpu_ms": 1e3 * median(cpu for _, cpu in own)}
+        for other in (GLOO, COPY):
+            low, middle, high = quantiles((theirs / ours for (theirs, _), (ours, _) in zip(taken[other], own, strict=True)), n=4)
+            rows[name][f"speed over {other}"] = {"median": middle, "quartiles": [low, high]}
+    return {"ranks": ranks, "megabytes": megabytes, "rounds": len(taken[GLOO]), "cores": os.cpu_count(), "rows": rows}
+
+
+def table(result: dict[str, Any]) -> Table:
+    title = "{megabytes} MB between {ranks} ranks on {cores} cores, {rounds} rounds".format(**result)
+    made = Table("", "ms", "CPU ms", f"x {GLOO}", "x copy", title=title)
+    made.caption = "x: how often it is done while the other is done once; in brackets the quartiles"
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for name, row in result["rows"].items():
+        cells = ["{:.2f} ({:.2f}-{:.2f})".format(row["ms"], *row["ms_quartiles"]), f"{row['cpu_ms']:.2f}"]
+        for other in (GLOO, COPY):
+            ratio = row[f"speed over {other}"]
+            cells.append("{:.2f} ({:.2f}-{:.2f})".format(ratio["median"], *ratio["quartiles"]))
+        made.add_row(name, *cells)
+    return made
+
+
+def run(ranks: int, sizes: Sequence[int], rounds: int, launcher: str | None) -> list[dict[str, Any]]:
+    groups = [forked(ranks)]
+    players: dict[str, Ranks] = dict.fromkeys([SHARED, ENDPOINT, GLOO, COPY, ONE_BIT], groups[0])
+    if launcher:
+        groups.append(under_mpi(ranks, launcher))
+        players[MPI] = groups[1]
+    results = [summary(ranks, megabytes, measure(players, megabytes, rounds)) for megabytes in sizes]
+    for group in groups:
+        group.close()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--ranks", type=int, action="append", help="only so many; may be given again")
+    parser.add_argument("--megabytes", type=int, action="append", help="only this size; may be given again")
+    parser.add_argument("--rounds", type=int, help="turns of each contestant")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--mpi-rank", help=argparse.SUPPRESS)  # What mpiexec starts.
+    args = parser.parse_args()
+    if args.mpi_rank:
+        return work_in_mpi(args.mpi_rank)
+    launcher = mpiexec()
+    if launcher is None:
+        print("Without MPI: `pip install mpi4py mpich` for it to take part.")
+    results: list[dict[str, Any]] = []
+    for ranks in args.ranks or RANKS:
+        results += run(ranks, args.megabytes or SIZES, args.rounds or (5 if args.quick else 25), launcher)
+    for result in results:
+        Console(width=100).print(table(result))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

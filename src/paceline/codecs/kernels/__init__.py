@@ -1,0 +1,132 @@
+"""Fused kernels: what a codec and its feedback do, in one pass over memory.
+
+`encode` and `add` take the kernel for the codec, the device and the types at hand, numba's on a CPU and Triton's on a GPU, and
+plain torch where there is none.  All agree bit for bit, on any device (but for the sign of a zero that sparse messages leave).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from paceline.codecs.codec import Codec
+
+INPUTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class SlowCodec(RuntimeWarning):
+    """Vectors are encoded in plain torch, because what would do it faster is not installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A codec's two halves, each in one pass.
+
+    `encode(codec, x, residual, seed, out)` gives the bytes for `x + residual` (into `out` if given) and leaves in `residual` what
+    they do not say.  A bucket that cannot be encoded gets NaN for its scale and keeps its residual; then the second result is
+    False.  `add(codec, data, into, weight, fresh)` adds `weight` times what the bytes say, or puts it in place if `fresh`.
+    """
+
+    encode: Callable[[Codec, Tensor, Tensor | None, int, Tensor | None], tuple[Tensor, bool]]
+    add: Callable[[Codec, Tensor, Tensor, float, bool], None]
+
+
+EVERYWHERE: dict[type[Codec], Kernel] = {}  # Of codecs made of others, whose kernels do the work, whatever the device.
+_is_plain = False
+
+
+@contextmanager
+def plain() -> Generator[None]:
+    """Do without kernels: for tests and benchmarks."""
+    global _is_plain
+    before, _is_plain = _is_plain, True
+    try:
+        yield
+    finally:
+        _is_plain = before
+
+
+def encode(
+    codec: Codec, x: Tensor, residual: Tensor | None = None, rng: torch.Generator | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The bytes for `x + residual`, in `out` if given; `residual` becomes what they leave out."""
+    x = x.detach().reshape(-1)
+    kernel = find(codec, x.device)
+    if kernel is not None and x.dtype in INPUTS and (residual is None or _fits(residual, x)):
+        data, is_good = kernel.encode(codec, x.contiguous(), residual, draw(rng) if codec.is_random else 0, out)
+        if not is_good:
+            _undo(codec, kernel, x, residual, data)
+        return data
+    # The residual is added before encoding, not after: a value that was rounded up last time must be able to flip.
+    wanted = x if residual is None else x + residual
+    data = codec.encode(wanted, rng)
+    if residual is not None:
+        torch.sub(wanted, codec.decode(data, x.numel()), out=residual)
+    return data if out is None else out.copy_(data)
+
+
+def _fits(residual: Tensor, x: Tensor) -> bool:
+    """Whether a kernel may write there: it does not look where the end is."""
+    return residual.dtype == torch.float32 and residual.is_contiguous() and residual.shape == x.shape
+
+
+def _undo(codec: Codec, kernel: Kernel, x: Tensor, residual: Tensor | None, data: Tensor) -> None:
+    """Take back what was said before something was found that has no code, and raise Unencodable."""
+    wanted = x.to(torch.float32) if residual is None else x + residual
+    if residual is not None:
+        said = torch.empty_like(residual)
+        kernel.add(codec, data, said, 1.0, True)  # Unlike decode, it takes the NaNs that mark what was not said.
+        residual.copy_(torch.where(said.isnan(), residual, residual + (said - x)))
+        wanted = x + residual
+    codec.refuse(wanted, "their sum is beyond float32")
+    raise AssertionError("a kernel found a value without a code where there is none")
+
+
+def add(codec: Codec, data: Tensor, into: Tensor, weight: float = 1.0, fresh: bool = False) -> None:
+    """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""
+    kernel = find(codec, into.device)
+    if kernel is not None and into.dtype == torch.float32 and into.is_contiguous():
+        codec.check(data, into.numel())
+        return kernel.add(codec, data, into, weight, fresh)
+    said = codec.decode(data, into.numel()).to(torch.promote_types(into.dtype, torch.float32))
+    if weight != 1.0:
+        said = said * weight
+    if fresh:
+        into.copy_(said)
+    else:
+        into.add_(said)
+
+
+def draw(rng: torch.Generator | None) -> int:
+    """A seed for one message."""
+    return int(torch.randint(2**63 - 1, (1,), generator=rng, dtype=torch.int64))
+
+
+def find(codec: Codec, device: torch.device) -> Kernel | None:
+    """The kernel of a codec on a device; None if there is none."""
+    return None if _is_plain else kernels_of(device.type).get(type(codec)) or EVERYWHERE.get(type(codec))
+
+
+@cache
+def kernels_of(device: str) -> Mapping[type[Codec], Kernel]:
+    """All kernels for a kind of device.  If what they need is missing, that is said once."""
+    module, needs = {"cpu": ("cpu", "numba"), "cuda": ("gpu", "triton")}.get(device, ("", ""))
+    if not module:
+        return {}
+    try:
+        return import_module(f"paceline.codecs.kernels.{module}").KERNELS
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != needs:
+            raise
+        text = f"{needs} is not installed: vectors on {device} are encoded in plain torch, up to 100 times slower; pip install {needs}"
+        warnings.warn(SlowCodec(text), stacklevel=2)
+        return {}

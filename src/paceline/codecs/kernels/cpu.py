@@ -1,0 +1,94 @@
+"""Kernels for the CPU, compiled by numba: no GIL while they run, and large vectors are shared out to threads.
+
+A bucket at a time is read, encoded, and its residual written, so that it crosses the memory bus once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.codecs.kernels import Kernel, casts, coding, quantisers, sparse
+from paceline.codecs.kernels.cpu_parts import NAN, ZERO, compiled, in_buckets, put, room, wanted
+from paceline.codecs.kernels.lanes import LANES, add_up, at_least, count, full, load, select, store
+from paceline.codecs.layout import aligned
+from paceline.codecs.one_bit import OneBit
+
+if TYPE_CHECKING:
+    from paceline.codecs.codec import Codec
+
+
+@compiled
+def one_bit_encode(x: Any, residual: Any, bucket: int, real: int, means: Any, words: Any, first: int, last: int) -> bool:
+    is_good, zero = True, full(ZERO)
+    for b in range(first, last):
+        above, below, positives = zero, zero, 0
+        for at in range(b * bucket, (b + 1) * bucket, LANES):
+            u = wanted(x, residual, at)
+            mask = at_least(u, zero)
+            words[at // LANES] = mask
+            positives += count(mask)
+            above = above + select(mask, u, zero)
+            below = below + select(mask, zero, u)
+        positives -= bucket - real  # Padding is zero, and so among the non-negative.
+        high, low = add_up(above), add_up(below)
+        if not (np.isfinite(high) and np.isfinite(low)):
+            means[2 * b] = means[2 * b + 1] = NAN
+            is_good = False
+            continue
+        high, low = high / np.float32(max(positives, 1)), low / np.float32(max(real - positives, 1))
+        means[2 * b], means[2 * b + 1] = low, high
+        if residual is not None:
+            lows, highs = full(low), full(high)
+            for at in range(b * bucket, (b + 1) * bucket, LANES):
+                store(residual, at, wanted(x, residual, at) - select(words[at // LANES], highs, lows))
+    return is_good
+
+
+@compiled
+def one_bit_add(means: Any, words: Any, bucket: int, into: Any, weight: Any, fresh: bool, first: int, last: int) -> bool:
+    for b in range(first, last):
+        lows, highs = full(weight * means[2 * b]), full(weight * means[2 * b + 1])
+        for at in range(b * bucket, (b + 1) * bucket, LANES):
+            values = select(words[at // LANES], highs, lows)
+            store(into, at, values if fresh else load(into, at) + values)
+    return True
+
+
+def as_words(bits: Any) -> Any:
+    return bits[: len(bits) // 4 * 4].view(np.uint32)
+
+
+def encode_one_bit(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
+    codec = cast(OneBit, codec)
+    bucket, data, buckets = codec.bucket, room(codec, x.numel(), out), codec.buckets(x.numel())
+    means, bits = data[: 8 * buckets].view(torch.float32).numpy(), data[8 * buckets :]
+
+    def run(values: Any, rest: Any, some: Any, begin: int, real: int, first: int, last: int) -> bool:
+        return one_bit_encode(values, rest, bucket, real, means[2 * (begin // bucket) :], as_words(some), first, last)
+
+    is_good = in_buckets(bucket, 1, x, residual, bits, run, packs=True)
+    return put(data, out), is_good
+
+
+def add_one_bit(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
+    codec, scaled, data = cast(OneBit, codec), np.float32(weight), aligned(data)
+    bucket, buckets = codec.bucket, codec.buckets(into.numel())
+    means, bits = data[: 8 * buckets].view(torch.float32).numpy(), data[8 * buckets :]
+
+    def run(_: Any, values: Any, some: Any, begin: int, real: int, first: int, last: int) -> bool:
+        return one_bit_add(means[2 * (begin // bucket) :], as_words(some), bucket, values, scaled, fresh, first, last)
+
+    in_buckets(bucket, 1, None, into, bits, run, packs=False)
+
+
+KERNELS: dict[type[Codec], Kernel] = {
+    OneBit: Kernel(encode_one_bit, add_one_bit),
+    **quantisers.KERNELS,
+    **casts.KERNELS,
+    **sparse.KERNELS,
+    **coding.KERNELS,
+}

@@ -1,0 +1,33 @@
+"""Kernels for GPUs, compiled by Triton: what a codec and its feedback do to a vector, while a part of it is in registers.
+
+Sums are taken in the order of `layout.row_sums`, value by value in 32 lanes and then by halves; divisions round to nearest, and
+no product is fused with a sum.  So the bytes, the residuals and the sums are those of the definitions in plain torch, bit for bit.
+
+Encoding ends with a look at one number that says whether every value had a code; adding waits for nothing, except to see that
+the indices of a sparse message lie within the vector.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.codecs.kernels import Kernel, gpu_one_bit, gpu_quantisers, gpu_threshold
+from paceline.codecs.n_bit import NBit
+from paceline.codecs.one_bit import OneBit
+from paceline.codecs.qsgd import QSGD, TernGrad
+from paceline.codecs.threshold import AdaptiveThreshold, Threshold
+
+if TYPE_CHECKING:
+    from paceline.codecs.codec import Codec
+
+_quantisers = Kernel(gpu_quantisers.encode, gpu_quantisers.add)
+_threshold = Kernel(gpu_threshold.encode, gpu_threshold.add)
+
+KERNELS: dict[type[Codec], Kernel] = {
+    OneBit: Kernel(gpu_one_bit.encode, gpu_one_bit.add),
+    NBit: _quantisers,
+    QSGD: _quantisers,
+    TernGrad: _quantisers,
+    Threshold: _threshold,
+    AdaptiveThreshold: _threshold,
+}

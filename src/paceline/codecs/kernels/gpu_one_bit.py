@@ -1,0 +1,216 @@
+"""OneBit on a GPU: a bucket is read, encoded, and its residual written while it is in registers."""
+
+# What Triton compiles is Python by its syntax only: its types say nothing.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.codecs.kernels.gpu_parts import LAUNCH, flags, halved, is_finite, on, put, room, unrolled, wanted
+from paceline.codecs.layout import LANES, aligned
+from paceline.codecs.one_bit import OneBit
+
+if TYPE_CHECKING:
+    from paceline.codecs.codec import Codec
+
+KEPT_ROWS = 32  # A bucket of more rows of 32 values does not fit into the registers of a warp, and is read twice.
+ADDED_AT_ONCE = 64  # Words of 32 values a program.
+
+
+def shape_of(rows: int, width: int, feedback: bool) -> tuple[int, int, int]:
+    """How many buckets a program encodes, with how many warps, and how many rows are read at once.
+
+    What hides the latency of memory is 128 values a thread with feedback, and without, as less is read and written, 32 values of
+    4 bytes or 64 of 2.
+    """
+    if rows > KEPT_ROWS:
+        return 4, 1, unrolled(rows)
+    if feedback:
+        return min(16, 256 // triton.next_power_of_2(rows)), 2, rows
+    return (2 if rows >= 16 and width == 4 else 4), 1, rows
+
+
+@triton.jit
+def sum_row(u, lane, above, below, positives):
+    """32 values of each bucket: their bits, and the sums with them."""
+    positive = u >= 0
+    word = tl.sum(positive.to(tl.int32) << lane, axis=1, keep_dims=True)
+    return word, above + tl.where(positive, u, 0.0), below + tl.where(positive, 0.0, u), positives + positive.to(tl.int32)
+
+
+@triton.jit
+def means_of(above, below, positives, real, BUCKET: tl.constexpr, B: tl.constexpr):
+    """The means of the negative and the other values; NaN in a bucket where they are not finite."""
+    high, low = halved(above, B), halved(below, B)
+    count = tl.sum(positives, axis=1, keep_dims=True) - (BUCKET - real)  # Padding is zero, and so among the non-negative.
+    is_good = is_finite(high) & is_finite(low)
+    high = tl.where(is_good, tl.div_rn(high, tl.maximum(count, 1).to(tl.float32)), float("nan"))
+    low = tl.where(is_good, tl.div_rn(low, tl.maximum(real - count, 1).to(tl.float32)), float("nan"))
+    return low, high, is_good
+
+
+@triton.jit
+def store_means(means, flag, b, low, high, is_good, real):
+    tl.store(means + 2 * b, low, mask=real > 0)
+    tl.store(means + (2 * b + 1), high, mask=real > 0)
+    tl.store(flag + 0 * b, 1, mask=(real > 0) & (is_good == 0))
+
+
+@triton.jit
+def encode_kept(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.constexpr):
+    """`B` buckets, or `full` if that is less, each read once and kept in registers until its means are known."""
+    b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
+    real = tl.where(b < full, 32 * ROWS, 0)
+    at = b * (32 * ROWS) + lane
+    above, below, positives = tl.zeros((B, 32), tl.float32), tl.zeros((B, 32), tl.float32), tl.zeros((B, 32), tl.int32)
+    words = tl.zeros((B, 32), tl.int32)
+    kept = ()
+    for j in tl.static_range(ROWS):
+        u = wanted(x, residual, at + 32 * j, real > 0)
+        kept = kept + (u,)  # noqa: RUF005
+        word, above, below, positives = sum_row(u, lane, above, below, positives)
+        words = tl.where(lane == j % 32, word, words)
+        if j % 32 == 31 or j == ROWS - 1:
+            first = j - j % 32
+            tl.store(bits.to(tl.pointer_type(tl.int32)) + (ROWS * b + first + lane), words, mask=(real > 0) & (first + lane < ROWS))
+    low, high, is_good = means_of(above, below, positives, real, 32 * ROWS, B)
+    store_means(means, flag, b, low, high, is_good, real)
+    if residual is not None:
+        for j in tl.static_range(ROWS):
+            u = kept[j]
+            tl.store(residual + (at + 32 * j), u - tl.where(u >= 0, high, low), mask=(real > 0) & is_good)
+
+
+@triton.jit
+def encode_twice_read(x, residual, means, bits, flag, left, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):
+    """`B` buckets, `left` values of them at most: too large for registers, or the last one and not full."""
+    b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
+    at = b * (32 * ROWS)
+    real = tl.minimum(tl.maximum(left - at, 0), 32 * ROWS)
+    above, below, positives = tl.zeros((B, 32), tl.float32), tl.zeros((B, 32), tl.float32), tl.zeros((B, 32), tl.int32)
+    for i in range(0, ROWS, UNROLL):
+        for k in tl.static_range(UNROLL):
+            j = i + k
+            u = wanted(x, residual, at + (32 * j + lane), (32 * j + lane < real) if TAIL else (real > 0))
+            word, above, below, positives = sum_row(u, lane, above, below, positives)
+            if TAIL:  # The message may end inside a word.
+                byte = tl.arange(0, 4)[None, :]
+                tl.store(bits + (4 * j + byte), (word >> (8 * byte)).to(tl.uint8), mask=32 * j + 8 * byte < real)
+            else:
+                tl.store(bits.to(tl.pointer_type(tl.int32)) + (ROWS * b + j), word, mask=real > 0)
+    low, high, is_good = means_of(above, below, positives, real, 32 * ROWS, B)
+    store_means(means, flag, b, low, high, is_good, real)
+    if residual is not None:
+        for i in range(0, ROWS, UNROLL):
+            for k in tl.static_range(UNROLL):
+                there = at + (32 * (i + k) + lane)
+                mask = (32 * (i + k) + lane < real) if TAIL else (real > 0)
+                u = wanted(x, residual, there, mask)
+                tl.store(residual + there, u - tl.where(u >= 0, high, low), mask=mask & is_good)
+
+
+@triton.jit
+def encode_full(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr):
+    if UNROLL == ROWS:
+        encode_kept(x, residual, means, bits, flag, full, ROWS, B)
+    else:
+        encode_twice_read(x, residual, means, bits, flag, full * (32 * ROWS), ROWS, B, UNROLL, False)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def one_bit_encode(x, residual, data, flag, numel, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):
+    """`B` buckets a program, kept in registers if all their rows are unrolled; if TAIL, the last program's is the one not full."""
+    BUCKET: tl.constexpr = 32 * ROWS
+    numel, first = numel.to(tl.int64), tl.program_id(0).to(tl.int64) * B
+    is_last = tl.program_id(0) == tl.num_programs(0) - 1
+    full, buckets = numel // BUCKET, (numel + BUCKET - 1) // BUCKET
+    if TAIL:
+        first = tl.where(is_last, full, first)
+    x += first * BUCKET
+    if residual is not None:
+        residual += first * BUCKET
+    means = data.to(tl.pointer_type(tl.float32)) + 2 * first
+    bits = data + 8 * buckets + first * (BUCKET // 8)
+    here = tl.minimum(full - first, B).to(tl.int32)
+    if TAIL:
+        # A bucket that is not full has a program of its own: masks that may end anywhere would break up all reading.
+        if is_last:
+            encode_twice_read(x, residual, means, bits, flag, (numel - full * BUCKET).to(tl.int32), ROWS, 1, 1, True)
+        else:
+            encode_full(x, residual, means, bits, flag, here, ROWS, B, UNROLL)
+    else:
+        encode_full(x, residual, means, bits, flag, here, ROWS, B, UNROLL)
+
+
+@triton.jit
+def add_words(data, into, weight, numel, first, ROWS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr):
+    """`W` words of 32 values from `first` on, as far as they are full; if TAIL the one that is not."""
+    full, buckets = numel // 32, (numel + 32 * ROWS - 1) // (32 * ROWS)
+    w, lane = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
+    means = data.to(tl.pointer_type(tl.float32)) + 2 * (first // ROWS)
+    bits = data + 8 * buckets + 4 * first
+    into += 32 * first
+    if TAIL:
+        real = tl.where(w == 0, (numel - full * 32).to(tl.int32), 0)
+        word = tl.zeros((W, 1), tl.int32)
+        for k in tl.static_range(4):
+            word |= tl.load(bits + (4 * w + k), mask=8 * k < real, other=0).to(tl.int32) << (8 * k)
+    else:
+        real = tl.where(w < tl.minimum(full - first, W).to(tl.int32), 32, 0)
+        word = tl.load(bits.to(tl.pointer_type(tl.int32)) + w, mask=real > 0, other=0)
+    at = 2 * (((first % ROWS).to(tl.int32) + w) // ROWS)
+    low = tl.load(means + at, mask=real > 0, other=0.0) * weight
+    high = tl.load(means + (at + 1), mask=real > 0, other=0.0) * weight
+    values = tl.where(((word >> lane) & 1) != 0, high, low)
+    mask = (lane < real) if TAIL else (real > 0)
+    if not FRESH:
+        values = tl.load(into + (32 * w + lane), mask=mask, other=0.0) + values
+    tl.store(into + (32 * w + lane), values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def one_bit_add(data, into, weight, numel, ROWS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr):
+    numel, program = numel.to(tl.int64), tl.program_id(0)
+    if TAIL:
+        if program == tl.num_programs(0) - 1:
+            add_words(data, into, weight, numel, numel // 32, ROWS, W, FRESH, True)
+        else:
+            add_words(data, into, weight, numel, program.to(tl.int64) * W, ROWS, W, FRESH, False)
+    else:
+        add_words(data, into, weight, numel, program.to(tl.int64) * W, ROWS, W, FRESH, False)
+
+
+def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
+    codec = cast(OneBit, codec)
+    numel, rows = x.numel(), codec.bucket // LANES
+    data = room(codec, x, out)
+    if not numel:
+        return data, True
+    tail, flag = numel % codec.bucket != 0, flags.get(x)
+    at_once, warps, unroll = shape_of(rows, x.element_size(), residual is not None)
+    programs = triton.cdiv(numel // codec.bucket, at_once) + tail
+    with on(x):
+        one_bit_encode[programs,](x, residual, data, flag, numel, rows, at_once, unroll, tail, num_warps=warps, **LAUNCH)
+        return put(data, out), flags.is_unset(flag, x)
+
+
+def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
+    codec = cast(OneBit, codec)
+    numel, rows = into.numel(), codec.bucket // LANES
+    if not numel:
+        return
+    tail = numel % LANES != 0
+    programs = triton.cdiv(numel // LANES, ADDED_AT_ONCE) + tail
+    with on(into):
+        one_bit_add[programs,](
+            *(aligned(data), into, float(weight), numel),
+            *(rows, ADDED_AT_ONCE, fresh, tail),
+            num_warps=1,
+            **LAUNCH,
+        )

@@ -1,0 +1,335 @@
+"""Vectors of 32 lanes for numba: what its loops become on the processor, said outright.
+
+A compiler that is left to find the parallelism in a packing loop does not, and one that is allowed to regroup a sum gives
+another sum on another processor.  Here a kernel says `load(x, i) + load(r, i)` and gets 32 additions in as few instructions as
+the processor has for them; `add_up` always adds in the same order.  Masks are 32-bit words, lane 0 the lowest bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # pyright: ignore[reportMissingTypeStubs]
+from numba import extending, types
+from numba.core import cgutils
+from numba.extending import models, overload, register_model
+
+LANES = 32
+
+intrinsic: Any = extending.intrinsic  # What it decorates takes one argument less when it is called.
+
+_i1, _i8, _i32, _f32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.FloatType()
+_floats, _ints, _mask = ir.VectorType(_f32, LANES), ir.VectorType(_i32, LANES), ir.VectorType(_i1, LANES)
+_bytes, _shorts, _halves = ir.VectorType(_i8, LANES), ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
+
+
+class Floats(types.Type):
+    """32 float32 values."""
+
+    def __init__(self) -> None:
+        super().__init__("Floats")
+
+
+class Ints(types.Type):
+    """32 int32 values."""
+
+    def __init__(self) -> None:
+        super().__init__("Ints")
+
+
+floats, ints = Floats(), Ints()
+
+
+@register_model(Floats)
+class _FloatsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _floats)
+
+
+@register_model(Ints)
+class _IntsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _ints)
+
+
+def _address(context: Any, builder: Any, array: Any, value: Any, index: Any, kind: ir.Type) -> Any:
+    data = context.make_array(array)(context, builder, value).data
+    return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+
+
+def _constant(kind: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _shuffled(builder: Any, vector: Any, order: list[int]) -> Any:
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_i32, len(order)), order))
+
+
+@intrinsic
+def load(_: Any, array: Any, index: Any) -> Any:
+    """32 values from `index` on, as float32.  float16 is given as uint16, bfloat16 as int16: numba has neither."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def values(kind: ir.Type) -> Any:
+            return builder.load(
+                _address(context, builder, array, args[0], args[1], ir.VectorType(kind, LANES)), align=array.dtype.bitwidth // 8
+            )
+
+        if array.dtype == types.float32:
+            return values(_f32)
+        if array.dtype == types.uint16:
+            return builder.fpext(values(ir.HalfType()), _floats)
+        upper = builder.zext(values(ir.IntType(16)), _ints)  # A bfloat16 is the upper half of a float32.
+        return builder.bitcast(builder.shl(upper, _constant(_ints, 16)), _floats)
+
+    return floats(array, types.intp), generate
+
+
+@intrinsic
+def store(_: Any, array: Any, index: Any, values: Any) -> Any:
+    """Put 32 values into an array of a type that `load` knows, rounded to the nearest of it, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        short = args[2]
+        if array.dtype == types.uint16:
+            short = builder.fptrunc(short, _halves)
+        elif array.dtype == types.int16:
+            word = builder.bitcast(short, _ints)
+            odd = builder.and_(builder.lshr(word, _constant(_ints, 16)), _constant(_ints, 1))
+            word = builder.add(word, builder.add(odd, _constant(_ints, 0x7FFF)))
+            short = builder.trunc(builder.lshr(word, _constant(_ints, 16)), _shorts)
+        builder.store(short, _address(context, builder, array, args[0], args[1], short.type), align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, values), generate
+
+
+@intrinsic
+def full(_: Any, value: Any) -> Any:
+    """One float32 in all lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.insert_element(ir.Constant(_floats, ir.Undefined), args[0], _i32(0))
+        return _shuffled(builder, first, [0] * LANES)
+
+    return floats(types.float32), generate
+
+
+@intrinsic
+def select(_: Any, mask: Any, a: Any, b: Any) -> Any:
+    """Lane by lane `a` where the mask has a 1, otherwise `b`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.bitcast(args[0], _mask), args[1], args[2])
+
+    return a(types.uint32, a, b), generate
+
+
+@intrinsic
+def count(_: Any, mask: Any) -> Any:
+    """How many lanes a mask has."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint32(types.uint32), generate
+
+
+@intrinsic
+def lowest(_: Any, mask: Any) -> Any:
+    """The number of the first lane that a mask has; it must have one."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.cttz(args[0], _i1(1)), ir.IntType(64))
+
+    return types.int64(types.uint32), generate
+
+
+@intrinsic
+def add_up(_: Any, values: Any) -> Any:
+    """The sum of all lanes: the upper half is added to the lower one until one lane is left."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total, lanes = args[0], LANES
+        while lanes > 1:
+            lanes //= 2
+            lower, upper = (_shuffled(builder, total, [*range(start, start + lanes)]) for start in (0, lanes))
+            total = builder.fadd(lower, upper)
+        return builder.extract_element(total, _i32(0))
+
+    return types.float32(values), generate
+
+
+def _binary(generate_from: Callable[[Any, Any, Any], Any]) -> Any:
+    @intrinsic
+    def apply(_: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return generate_from(builder, args[0], args[1])
+
+        return a(a, b), generate
+
+    return apply
+
+
+def _unary(generate_from: Callable[[Any, Any], Any], result: types.Type) -> Any:
+    @intrinsic
+    def apply(_: Any, a: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return generate_from(builder, args[0])
+
+        return result(a), generate
+
+    return apply
+
+
+def _compared(how: str) -> Any:
+    @intrinsic
+    def apply(_: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(builder.fcmp_ordered(how, args[0], args[1]), _i32)
+
+        return types.uint32(a, b), generate
+
+    return apply
+
+
+def _floor(builder: Any, a: Any) -> Any:
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_floats, [_floats]), f"llvm.floor.v{LANES}f32")
+    return builder.call(function, [a])
+
+
+at_least, less = _compared(">="), _compared("<")  # Lane by lane, as masks; false for NaN.
+
+# Lane by lane the smaller, the larger.  Where a value is NaN, the second: what the processor has one instruction for.
+smaller = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
+larger = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+larger_int = _binary(lambda builder, a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
+
+floor = _unary(_floor, floats)
+to_ints = _unary(lambda builder, a: builder.fptosi(a, _ints), ints)  # Towards 0; what is beyond int32 becomes anything.
+to_floats = _unary(lambda builder, a: builder.sitofp(a, _floats), floats)
+bits_of = _unary(lambda builder, a: builder.bitcast(a, _ints), ints)
+with_bits = _unary(lambda builder, a: builder.bitcast(a, _floats), floats)
+
+
+def _overload(operation: Callable[..., Any], of: type[types.Type], apply: Any) -> None:
+    def of_two(a: Any, b: Any) -> Any:
+        return apply(a, b)
+
+    def of_one_and_a_number(a: Any, b: Any) -> Any:
+        return apply(a, full_int(b))
+
+    @overload(operation, strict=False)
+    def choose(a: Any, b: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        if isinstance(a, of) and isinstance(b, of):
+            return of_two
+        return of_one_and_a_number if isinstance(a, of) and of is Ints and isinstance(b, types.Integer) else None
+
+
+for _operation, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
+    _overload(_operation, Floats, _binary(lambda builder, a, b, name=_name: getattr(builder, name)(a, b)))
+for _operation, _name in (
+    (operator.add, "add"),
+    (operator.sub, "sub"),
+    (operator.mul, "mul"),
+    (operator.xor, "xor"),
+    (operator.and_, "and_"),
+    (operator.or_, "or_"),
+    (operator.lshift, "shl"),
+    (operator.rshift, "lshr"),  # Zeros come in, whatever the sign.
+):
+    _overload(_operation, Ints, _binary(lambda builder, a, b, name=_name: getattr(builder, name)(a, b)))
+
+
+@intrinsic
+def full_int(_: Any, value: Any) -> Any:
+    """The lower 32 bits of an integer in all lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.insert_element(ir.Constant(_ints, ir.Undefined), builder.trunc(args[0], _i32), _i32(0))
+        return _shuffled(builder, first, [0] * LANES)
+
+    return ints(types.int64), generate
+
+
+@intrinsic
+def numbered(_: Any) -> Any:
+    """0 to 31."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(_ints, [*range(LANES)])
+
+    return ints(), generate
+
+
+@intrinsic
+def largest(_: Any, values: Any) -> Any:
+    """The largest of 32 integers, as the float32 that has its bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        most, lanes = args[0], LANES
+        while lanes > 1:
+            lanes //= 2
+            lower, upper = (_shuffled(builder, most, [*range(start, start + lanes)]) for start in (0, lanes))
+            most = builder.select(builder.icmp_signed(">", lower, upper), lower, upper)
+        return builder.bitcast(builder.extract_element(most, _i32(0)), _f32)
+
+    return types.float32(values), generate
+
+
+def _stored(kind: ir.VectorType, convert: Callable[[Any, Any], Any]) -> Any:
+    @intrinsic
+    def apply(_: Any, array: Any, index: Any, values: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            builder.store(convert(builder, args[2]), _address(context, builder, array, args[0], args[1], kind), align=1)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, values), generate
+
+    return apply
+
+
+def _loaded(kind: ir.VectorType, convert: Callable[[Any, Any], Any]) -> Any:
+    @intrinsic
+    def apply(_: Any, array: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return convert(builder, builder.load(_address(context, builder, array, args[0], args[1], kind), align=1))
+
+        return ints(array, types.intp), generate
+
+    return apply
+
+
+def _folded(per_byte: int) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """Codes of 8 // per_byte bits into bytes and out of them, the first one lowest.
+
+    As many codes as a byte holds lie in the bytes of one word, and are moved there all at once: what overlaps is cut off.
+    """
+    bits, words = 8 // per_byte, ir.VectorType(ir.IntType(8 * per_byte), LANES // per_byte)
+    mask = sum((1 << bits) - 1 << 8 * i for i in range(per_byte))
+
+    def fold(builder: Any, codes: Any) -> Any:
+        word = builder.bitcast(builder.trunc(codes, _bytes), words)
+        total = word
+        for i in range(1, per_byte):
+            total = builder.or_(total, builder.lshr(word, _constant(words, i * (8 - bits))))
+        return builder.trunc(total, ir.VectorType(_i8, LANES // per_byte))
+
+    def unfold(builder: Any, packed: Any) -> Any:
+        word = builder.zext(packed, words)
+        total = word
+        for i in range(1, per_byte):
+            total = builder.or_(total, builder.shl(word, _constant(words, i * (8 - bits))))
+        return builder.zext(builder.bitcast(builder.and_(total, _constant(words, mask)), _bytes), _ints)
+
+    return fold, unfold
+
+
+# 32 codes of 2, 4, 8 or 16 bits to and from an array of bytes, from a byte on.
+store_16, load_16 = _stored(_shorts, lambda b, v: b.trunc(v, _shorts)), _loaded(_shorts, lambda b, v: b.zext(v, _ints))
+store_8, load_8 = _stored(_bytes, lambda b, v: b.trunc(v, _bytes)), _loaded(_bytes, lambda b, v: b.zext(v, _ints))
+_quarter, _half = ir.VectorType(_i8, LANES // 4), ir.VectorType(_i8, LANES // 2)
+store_4, load_4 = _stored(_half, _folded(2)[0]), _loaded(_half, _folded(2)[1])
+store_2, load_2 = _stored(_quarter, _folded(4)[0]), _loaded(_quarter, _folded(4)[1])

@@ -1,0 +1,219 @@
+"""Top-k on the CPU: the exact choice of the k largest in two passes over the vector.
+
+The first counts magnitudes by their upper bits, and so finds the bin that holds the k-th largest; the second notes what is in that
+bin or above, and only this is sorted out further.  Nothing of it depends on how the values are distributed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.codecs.dgc import DGC
+from paceline.codecs.kernels import Kernel
+from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, put, share_out, wanted
+from paceline.codecs.kernels.lanes import LANES, full, less, load, lowest, store
+from paceline.codecs.layout import aligned, is_straight
+from paceline.codecs.top_k import TopK
+
+if TYPE_CHECKING:
+    from paceline.codecs.codec import Codec
+
+INF = np.float32(np.inf)
+ALL = np.uint32(0xFFFFFFFF)
+MAGNITUDE = np.uint32(0x7FFFFFFF)  # A float32 without its sign.
+BINS = 2048  # Magnitudes are counted by their exponent and three more bits.
+SHIFT = 20
+LOOK = 512  # Groups after which a bound is looked for anew.
+
+
+@compiled
+def bin_of(bits: Any) -> Any:
+    return np.int64((bits & MAGNITUDE) >> np.uint32(SHIFT))
+
+
+@compiled
+def edge(b: int) -> Any:
+    """The smallest magnitude in a bin."""
+    return np.uint32(b << SHIFT).view(np.float32)
+
+
+@compiled
+def bin_with(counts: Any, k: int) -> tuple[int, int]:
+    """The bin that holds the k-th largest, and how many are in the bins above; bin 0 if there are not so many."""
+    above, b = 0, len(counts) - 1
+    while b > 0 and above + counts[b] < k:
+        above += counts[b]
+        b -= 1
+    return b, above
+
+
+@compiled
+def top_k_count(x: Any, residual: Any, u: Any, counts: Any, k: int, first: int, last: int) -> int:
+    """Put `x + residual` into `u`, which may be the residual, and count by bins those that can be among the k largest here.
+
+    As soon as k are known of a bin and above, what is below is not even counted.  Without `u`, `x` is all there is.  Gives the
+    first group with a value that is not finite, where it stops.
+    """
+    high, low, endless, below_all = full(ZERO), full(ZERO), full(INF), full(-INF)
+    bits = x.view(np.uint32) if u is None else u.view(np.uint32)
+    for i in range(first, last):
+        at = LANES * i
+        v = wanted(x, residual, at)
+        mask = np.uint32(~(less(v, high) & less(low, v)))
+        if mask and np.uint32(less(v, endless) & less(below_all, v)) != ALL:
+            return i
+        if u is not None:
+            store(u, at, v)
+        while mask:
+            counts[bin_of(bits[at + lowest(mask)])] += 1
+            mask = np.uint32(mask & (mask - np.uint32(1)))
+        if (i - first) % LOOK == LOOK - 1:
+            bound = edge(bin_with(counts, k)[0])
+            high, low = full(bound), full(-bound)
+    return last
+
+
+@compiled
+def top_k_uncount(x: Any, residual: Any, first: int, last: int) -> None:
+    """Take back, up to rounding, what `top_k_count` did to the residual."""
+    for i in range(first, last):
+        store(residual, LANES * i, load(residual, LANES * i) - load(x, LANES * i))
+
+
+@compiled
+def top_k_mark(u: Any, least: Any, hits: Any, first: int, last: int) -> None:
+    """Note which values of the groups are of magnitude `least` or more."""
+    high, low = full(least), full(-least)
+    for i in range(first, last):
+        v = load(u, LANES * i)
+        hits[i] = np.uint32(~(less(v, high) & less(low, v)))
+
+
+@compiled
+def top_k_pick(u: Any, hits: Any, counts: Any, k: int, indices: Any, values: Any) -> None:
+    """Of what is noted, and of the last values that fill no group, the k largest; the first ones where raw are equal."""
+    (place, above), raw = bin_with(counts, k), u.view(np.uint32)
+    some, n = np.empty(counts[place:].sum(), np.int32), 0
+    for i in range(len(hits)):
+        mask = hits[i]
+        while mask:
+            some[n] = LANES * i + lowest(mask)
+            n += 1
+            mask = np.uint32(mask & (mask - np.uint32(1)))
+    for i in range(LANES * len(hits), len(u)):
+        if bin_of(raw[i]) >= place:
+            some[n] = i
+            n += 1
+    # The k-th largest is known up to its lowest 20 bits: count by the upper half of these, then by the lower.
+    known, shift = np.uint32(place), SHIFT
+    while shift > 0:
+        shift -= 10
+        finer = np.zeros(1024, np.int64)
+        for i in some[:n]:
+            bits = raw[i] & MAGNITUDE
+            if np.uint32(bits >> np.uint32(shift + 10)) == known:
+                finer[np.int64(bits >> np.uint32(shift)) & 1023] += 1
+        place, more = bin_with(finer, k - above)
+        above += more
+        known = np.uint32(known << np.uint32(10) | np.uint32(place))
+    ties, m = k - above, 0
+    for i in some[:n]:
+        bits = np.uint32(raw[i] & MAGNITUDE)
+        if bits == known and ties:
+            ties -= 1
+        elif bits <= known:
+            continue
+        indices[m] = i
+        values[m] = u[i]
+        m += 1
+
+
+@compiled
+def forget(values: Any, indices: Any) -> None:
+    for i in indices:
+        values[i] = ZERO
+
+
+@compiled
+def pairs_add(indices: Any, values: Any, weight: Any, into: Any, fresh: bool) -> int:
+    """Add what indices and values say.  1 or 2, and nothing is done, if an index or a value is none."""
+    last = -1
+    for i in range(len(indices)):
+        if indices[i] <= last or indices[i] >= len(into):
+            return 1
+        last = indices[i]
+        if not np.isfinite(values[i]):
+            return 2
+    if fresh:
+        into[:] = ZERO
+    for i in range(len(indices)):
+        into[indices[i]] += weight * values[i]
+    return 0
+
+
+def encode_top_k(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
+    codec = cast(TopK, codec)
+    numel, whole = x.numel(), x.numel() // LANES
+    codec.check_numel(numel)
+    k = codec.kept(numel)
+    kept = torch.empty(numel) if residual is None and x.dtype != torch.float32 else residual
+    values, rest, u = as_array(x), None if residual is None else residual.numpy(), None if kept is None else kept.numpy()
+    done: list[tuple[int, int, Any]] = []
+
+    def work(first: int, last: int) -> bool:
+        counts = np.zeros(BINS, np.int64)
+        stop = top_k_count(values, rest, u, counts, k, first, last)
+        done.append((first, stop, counts))
+        return stop == last
+
+    is_good = share_out(work, whole, numel) if whole else True
+    tail = x[LANES * whole :].to(torch.float32) if residual is None else x[LANES * whole :] + residual[LANES * whole :]
+    if not (is_good and tail.isfinite().all()):
+        for first, stop, _ in done if rest is not None else ():
+            top_k_uncount(values, rest, first, stop)
+        codec.refuse(x if residual is None else x + residual, "they are among the largest")
+    if kept is not None:
+        kept[LANES * whole :] = tail
+    counts: Any = np.bincount(bins(tail), minlength=BINS) + sum(d[2] for d in done)
+    u = values if u is None else u
+    hits = np.empty(whole, np.uint32)
+    least = np.float32(edge(bin_with(counts, k)[0]))
+
+    def mark(first: int, last: int) -> bool:
+        top_k_mark(u, least, hits, first, last)
+        return True
+
+    if whole:
+        share_out(mark, whole, numel)
+    fits = out is not None and out.numel() == 8 * k and is_straight(out)
+    data = out if out is not None and fits else torch.empty(8 * k, dtype=torch.uint8)
+    indices, chosen_values = data[: 4 * k].view(torch.int32).numpy(), data[4 * k :].view(torch.float32).numpy()
+    if k:
+        top_k_pick(u, hits, counts, k, indices, chosen_values)
+    if rest is not None:
+        forget(rest, indices)
+    return put(data, out), True
+
+
+def bins(u: Tensor) -> Any:
+    return (u.view(torch.int32).numpy() & 0x7FFFFFFF) >> SHIFT
+
+
+def add_top_k(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
+    codec = cast(TopK, codec)
+    straight, k = aligned(data), data.numel() // 8
+    indices, values = straight[: 4 * k].view(torch.int32).numpy(), straight[4 * k :].view(torch.float32).numpy()
+    if wrong := pairs_add(indices, values, np.float32(weight), into.numpy(), fresh):
+        codec.no_message(
+            data, into.numel(), ("its indices do not ascend within the vector", "some of its values are not finite")[wrong - 1]
+        )
+
+
+KERNELS: dict[type[Codec], Kernel] = {
+    TopK: Kernel(encode_top_k, add_top_k),
+    DGC: Kernel(encode_top_k, add_top_k),
+}

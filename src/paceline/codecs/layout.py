@@ -1,0 +1,109 @@
+"""How values lie in memory and in messages: copies, alignment, buckets, packed codes, and sums in one order everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LANES = 32  # Sums are taken in so many lanes at once, on every device.
+
+
+def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in memory of their own, one after the other."""
+    return torch.empty(x.numel(), dtype=dtype, device=x.device).copy_(x.detach().reshape(-1))
+
+
+def is_straight(data: Tensor) -> bool:
+    """Whether wider types may be read where `data` lies."""
+    return data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 and data.is_contiguous()
+
+
+def aligned(data: Tensor) -> Tensor:
+    """`data` at an address where wider types may be read; a copy only where it lies askew inside a longer message."""
+    return data if is_straight(data) else data.clone()
+
+
+def bucketed(x: Tensor, bucket: int) -> Tensor:
+    """The values as float32 in rows of `bucket`, the last one filled up with zeros."""
+    x = x.detach().to(torch.float32).reshape(-1)
+    return F.pad(x, (0, -x.numel() % bucket)).view(-1, bucket)
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """The sum of each row: value i goes to lane i % 32, and then the upper half of the lanes is added to the lower one.
+
+    >>> row_sums(torch.arange(64.0).view(1, 64))
+    tensor([2016.])
+    """
+    lanes = torch.zeros(len(x), LANES, dtype=x.dtype, device=x.device)
+    for values in x.split(LANES, dim=1):
+        lanes += values
+    while (half := lanes.shape[1] // 2) > 0:
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+def check_bucket(owner: object, bucket: int) -> None:
+    """Refuse a bucket that rows of lanes cannot fill."""
+    if bucket < LANES or bucket % LANES:
+        raise ValueError(f"{owner}: a bucket holds a multiple of {LANES} values, at least {LANES}")
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of a vector: rows of 512 first, then rows of their sums, until one is left."""
+    while x.numel() > 1:
+        x = row_sums(bucketed(x, 512))
+    return x.sum()
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root, rounded to the nearest float32: torch's own may be off by a bit, depending on the processor."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
+
+
+def reals(numel: int, bucket: int, device: torch.device) -> Tensor:
+    """How many values each bucket holds: all but the last are full."""
+    counts = torch.full((-(-numel // bucket),), bucket, device=device)
+    if numel % bucket:
+        counts[-1] = numel % bucket
+    return counts
+
+
+def packed(codes: Tensor, bits: int, numel: int) -> Tensor:
+    """The first `numel` of the codes as bytes, the first code lowest; `codes` are integers below 2**bits that fill whole bytes.
+
+    >>> packed(torch.tensor([1, 2, 3, 0, 2, 0, 0, 0]), 2, 5)
+    tensor([57,  2], dtype=torch.uint8)
+    """
+    if bits == 16:
+        return codes.to(torch.uint16).view(-1)[:numel].view(torch.uint8)
+    together = 8 // bits
+    weights = torch.tensor([1 << bits * i for i in range(together)], dtype=torch.uint8, device=codes.device)
+    return (codes.view(-1, together).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)[: -(-numel // together)]
+
+
+def unpacked(data: Tensor, bits: int, numel: int) -> Tensor:
+    """The int32 codes that `packed` made these bytes of."""
+    if bits == 16:
+        return aligned(data).view(torch.uint16).to(torch.int32)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
+    return ((data[:, None] >> shifts) & (1 << bits) - 1).view(-1)[:numel].to(torch.int32)
+
+
+def scales_in(data: Tensor, count: int) -> Tensor:
+    """The float32 numbers that a message begins with."""
+    return aligned(data[: 4 * count]).view(torch.float32)
+
+
+def check_scales(owner: object, data: Tensor, count: int) -> None:
+    """Refuse a message that begins with a scale that is not finite: it would spoil a whole bucket of every receiver.
+
+    Not on a GPU, where looking means to wait.
+    """
+    if data.device.type == "cpu":
+        scales = scales_in(data, count).numpy()  # numpy takes a fraction of torch's time for so few values.
+        if not (finite := np.isfinite(scales)).all():
+            at = int(finite.argmin())
+            raise ValueError(f"{owner} was given bytes to decode whose scale {at} is {scales[at]:g}: no sender writes that")
