@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec, Link, Unencodable
-from paceline.endpoint import Endpoint, Message
+from paceline.endpoint import Endpoint, Message, check_summable
+from paceline.flat import is_finite
 
 VOTE_NBYTES = 32  # A ballot on the wire: four float64 numbers.
 SEAL_NBYTES = 40  # What follows an encoded message: the ballot, and the message's length without its padding.
@@ -51,6 +52,14 @@ class Ballot:
         votes = torch.stack([m[-SEAL_NBYTES:] for m in messages]).cpu().view(torch.float64)
         said = [m[: int(nbytes)] for m, nbytes in zip(messages, votes[:, 4].tolist(), strict=True)]
         return said, votes[:, 0].tolist(), Ballot(*votes[:, :4].sum(0).tolist())
+
+    def refuse(self, codec: Codec, x: Tensor, why: str) -> None:
+        """Say that `x` is not finite, or cannot be encoded for `why`, and remember where the first such value is."""
+        self.bad, self.bad_rank = 1.0, self.rank
+        try:
+            codec.refuse(x, why)
+        except Unencodable as complaint:
+            self.complaint = complaint
 
     def culprit(self) -> str:
         return f"rank {self.bad_rank:.0f}" if self.bad == 1 else f"{self.bad:.0f} ranks"
@@ -113,6 +122,7 @@ async def ring_sum(endpoint: Endpoint, x: Tensor) -> Tensor:
 
     In N - 1 rounds each chunk collects its sum on the way round, in N - 1 more the sums go round; a rank sends 2 (N - 1) / N of `x`.
     """
+    check_summable(x)
     ranks, me = len(endpoint.ranks), list(endpoint.ranks).index(endpoint.rank)
     chunks = [x[stripe_of(j, x.numel(), ranks)] for j in range(ranks)]
     right, left = endpoint.ranks[(me + 1) % ranks], endpoint.ranks[me - 1]
@@ -133,9 +143,7 @@ async def sum_by_groups(endpoint: Endpoint, x: Tensor, tail: Tensor, groups: Seq
 
     Sums travel, never means, so groups may differ in size.  Between groups of G the latency is that of N / G ranks.
     """
-    if sorted(r for g in groups for r in g) != list(endpoint.ranks):
-        raise ValueError(f"groups {[list(g) for g in groups]}: each of the ranks {list(endpoint.ranks)} must be in exactly one")
-    mine = next(g for g in groups if endpoint.rank in g)
+    mine = _group_of(endpoint, groups)
     first, inner = min(mine), endpoint.group(mine)
     if len(mine) > 1:
         await inner.reduce(x, first, tail)
@@ -145,6 +153,12 @@ async def sum_by_groups(endpoint: Endpoint, x: Tensor, tail: Tensor, groups: Seq
         await inner.broadcast(x, first)
         await inner.broadcast(tail, first)
     return x
+
+
+def _group_of(endpoint: Endpoint, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    if sorted(r for g in groups for r in g) != list(endpoint.ranks):
+        raise ValueError(f"groups {[list(g) for g in groups]}: each of the ranks {list(endpoint.ranks)} must be in exactly one")
+    return next(g for g in groups if endpoint.rank in g)
 
 
 def groups_of(ranks: Sequence[int], size: int) -> list[list[int]]:
@@ -176,8 +190,10 @@ async def mean_by_groups(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Li
         total = await mean_by_groups(endpoint, wide, ballot, link, groups)
         x.copy_(wide)
         return total
-    mine = next(g for g in groups if endpoint.rank in g)
+    mine = _group_of(endpoint, groups)
     first, inner = min(mine), endpoint.group(mine)
+    if ballot.weight and not ballot.bad and not is_finite(x):  # In the group's sum nobody could tell whose it was.
+        ballot.refuse(link.codec, x, "")
     kept = x.clone() if ballot.weight == 0 else None
     x.mul_(ballot.weight) if ballot.weight and not ballot.bad else x.zero_()
     tail = ballot.tensor()

@@ -42,9 +42,10 @@ async def mean_by_factors(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: L
             for m, p, q in zip(plan.matrices, plan.left(flat), link.factors, strict=True):
                 torch.mm(q, m.of(x).T, out=p)
             plan.put_raw(x, flat[plan.left_numel :])
-            if not flat.isfinite().all():  # A NaN anywhere in a matrix is in its product too: there is no need to look for it.
+            if not flat.isfinite().all():  # A NaN anywhere in a matrix is in its product too: before there is no need to look for it.
                 flat.zero_()
-                counts, ballot.bad, ballot.bad_rank = False, 1.0, ballot.rank
+                counts = False
+                ballot.refuse(link.codec, x, "their products are beyond the range of their type")
             elif ballot.weight != 1.0:
                 flat.mul_(ballot.weight)
         return flat

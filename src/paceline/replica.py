@@ -204,8 +204,11 @@ class Replica:
 
         def heard(total: Ballot) -> Tensor:
             self._behind_update = total.weight
-            if ballot.complaint is not None and (at := ballot.complaint.at) is not None:
-                self._note_bad(lambda: self.flat.locate(start + at))
+            if (complaint := ballot.complaint) is not None:
+                if (at := complaint.at) is not None:
+                    self._note_bad(lambda: self.flat.locate(start + at))
+                elif self.nonfinite != "pass" and self._bad is None:
+                    self._bad, self._is_culprit = f"rank {self.rank} has a gradient beyond its codec: {complaint}", True
             if total.bad and self._bad is None:
                 self._bad = f"{total.culprit()} had a gradient with NaN or infinity, or beyond its codec"
             self._over = not total.going_on

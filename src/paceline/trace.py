@@ -60,7 +60,8 @@ class Trace:
 
     def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
         self.spans.append(Span(rank, kind, start, stop, nbytes))
-        self.sent[rank] += nbytes
+        if nbytes or rank not in self.sent:  # Two threads write spans in a process, and only one of them sends: neither undoes the other.
+            self.sent[rank] += nbytes
         if self.keep is not None and len(self.spans) > 2 * self.keep:
             del self.spans[: self.keep]
 

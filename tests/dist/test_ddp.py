@@ -29,8 +29,8 @@ from paceline.codecs.dgc import DGC
 from paceline.codecs.power_sgd import PowerSGD
 from paceline.codecs.threshold import AdaptiveThreshold, Threshold
 from paceline.codecs.top_k import TopK
-from paceline.collectives import Ballot, mean_encoded
-from paceline.dist.ddp import DdpHook
+from paceline.collectives import Ballot, mean_encoded, stripe_of
+from paceline.dist.ddp import DdpHook, Remains
 from paceline.dist.job import Job
 from paceline.op import drive
 from tests.dist import forked
@@ -362,7 +362,7 @@ def test_parameters_that_get_no_gradient(tmp_path):
         assert torch.tensor(state).isfinite().all()
 
 
-@pytest.mark.parametrize("codec", [pl.OneBit(), TopK(ratio=0.1), PowerSGD(rank=2)], ids=str)
+@pytest.mark.parametrize("codec", [pl.OneBit(), TopK(ratio=0.1), PowerSGD(rank=2), pl.Fp32()], ids=str)
 def test_a_nan_of_one_rank_is_everybodys_and_what_was_not_said_survives_it(codec, tmp_path):
     def work(rank):
         model = ddp(net())
@@ -387,6 +387,28 @@ def test_a_nan_of_one_rank_is_everybodys_and_what_was_not_said_survives_it(codec
         assert "last.bias" in result["nans"] and "conv.weight" not in result["nans"]
         assert result["kept"] and all(result["kept"])
         assert torch.tensor(result["then"]).isfinite().all()
+
+
+@pytest.mark.parametrize("hosts", [[[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2], [3]]], ids=str)
+def test_what_is_owed_when_buckets_are_cut_anew_is_said_once(hosts):
+    """By whoever speaks for a host, whose word counts as much as the host has ranks."""
+    numel, speakers = 4096, sorted(min(h) for h in hosts)
+
+    def remains(rank: int) -> Remains:
+        return Remains(pl.OneBit(bucket=32), ["w"], [torch.zeros(numel)], torch.zeros(numel), rank, torch.zeros(1, dtype=torch.int64))
+
+    owed = torch.zeros(numel)
+    for place, rank in enumerate(speakers):
+        before, after = remains(rank), remains(rank)
+        # One stripe as these buckets are cut, and values of another as former ones were.
+        before.memory["owner_residual"][numel // 8 : numel // 4] = 1.0 + place
+        after.take({name: piece.clone() for name, piece in before.pieces()}, rank, hosts)
+        own = stripe_of(place, numel, len(speakers), unit=32)
+        assert not after.memory["owner_residual"][: own.start].any() and not after.memory["owner_residual"][own.stop :].any()
+        share = next(len(h) for h in hosts if rank in h) / 4
+        owed += after.memory["owner_residual"] + share * after.memory["residual"]
+    assert torch.allclose(owed[numel // 8 : numel // 4], torch.tensor(float(sum(range(1, len(speakers) + 1)))))
+    assert not owed[: numel // 8].any() and not owed[numel // 4 :].any()
 
 
 def test_a_lost_peer_is_an_error_now_and_later(tmp_path):
@@ -503,6 +525,7 @@ def test_mistakes_are_named(tmp_path):
                 told.append(str(error))
 
         tell(lambda: pl.ddp_hook((pl.OneBit(), pl.OneBit(bucket=64))[rank], ddp(net())))
+        tell(lambda: pl.ddp_hook(pl.OneBit(), ddp(net()), start=2 * rank))
         half = dist.new_group([rank], use_local_synchronization=True)
         tell(lambda: pl.ddp_hook(pl.OneBit(), ddp(net(), process_group=half)))
         hook = pl.ddp_hook(pl.OneBit(), ddp(net()))
@@ -516,11 +539,22 @@ def test_mistakes_are_named(tmp_path):
     for told in forked.run(2, work, tmp_path):
         assert told == [
             "rank 1 has ddp_hook(OneBit(bucket=64)), but rank 0 has ddp_hook(OneBit(bucket=512)): all must have the same",
+            "rank 1 has ddp_hook(OneBit(bucket=512), start=2), but rank 0 has ddp_hook(OneBit(bucket=512)): all must have the same",
             "ddp_hook(OneBit(bucket=512)): the model's process group has 1 of 2 ranks; the hook works among all of them",
             "ddp_hook(OneBit(bucket=512)) serves another model already: make one for each",
             "ddp_hook(OneBit(bucket=512)) knows no parameters' names: make it with the model, ddp_hook(codec, ddp)",
             "ddp_hook(OneBit(bucket=512)): a parameter has a sparse gradient; codecs encode dense ones (Embedding(sparse=False))",
         ]
+
+
+def test_a_hooks_group_waits_as_long_as_the_hook(tmp_path):
+    """torch gives every new group the same half an hour, whatever the first one has."""
+
+    def work(rank):
+        hook = pl.ddp_hook(pl.OneBit(), ddp(net()), timeout_s=77.0)
+        return hook._job.endpoint._process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    assert forked.run(2, work, tmp_path) == [77.0, 77.0]
 
 
 def test_a_hook_ends_with_its_model_and_a_copy_of_the_model_has_none(tmp_path):

@@ -312,8 +312,8 @@ def test_one_bit_sends_one_bit_per_value_and_two_means_per_bucket():
     assert OneBit(bucket=64).nbytes(512) == 64 + 64
 
 
-@pytest.mark.parametrize("bucket", [0, 4, -8, 12])
-def test_one_bit_refuses_a_bucket_that_is_no_multiple_of_8(bucket: int):
+@pytest.mark.parametrize("bucket", [0, 8, -32, 48])
+def test_one_bit_refuses_a_bucket_that_is_no_multiple_of_32(bucket: int):
     with pytest.raises(ValueError, match=rf"OneBit\(bucket={bucket}\)"):
         OneBit(bucket=bucket)
 

@@ -132,6 +132,8 @@ def test_groups_must_hold_every_rank_once(tmp_path: Path):
         for wrong in ([[0, 1]], [[0, 1], [1, 2]], [[0], [1], [2], [3]]):
             with pytest.raises(ValueError, match=r"exactly one"):
                 await sum_by_groups(endpoint, torch.ones(1), torch.zeros(0), wrong)
+            with pytest.raises(ValueError, match=r"exactly one"):
+                await mean_by_groups(endpoint, torch.ones(1), Ballot(1.0), ErrorFeedback(OneBit(), None), wrong)
 
     ENDPOINTS["simulator"](tmp_path, 3, law)
     with pytest.raises(ValueError, match="groups of 0"):
@@ -180,6 +182,30 @@ def test_a_nan_or_no_weight_at_all_goes_through_groups_too(ranks: Ranks, tmp_pat
         )
 
     assert [list(r) for r in ranks(tmp_path, 4, law)] == [[True, 0.0, True, "rank 3", True]] * 4
+
+
+@pytest.mark.parametrize("codec", [Fp32(), OneBit(), Fp16()], ids=str)
+def test_whose_nan_it_was_is_known_across_groups(codec: Codec, tmp_path: Path):
+    """Its group's first member is the one to find it in the sum, and not the one to blame."""
+
+    async def law(endpoint: Any) -> Any:
+        link = ErrorFeedback(codec, torch.zeros(70), torch.zeros(70))
+        x, ballot = mine(endpoint.rank, 70), Ballot(1.0, rank=endpoint.rank)
+        if endpoint.rank == 3:
+            x[11] = torch.inf
+        total = await mean_by_groups(endpoint, x, ballot, link, groups_of(endpoint.ranks, 2))
+        at = None if ballot.complaint is None else ballot.complaint.at
+        return bool(x.isnan().all()), total.culprit(), at, bool(link.residual.abs().max() < 1e-6)
+
+    assert ENDPOINTS["simulator"](tmp_path, 4, law) == [(True, "rank 3", 11 if r == 3 else None, True) for r in range(4)]
+
+
+def test_a_ring_refuses_what_its_sum_would_ruin(tmp_path: Path):
+    async def law(endpoint: Any) -> Any:
+        with pytest.raises(ValueError, match="encoded values cannot be summed"):
+            await ring_sum(endpoint, torch.full((4,), 200, dtype=torch.uint8))
+
+    ENDPOINTS["simulator"](tmp_path, 2, law)
 
 
 # Linear means of encoded values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from types import SimpleNamespace
@@ -149,7 +150,7 @@ def test_pieces_draw_different_numbers():
 # What cannot be encoded.
 
 
-@pytest.mark.parametrize("codec", [c for c in WHOLE.values() if "Fp32" not in str(c)], ids=[n for n in WHOLE if "fp32" not in n])
+@every_one
 @pytest.mark.parametrize("at", [0, 1200, 1202, 3207, NUMEL - 1])
 @pytest.mark.parametrize("plain", [True, False])
 def test_what_is_not_finite_is_refused_with_its_place_and_not_remembered(codec: Codec, at: int, plain: bool):
@@ -299,3 +300,12 @@ def test_a_vector_of_another_length_than_the_tensors_is_refused():
     for wrong in (lambda: codec.encode(torch.zeros(599)), lambda: codec.nbytes(601)):
         with pytest.raises(ValueError, match=r"PerTensor\(.* was fitted to tensors of 600 values in all, but was given (599|601)"):
             wrong()
+
+
+@every_one
+def test_settings_are_plain_data_and_make_the_same_codec_again(codec: Codec):
+    """What has adapted is saved so, and comes back through a file."""
+    codec = codec.fitted([torch.Size([40, 30]), torch.Size([7])])
+    for _ in range(3):
+        codec = codec.adapted(codec.encode(numbers(1207, dtype=torch.float32), random()), 1207)
+        assert codec.restored(json.loads(json.dumps(codec.settings()))) == codec

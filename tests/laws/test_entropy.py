@@ -83,6 +83,13 @@ def test_a_sender_clips_its_own_gradient_to_its_share_of_the_norm():
     assert torch.equal(heard(link, link.encode(x * 1e-3), 50), x * 1e-3)
 
 
+def test_a_gradient_whose_squares_are_beyond_float32_is_clipped_and_not_lost():
+    link, _ = memories(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
+    assert heard(link, link.encode(torch.full((50,), 1e30)), 50).norm().item() == pytest.approx(1.0, rel=1e-6)
+    with pytest.raises(ValueError, match="cannot encode inf at index 7"):
+        link.encode(torch.where(torch.arange(50) == 7, math.inf, 1.0))
+
+
 def test_warm_up_comes_down_in_four_equal_stages():
     link, _ = memories(DGC(ratio=0.001, warmup=8), 4000)
     sizes = [link.encode(numbers(4000, seed=t, dtype=torch.float32)).numel() // 8 for t in range(10)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.codecs import QSGD, Codec, Fp8, Fp16, NBit, OneBit, TernGrad, Unencodable, kernels
+from paceline.codecs import QSGD, Codec, Fp8, Fp16, NBit, OneBit, TernGrad, Threshold, TopK, Unencodable, kernels
 from tests.laws.every import CODECS
 from tests.laws.tasks import numbers
 
@@ -241,6 +243,31 @@ def test_a_scale_that_is_not_finite_is_refused_by_its_place(codec: Codec, bad: f
         with pytest.raises(ValueError, match=f"{type(codec).__name__}.*scale {place} is {bad}"):
             read()
     assert torch.equal(into, torch.ones(1300))
+
+
+@pytest.mark.parametrize("codec", [OneBit(32), Threshold(0.5), TopK(0.1)], ids=str)
+def test_what_is_no_vector_is_not_added_to_row_by_row(codec: Codec):
+    data, into = encoded(codec, numbers(1024, dtype=torch.float32), None), torch.zeros(32, 32)
+    with pytest.raises(RuntimeError, match="size"):
+        kernels.add(codec, data, into)
+    assert not into.any()
+
+
+def test_what_is_compiled_into_functions_of_other_files_is_part_of_their_names():
+    """numba would take a function from its cache although what it calls, or a number in it, has changed."""
+    folder = Path(cpu_parts.__file__).parents[1]
+    for path in (folder / "kernels").glob("[!g_]*.py"):
+        tree = ast.parse(path.read_text())
+        origin = {
+            name.asname or name.name: (node.module or "").removeprefix("paceline.codecs.").replace(".", "/") + ".py"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline.codecs.")
+            for name in node.names
+        }
+        for function in tree.body:
+            names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)} & origin.keys()
+            if isinstance(function, ast.FunctionDef) and "compiled" in names:
+                assert {origin[name] for name in names} <= {*cpu_parts.SHARED}, (path.name, function.name)
 
 
 def test_a_function_without_a_place_for_a_cache_is_compiled_all_the_same():

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline import AllReduceSGD, Cluster, NonFiniteGradient, OneBit, ParameterServer, PeriodicAveraging, Sgd, Task, simulate
+from paceline.codecs import Fp16, Fp32
+from paceline.codecs.entropy import Entropy
+from paceline.codecs.power_sgd import PowerSGD
 from paceline.strategy import Strategy
 from tests.laws.tasks import OPTIMIZERS, close, numbers, params, same, trained_alone
 
@@ -20,6 +23,9 @@ STEPS, BATCH, WORKERS = 8, 6, 3
 STRATEGIES: dict[str, Strategy] = {
     "all-reduce-sgd": AllReduceSGD(),
     "all-reduce-sgd by one-bit": AllReduceSGD(codec=OneBit()),
+    "all-reduce-sgd by fp32": AllReduceSGD(codec=Fp32()),
+    "all-reduce-sgd by power-sgd": AllReduceSGD(codec=PowerSGD()),
+    "all-reduce-sgd by entropy": AllReduceSGD(codec=Entropy(OneBit())),
     "periodic-averaging": PeriodicAveraging(period=3),
     "parameter-server": ParameterServer(rule=Sgd(lr=0.05)),
 }
@@ -68,6 +74,15 @@ def test_a_bad_gradient_is_skipped_and_named(strategy: Strategy, culprit: tuple[
     assert_finite(run)
     if strategy.is_ordered:
         assert all(same(p, run.params) for p in params(run))
+
+
+def test_a_gradient_beyond_its_codec_is_skipped_and_told_of():
+    """Finite as it is, no parameter is to blame; but a step must not be left out in silence."""
+    with pytest.warns(NonFiniteGradient) as caught:
+        run = simulate(task_with_bad_samples((4, 1), bad=1e7), AllReduceSGD(codec=Fp16()), Cluster(workers=WORKERS))
+    (told,) = (str(w.message) for w in caught)
+    assert re.fullmatch(r"rank 1 has a gradient beyond its codec: Fp16\(\) cannot encode .*65504 at step 4; the step was skipped", told)
+    assert_finite(run)
 
 
 @every_culprit

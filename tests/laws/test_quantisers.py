@@ -118,6 +118,8 @@ def test_n_bit_remembers_what_is_too_small_to_say_and_refuses_what_is_too_large(
         (lambda: QSGD(norm="l1"), "norm='l1'"),
         (lambda: TernGrad(clip=0.0), "TernGrad(clip=0.0): "),
         (lambda: TernGrad(clip=math.nan), "TernGrad(clip=nan): "),
+        (lambda: TernGrad(clip=math.inf), "TernGrad(clip=inf): "),
+        (lambda: TernGrad(clip=1e-60), "TernGrad(clip=1e-60): "),
         (lambda: Fp8(format="e3m4"), "Fp8(format='e3m4', "),
         (lambda: Fp8(bucket=20), "bucket=20"),
     ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -181,6 +183,16 @@ def test_tau_doubles_in_20_messages_above_the_band_halves_below_and_stays_inside
         assert after.tau == codec.tau if factor == 1.0 else after.tau == pytest.approx(codec.tau * factor, rel=1e-12)
 
 
+def test_tau_follows_a_band_of_dense_messages():
+    codec = AdaptiveThreshold(tau=1.0, low=0.1, high=0.3, limit=math.inf)
+    for count, factor in ((1000, 1 / codec.decay), (200, 1.0), (70, codec.decay)):
+        data = codec.encode(hits(1000, count))
+        assert Header.of(data).format == BITMAP
+        after = codec.adapted(data, 1000)
+        assert isinstance(after, AdaptiveThreshold) and after.tau == factor
+    assert codec.adapted(codec.encode(torch.empty(0)), 0) is codec
+
+
 def test_tau_follows_each_part_of_a_vector_by_itself_and_receivers_need_not_know():
     link = feedback(AdaptiveThreshold(tau=1.0, limit=math.inf), 2000)
     reader = AdaptiveThreshold(tau=123.0)
@@ -300,6 +312,21 @@ def test_the_kernel_chooses_as_the_definition_does_whatever_the_distribution(rat
     with kernels.plain():
         assert torch.equal(data, kernels.encode(TopK(ratio), x, slow))
     assert same(fast, slow)
+
+
+def test_top_k_keeps_within_its_memory_where_denormals_count_as_zeros():
+    """In a process of its own, which memory written to by mistake may end."""
+    program = """
+import torch
+from paceline.codecs import TopK, kernels
+x = torch.zeros(640_000)
+x[::64_000] = 5e-39
+if torch.set_flush_denormal(True):
+    data = kernels.encode(TopK(10 / x.numel()), x)
+    assert data[:40].view(torch.int32).tolist() == list(range(0, 640_000, 64_000))
+    torch.randn(100_000).sort()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 def test_all_of_the_values_are_the_values():

@@ -37,16 +37,6 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Raw(Fp32):
-    """The values as they are, if they are finite: what a codec refuses may not come through beside it."""
-
-    def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        if not x.isfinite().all():
-            self.refuse(x.reshape(-1), "")
-        return super().encode(x, rng)
-
-
-@dataclass(frozen=True)
 class Combinator(Codec):
     """What codecs made of others have in common: each says where the pieces are, and the rest follows."""
 
@@ -128,8 +118,8 @@ class Combinator(Codec):
 
     def restored(self, settings: dict[str, Any]) -> Codec:
         each = settings["each"]
-        # Of the codecs that pieces may have, only the one that sends them as they are has no settings.
-        pieces = None if each is None else tuple(self.codec.restored(s) if s else Raw() for s in each)
+        # Of the codecs that pieces may have, once they have adapted, only the one that sends them as they are has no settings.
+        pieces = None if each is None else tuple(self.codec.restored(s) if s else Fp32() for s in each)
         return super().restored(settings | {"each": pieces})
 
     def senders(self, numel: int) -> Sequence[Codec]:
@@ -260,7 +250,7 @@ def cut(codec: Codec, cuts: tuple[int, ...], raw_below: int) -> Sequence[Piece]:
     for n in cuts:
         if n:
             where = slice(start, start + n)
-            own = Raw() if n < raw_below else codec.part(where)
+            own = Fp32() if n < raw_below else codec.part(where)
             pieces.append(Piece(own, where, own.nbytes(n)))
         start += n
     return pieces

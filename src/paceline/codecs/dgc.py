@@ -8,6 +8,7 @@ has no momentum of its own.  In the first messages more is sent, a quarter at fi
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,8 +136,9 @@ class MomentumCorrection:
         g = x.detach().reshape(-1).to(self.velocity.dtype)
         if self.settings.clip is None:
             return g
-        norm, most = g.norm().item(), self.settings.clip * self.settings.workers**-0.5
-        return g * (most / norm) if norm > most else g
+        # In double precision, where no float32's square is too large.  What is not finite stays, to be refused as it is.
+        norm, most = torch.linalg.vector_norm(g, dtype=torch.float64).item(), self.settings.clip * self.settings.workers**-0.5
+        return g * (most / norm) if most < norm < math.inf else g
 
     @staticmethod
     def _indices(data: Tensor) -> Tensor:

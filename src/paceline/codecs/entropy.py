@@ -178,7 +178,7 @@ class Entropy(Codec):
         try:
             return self.wrapped(self.codec.encode(x, rng))
         except Unencodable as error:
-            raise Unencodable(f"{self}: {error}") from error
+            raise Unencodable(f"{self}: {error}", error.at) from error
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         inner = self.unwrapped(data, numel)
@@ -265,7 +265,7 @@ class Wrapping:
         try:
             data = self.coder.wrapped(self.inner.encode(x))
         except Unencodable as error:
-            raise Unencodable(f"{self.codec}: {error}") from error
+            raise Unencodable(f"{self.codec}: {error}", error.at) from error
         return data if out is None else out.copy_(data)
 
     def silence(self, numel: int, device: torch.device) -> Tensor:

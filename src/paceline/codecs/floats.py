@@ -22,7 +22,11 @@ class Fp32(Codec):
         return 4 * numel
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        return copied(x, torch.float32).view(torch.uint8)
+        values = copied(x, torch.float32)
+        # What is not finite would stay in a sender's residual for ever.  A sum tells almost always; it may overflow by itself.
+        if not values.sum().isfinite() and not values.isfinite().all():
+            self.refuse(x.reshape(-1), "they are beyond float32")
+        return values.view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         self.check(data, numel)

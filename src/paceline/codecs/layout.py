@@ -47,7 +47,7 @@ def row_sums(x: Tensor) -> Tensor:
 
 def check_bucket(owner: object, bucket: int) -> None:
     """Refuse a bucket that rows of lanes cannot fill."""
-    if bucket < LANES or bucket % LANES:
+    if not isinstance(bucket, int) or bucket < LANES or bucket % LANES:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"{owner}: a bucket holds a multiple of {LANES} values, at least {LANES}")
 
 

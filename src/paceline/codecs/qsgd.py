@@ -6,6 +6,7 @@ What is lost is noise and not bias, so that no sender needs to remember it; feed
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -113,8 +114,8 @@ class TernGrad(Codec):
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"{self}: clip is a positive number of standard deviations, or None")
+        if self.clip is not None and not 0 < torch.tensor(self.clip, dtype=torch.float32).item() < math.inf:
+            raise ValueError(f"{self}: clip is a positive number of standard deviations of float32's range, or None")
 
     def nbytes(self, numel: int) -> int:
         return 4 + -(-numel // 4) if numel else 0

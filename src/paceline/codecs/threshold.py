@@ -269,8 +269,7 @@ class AdaptiveThreshold(Threshold):
     def adapted(self, data: Tensor, numel: int) -> Codec:
         header, after = Header.of(data), super().adapted(data, numel)
         assert isinstance(after, AdaptiveThreshold)
-        # Bitmaps are sent from one value in 16 on; how many more there are says nothing about the band.
-        density = 1 / 16 if header.format == BITMAP else header.sent / max(numel, 1)
+        density = header.sent / numel if numel else self.low  # Of nothing, nothing follows.
         tau = self.tau * self.decay if density < self.low else self.tau / self.decay if density > self.high else self.tau
         if tau == self.tau or not SMALLEST_TAU <= tau <= 1 / SMALLEST_TAU:
             return after

@@ -98,27 +98,28 @@ class Remains:
         for name, start, (_, shape, strides) in zip(self.names, self._starts(), self._parameters, strict=True):
             yield f"{kind}.{name}", vector.as_strided(shape, strides, vector.storage_offset() + start)
 
-    def take(self, saved: dict[str, Tensor], rank: int, ranks: int) -> None:
-        """Go on with what is saved for these parameters, and take it out of there."""
+    def take(self, saved: dict[str, Tensor], rank: int, hosts: Sequence[Sequence[int]]) -> None:
+        """Go on with what is saved for these parameters, and take it out of there; the first rank of each host speaks for it."""
         for name, piece in self.pieces():
             if not name.startswith("owner_") and name in saved:
                 piece.copy_(saved.pop(name))
         if "residual" in self.memory:
-            self._take_owed(saved, rank, ranks)
+            self._take_owed(saved, rank, hosts)
 
-    def _take_owed(self, saved: dict[str, Tensor], rank: int, ranks: int) -> None:
+    def _take_owed(self, saved: dict[str, Tensor], rank: int, hosts: Sequence[Sequence[int]]) -> None:
         """What this rank owes on behalf of all it still does in the stripe that it owns; what lies in another's it has to say
-        itself, N times since N ranks are averaged."""
+        itself, as many times as its host's share goes into the mean."""
         residual: Tensor = self.memory["residual"]
         owed = torch.zeros_like(residual)
         for name, piece in self._cut("owner_residual", owed):
             if name in saved:
                 piece.copy_(saved.pop(name))
-        if "owner_residual" in self.memory and self.link.codec.way == "stripes":
-            own = stripe_of(rank, self._numel, ranks, unit=self.link.codec.unit)
+        speakers = sorted(min(host) for host in hosts)
+        if "owner_residual" in self.memory and self.link.codec.way == "stripes" and rank in speakers:
+            own = stripe_of(speakers.index(rank), self._numel, len(speakers), unit=self.link.codec.unit)
             self.memory["owner_residual"][own] = owed[own]
             owed[own] = 0.0
-        residual.add_(owed, alpha=ranks)
+        residual.add_(owed, alpha=sum(map(len, hosts)) / len(next(host for host in hosts if rank in host)))
 
 
 class DdpHook:
@@ -166,11 +167,11 @@ class DdpHook:
             raise ValueError(f"{self.__qualname__}: a parameter has a sparse gradient; codecs encode dense ones (Embedding(sparse=False))")
         job = self._opened(x.device)
         done: Future[Tensor] = Future(devices=[x.device] if x.is_cuda else [])
+        link = self._link(job, bucket) if self.steps >= self.start and job.workers > 1 else None
+        self.steps += bucket.is_last()
         if job.workers == 1:
             done.set_result(x)
             return done
-        link = self._link(bucket) if self.steps >= self.start else None
-        self.steps += bucket.is_last()
         ready = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
         self._lane.ask("mean", partial(_exchange, job, x, link, ready, done), lambda _: None)
         # An error set to a future is a result like any other to DDP; one that a callback raises is an error.
@@ -188,11 +189,11 @@ class DdpHook:
         return self._job
 
     def _agree(self, job: Job) -> None:
-        job.store.set(f"codec/{job.rank}", repr(self.codec))
-        codecs = [job.store.get(f"codec/{rank}").decode() for rank in range(job.workers)]
-        for rank, other in enumerate(codecs):
-            if other != codecs[0]:
-                raise ValueError(f"rank {rank} has ddp_hook({other}), but rank 0 has ddp_hook({codecs[0]}): all must have the same")
+        job.store.set(f"hook/{job.rank}", f"ddp_hook({self.codec!r}{f', start={self.start}' if self.start else ''})")
+        hooks = [job.store.get(f"hook/{rank}").decode() for rank in range(job.workers)]
+        for rank, other in enumerate(hooks):
+            if other != hooks[0]:
+                raise ValueError(f"rank {rank} has {other}, but rank 0 has {hooks[0]}: all must have the same")
 
     def register(self, model: DistributedDataParallel) -> None:
         """Serve this model, and make what is remembered a part of its state."""
@@ -213,14 +214,14 @@ class DdpHook:
         self._shapes = {n: p.shape for n, p in named}
         self._is_registered = True
 
-    def _link(self, bucket: dist.GradBucket) -> Link:
+    def _link(self, job: Job, bucket: dist.GradBucket) -> Link:
         parameters = bucket.parameters()
         key = tuple(id(p) for p in parameters)
         if key not in self._remains:
             self._retire(set(key))
             names = [self._names.setdefault(i, str(len(self._names))) for i in key]
-            remains = Remains(self.codec, names, parameters, bucket.buffer(), dist.get_rank(), self._count)
-            remains.take(self._saved, dist.get_rank(), dist.get_world_size())
+            remains = Remains(self.codec, names, parameters, bucket.buffer(), job.rank, self._count)
+            remains.take(self._saved, job.rank, job.endpoint.hosts or [[rank] for rank in range(job.workers)])
             remains.adapted.update(self._saved_settings.pop(remains.names, {}))
             self._remains[key] = remains
         return self._remains[key].link

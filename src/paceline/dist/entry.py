@@ -9,8 +9,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.errors import ClusterError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 3.0
@@ -31,14 +35,25 @@ def main() -> None:
             sys.path[0] = str(Path(name).resolve().parent)
             runpy.run_path(name, run_name="__main__")
     except ClusterError as error:
-        handler.record_exception(error)
+        _record(handler, error)
         # The launcher blames whoever it sees end first: let that be the rank that failed, not one that heard of it.  Where in
         # this rank's code it heard of it helps nobody, so there is no traceback.
         time.sleep(GRACE_S)
         sys.exit(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
     except Exception as error:
-        handler.record_exception(error)
+        _record(handler, error)
         raise
+
+
+def _record(handler: ErrorHandler, error: Exception) -> None:
+    """Write the error down where the launcher looks, all at once: it may look at any moment, and stumbles over half a file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return handler.record_exception(error)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = part = f"{path}.part"
+    handler.record_exception(error)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = path
+    os.replace(part, path)
 
 
 def _die_with(launcher: int) -> None:

@@ -68,7 +68,9 @@ class Job:
         try:
             group = self._join(device, store, rank, workers)
             if apart and self.workers > 1:
-                group = dist.new_group()
+                # The user's group is often NCCL's alone, and ballots are on the CPU; None: the same kind as the user's.
+                backend = _backend(device) if dist.get_backend() == "nccl" else None
+                group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
                 assert not isinstance(group, int)  # What torch gives to those who are no members.
             self._open(strategy, group, ordered)
         except BaseException:
@@ -90,6 +92,15 @@ class Job:
         # Through shared memory a collective is carried on by whoever waits for it; a GPU has streams of its own.
         self.lane = None if self.is_one_host or self._device.type != "cpu" else Lane()
         hosts = [[r for r in range(self.workers) if self._hosts[r] == h] for h in dict.fromkeys(self._hosts)]
+        by_host = 1 < len(hosts) < self.workers and self.lane is not None and not ordered
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if by_host:
+            # By all ranks, members or not: a group that its members alone open is named by how many each of them has open already.
+            firsts = tuple(min(h) for h in hosts)
+            between = dist.new_group(list(firsts), timeout=timedelta(seconds=self._timeout_s))
+            if self.rank in firsts:
+                assert between is not None and not isinstance(between, int)
+                self._groups[firsts] = between
         self.endpoint = ProcessEndpoint(
             self.rank,
             self.layout,
@@ -97,7 +108,7 @@ class Job:
             group=group,
             shared=self._share(tuple(range(self.workers))),
             lane=self.lane,
-            hosts=hosts if 1 < len(hosts) < self.workers and self.lane is not None and not ordered else None,
+            hosts=hosts if by_host else None,
             open_mailbox=self._open_mailbox,
             open_group=self._open_group,
             ordered=ordered,
@@ -119,16 +130,19 @@ class Job:
         return SharedMemory.connect(store, self.rank, ranks, timeout_s=self._timeout_s)
 
     def _open_group(self, ranks: tuple[int, ...]) -> ProcessEndpoint:
-        """Only its members take part in opening a group; they must open theirs in the same order."""
-        group = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
-        assert not isinstance(group, int)  # What torch gives to those who are no members.
+        """Only its members take part in opening a group; they must open theirs in the same order, and have opened as many before."""
+        shared, group = self._share(ranks), self._groups.get(ranks)
+        if group is None and len(ranks) > 1 and (shared is None or self._device.type != "cpu"):
+            limit = timedelta(seconds=self._timeout_s)  # torch gives a new group its own default, not that of the first.
+            group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+            assert not isinstance(group, int)  # What torch gives to those who are no members.
         return ProcessEndpoint(
             self.rank,
             self.layout,
             self._clock,
             ranks=ranks,
             group=group,
-            shared=self._share(ranks),
+            shared=shared,
             lane=self.lane,
             open_mailbox=lambda: self.endpoint.mailbox,
             ordered=self._ordered,
@@ -146,10 +160,10 @@ class Job:
             self.rank, self.workers, self._base = rank, workers, _unwrapped(store)
             if workers == 1:
                 return None
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             # A prefix of its own: a second job of the same processes must not find the first one's addresses.
             store = dist.PrefixStore(f"{self._prefix}/torch", self._base)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=self._timeout_s))
+            limit = timedelta(seconds=self._timeout_s)
+            dist.init_process_group(_backend(device), store=store, rank=rank, world_size=workers, timeout=limit)
             self._own_group = True
         else:
             from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
@@ -199,6 +213,10 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.close(failed=error is not None)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _unwrapped(store: dist.Store) -> dist.Store:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from paceline.errors import ClusterError
 from paceline.op import Op
 
 S = TypeVar("S")
@@ -41,6 +42,7 @@ class Lane:
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def is_here(self) -> bool:
         """Whether the caller is the lane's own thread."""
@@ -48,6 +50,8 @@ class Lane:
 
     def ask(self, kind: str, work: Callable[[], S], then: Callable[[S], T]) -> Op[T]:
         """Do `work` after all that was asked before, and `then` when it is waited for, where it is waited for."""
+        if self._is_closed:
+            raise ClusterError(f"'{kind}' was begun after the job was closed: nobody would do it")
         if self._thread is None:
             # A daemon: whoever hangs in a collective that never ends must not keep the process from doing so.
             self._thread = threading.Thread(target=self._run, name="paceline-lane", daemon=True)
@@ -67,6 +71,7 @@ class Lane:
 
     def close(self, *, patience_s: float = 1.0) -> None:
         """No more is asked; what still hangs is left to the end of the process."""
+        self._is_closed = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(patience_s)

@@ -29,7 +29,7 @@ from paceline.dist.job import Job, under_launcher
 from paceline.dist.same_model import check_same_model, everything
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
-from paceline.flat import Bucket, FlatModel
+from paceline.flat import FlatModel
 from paceline.op import Op, drive
 from paceline.replica import NonFinite, Replica, TaskLearner
 from paceline.run import Run
@@ -48,8 +48,7 @@ class ProcessLearner(TaskLearner):
         super().__init__(trainee)
         self.endpoint = endpoint
         self._each: Each | None = None
-        self._replica: Replica | None = None
-        self._hooks = BucketHooks(trainee.flat, lambda: self._each and self._hand_on, lambda: None)
+        self._hooks = BucketHooks(trainee.flat, lambda: self._each, lambda: None)
 
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
         return Computed("gradient", lambda: self._gradient(replica, each))
@@ -79,16 +78,12 @@ class ProcessLearner(TaskLearner):
         if batch is None:
             return False
         start = self.endpoint.now()
-        self._each, self._replica = each, replica
+        self._each = each
         self.trainee.backward(batch)
         now = self.endpoint.now()
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
         self.endpoint.trace.point(now, replica.rank, replica.k, len(batch[0]), self.trainee.loss)
         return True
-
-    def _hand_on(self, bucket: Bucket) -> None:
-        assert self._each is not None and self._replica is not None
-        self._each(bucket)
 
 
 class Computed(Op[T]):

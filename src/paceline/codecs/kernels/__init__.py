@@ -94,7 +94,7 @@ def _undo(codec: Codec, kernel: Kernel, x: Tensor, residual: Tensor | None, data
 def add(codec: Codec, data: Tensor, into: Tensor, weight: float = 1.0, fresh: bool = False) -> None:
     """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""
     kernel = find(codec, into.device)
-    if kernel is not None and into.dtype == torch.float32 and into.is_contiguous():
+    if kernel is not None and into.dtype == torch.float32 and into.dim() == 1 and into.is_contiguous():
         codec.check(data, into.numel())
         return kernel.add(codec, data, into, weight, fresh)
     said = codec.decode(data, into.numel()).to(torch.promote_types(into.dtype, torch.float32))

@@ -153,7 +153,7 @@ def encode_entropy(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, 
             if not is_good:
                 kernels._undo(codec.codec, kernel, x, residual, data)  # pyright: ignore[reportPrivateUsage]
     except Unencodable as error:
-        raise Unencodable(f"{codec}: {error}") from error
+        raise Unencodable(f"{codec}: {error}", error.at) from error
     data = codec.wrapped(data)
     return (data if out is None else out.copy_(data)), True
 

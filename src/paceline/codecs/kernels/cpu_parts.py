@@ -26,8 +26,9 @@ SHARED_FROM = 1 << 18  # Values below which a second thread is not worth waking.
 ZERO = np.float32(0)
 NAN = np.float32(np.nan)
 
-_SHARED = ("kernels/lanes.py", "kernels/cpu_parts.py", "noise.py")  # What functions of other files have in them.
-_VERSION = zlib.crc32(b"".join((Path(__file__).parents[1] / name).read_bytes() for name in _SHARED))
+# What functions of other files have in them.
+SHARED = ("kernels/lanes.py", "kernels/cpu_parts.py", "kernels/quantisers.py", "noise.py", "entropy.py")
+_VERSION = zlib.crc32(b"".join((Path(__file__).parents[1] / name).read_bytes() for name in SHARED))
 
 
 def compiled(function: Callable[..., Any]) -> Any:

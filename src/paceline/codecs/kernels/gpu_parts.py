@@ -102,6 +102,8 @@ def room(codec: Codec, x: Tensor, out: Tensor | None) -> Tensor:
     """Where the bytes go: `out` if it lies straight, otherwise memory of its own."""
     nbytes = codec.nbytes(x.numel())
     assert nbytes is not None
+    if out is not None and out.shape != (nbytes,):
+        raise ValueError(f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}")
     return out if out is not None and is_straight(out) else torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 

@@ -219,7 +219,7 @@ def encode_threshold(codec: Codec, x: Tensor, residual: Tensor | None, seed: int
     if not is_good:
         for first, stop, _, _ in done if rest is not None else ():
             threshold_unmark(values, rest, tau, hits, minus, first, stop)
-        codec.refuse(x if residual is None else x + residual, "of the raw beyond tau")
+        codec.refuse(x if residual is None else x + residual, "of the magnitudes beyond tau")
     return put(
         threshold_message(codec, numel, hits, minus, sum(d[2] for d in done), max((d[3] for d in done), default=0.0), out), out
     ), True

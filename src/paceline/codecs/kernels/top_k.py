@@ -95,14 +95,16 @@ def top_k_mark(u: Any, least: Any, hits: Any, first: int, last: int) -> None:
 
 @compiled
 def top_k_pick(u: Any, hits: Any, counts: Any, k: int, indices: Any, values: Any) -> None:
-    """Of what is noted, and of the last values that fill no group, the k largest; the first ones where raw are equal."""
+    """Of what is noted, and of the last values that fill no group, the k largest; the first ones where magnitudes are equal."""
     (place, above), raw = bin_with(counts, k), u.view(np.uint32)
     some, n = np.empty(counts[place:].sum(), np.int32), 0
     for i in range(len(hits)):
         mask = hits[i]
         while mask:
-            some[n] = LANES * i + lowest(mask)
-            n += 1
+            at = LANES * i + lowest(mask)
+            if bin_of(raw[at]) >= place:  # A processor that takes denormals for zeros has noted more than that.
+                some[n] = at
+                n += 1
             mask = np.uint32(mask & (mask - np.uint32(1)))
     for i in range(LANES * len(hits), len(u)):
         if bin_of(raw[i]) >= place:
