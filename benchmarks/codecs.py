@@ -152,6 +152,7 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
     link.add(data, heard)
     taken: dict[str, list[float]] = {}
     for i in range(rounds + 1):
+        x.neg_()  # So that what is left out does not pile up.
         held: list[Tensor] = []
         turns: dict[str, Work] = {
             "copy": lambda: copy.copy_(x),
