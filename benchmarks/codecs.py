@@ -150,6 +150,7 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
     nbytes = data.numel()
     heard = torch.zeros_like(x)
     link.add(data, heard)
+    error = ((heard - x).norm() / x.norm()).item()
     taken: dict[str, list[float]] = {}
     for i in range(rounds + 1):
         x.neg_()  # So that what is left out does not pile up.
@@ -169,7 +170,7 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
     return {
         "codec": named(codec),
         "bytes_per_value": nbytes / numel,
-        "error": ((heard - x).norm() / x.norm()).item(),
+        "error": error,
         "seconds": of,
         "gib_per_s": {name: 4 * numel / GIB / of[name] for name in ("copy", "encode", "add")},
         "encode_over_copy": of["encode"] / of["copy"],
