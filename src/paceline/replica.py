@@ -250,6 +250,12 @@ class Replica:
             raise ValueError(
                 f"the saved memory holds {sorted(saved)}, the strategy remembers {sorted(initial)}: it was saved by another strategy"
             )
+        for name, value in initial.items():
+            if isinstance(value, Tensor) and (was := saved.get(name, value)).shape != value.shape:
+                raise ValueError(
+                    f"the saved memory's '{name}' has the shape {tuple(was.shape)}, but the strategy remembers {tuple(value.shape)}: "
+                    "it was saved with another model, or with other settings"
+                )
         memory = Memory(**{name: _like(value, saved.get(name, value)) for name, value in initial.items()})
         self._memories.append(memory)
         return memory
