@@ -116,7 +116,8 @@ def _read(path: Path) -> bytes:
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING.replace("step == 20", "False"))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PACELINE_TEST": str(tmp_path)}
+    # A killed launcher cannot remove its folder: let it be where pytest does.
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PACELINE_TEST": str(tmp_path), "TMPDIR": str(tmp_path)}
     launcher = subprocess.Popen(
         [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)], env=environment
     )
