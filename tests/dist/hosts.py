@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -81,6 +82,11 @@ def run_on(places: Sequence[tuple[str, str]], script: Path, *arguments: str, per
     for i, process in enumerate(processes):
         assert process.returncode == 0, (folder / f"err-{i}").read_text()
     return [(folder / f"out-{i}").read_text() for i in range(len(places))]
+
+
+def say(value: object) -> None:
+    """A line of JSON, written in one piece: the workers of a host share one file, and the parts of two prints may mix."""
+    os.write(1, (json.dumps(value) + "\n").encode())
 
 
 def _ip(*arguments: str) -> None:

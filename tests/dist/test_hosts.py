@@ -53,8 +53,10 @@ from paceline import codecs
 from paceline.collectives import Ballot, mean, mean_encoded
 from paceline.dist.job import Job
 torch.set_num_threads(1)
+# What the interface sent, less the 66 bytes of Ethernet, IPv4 and TCP headers of each packet, acknowledgements included.
 def on_the_wire():
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+    count = lambda what: int(Path(f"/sys/class/net/eth0/statistics/tx_{what}").read_text())
+    return count("bytes") - 66 * count("packets")
 class Kept:
     def __init__(self, **values): self.__dict__.update(values)
 numel = 1_000_000
@@ -83,7 +85,10 @@ with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
 
 
 def test_the_bytes_in_the_trace_are_those_that_the_interface_counts(two_hosts, tmp_path):
-    """Within 3 %, which is what the headers of Ethernet, IP, TCP and gloo, and acknowledgements, may add."""
+    """Within 3 %, which is what the headers of gloo may add.
+
+    How many packets carry them, and so the headers below gloo's, is the kernel's choice and depends on how busy it is.
+    """
     names = ["fp32", "fp16", "one-bit", "n-bit", "qsgd", "threshold", "top-k", "power-sgd"]
     script = tmp_path / "count.py"
     script.write_text(COUNTED)
@@ -96,15 +101,14 @@ def test_the_bytes_in_the_trace_are_those_that_the_interface_counts(two_hosts, t
 
 
 GROUPED = """
-import json, os
 import torch
 import paceline as pl
+from tests.dist.hosts import say
 from tests.dist.test_attach import task
 torch.set_num_threads(1)
 for name, codec in {"plain": None, "fp32": pl.Fp32(), "one-bit": pl.OneBit()}.items():
     run = pl.train(task(), pl.AllReduceSGD(codec=codec))
-    # In one piece: two workers of a host write to one file, and print breaks long lines up.
-    os.write(1, (json.dumps([name, run.params.tolist()]) + "\\n").encode())
+    say([name, run.params.tolist()])
 """
 
 
@@ -121,11 +125,12 @@ def test_two_hosts_of_two_workers_sum_within_each_before_they_sum_between(two_ho
 
 
 TWICE = """
-import copy, json
+import copy
 import torch
 import torch.distributed as dist
 from torch import nn
 import paceline as pl
+from tests.dist.hosts import say
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, gaps = dist.get_rank(), []
@@ -147,7 +152,7 @@ for _ in range(2):
         parts = [state[f"residual.{n}"] / 2 + state[f"owner_residual.{n}"] for n, _ in model.named_parameters()]
         dist.all_reduce(owed := torch.cat([p.reshape(-1).double() for p in parts]))
         gaps.append(((said + owed - meant).abs().max() / meant.abs().max()).item())
-print(json.dumps(gaps), flush=True)
+say(gaps)
 dist.barrier()
 """
 
