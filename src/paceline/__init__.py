@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from paceline import registry
+from paceline.averaging import Averaging, Met, NonFiniteReplica, Rounds
 from paceline.codecs import (
     DGC,
     QSGD,
@@ -24,12 +25,26 @@ from paceline.codecs import (
     TopK,
 )
 from paceline.errors import ClusterError, PeerLost
+from paceline.memory import Memory, resized
 from paceline.op import Op
-from paceline.replica import Memory, NonFiniteGradient, Replica
+from paceline.plan import Plan
+from paceline.replica import NonFiniteGradient, Replica
 from paceline.run import Run
 from paceline.server import Rule, Sgd, Shard, Store
 from paceline.sim import Cluster, Compute, Constant, Link, LogNormal, Measured, Stragglers, simulate
-from paceline.strategies import AllReduceSGD, BlockMomentum, ParameterServer, PeriodicAveraging
+from paceline.strategies import (
+    AdaComm,
+    AdaptiveAveraging,
+    AllReduceSGD,
+    BlockMomentum,
+    DecreasingAveraging,
+    DiLoCo,
+    ParameterServer,
+    PeriodicAveraging,
+    Replicated,
+    SlowMo,
+    Then,
+)
 from paceline.strategy import Strategy
 from paceline.task import Task
 from paceline.trace import Trace
@@ -44,8 +59,11 @@ __version__ = "0.1.0"
 __all__ = [
     "DGC",
     "QSGD",
+    "AdaComm",
+    "AdaptiveAveraging",
     "AdaptiveThreshold",
     "AllReduceSGD",
+    "Averaging",
     "BFloat16",
     "BlockMomentum",
     "Chunked",
@@ -54,6 +72,8 @@ __all__ = [
     "Codec",
     "Compute",
     "Constant",
+    "DecreasingAveraging",
+    "DiLoCo",
     "Entropy",
     "ErrorFeedback",
     "Fp8",
@@ -63,32 +83,40 @@ __all__ = [
     "LogNormal",
     "Measured",
     "Memory",
+    "Met",
     "NBit",
     "NonFiniteGradient",
+    "NonFiniteReplica",
     "OneBit",
     "Op",
     "ParameterServer",
     "PeerLost",
     "PerTensor",
     "PeriodicAveraging",
+    "Plan",
     "PowerSGD",
     "Replica",
+    "Replicated",
+    "Rounds",
     "Rule",
     "Run",
     "Session",
     "Sgd",
     "Shard",
+    "SlowMo",
     "Store",
     "Stragglers",
     "Strategy",
     "Task",
     "TernGrad",
+    "Then",
     "Threshold",
     "TopK",
     "Trace",
     "attach",
     "ddp_hook",
     "registry",
+    "resized",
     "simulate",
     "train",
 ]

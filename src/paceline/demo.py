@@ -5,6 +5,7 @@ What it shows in a minute is what the library is for: the same accuracy with far
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from paceline.run import Run
 from paceline.server import Sgd
 from paceline.sim import Cluster, LogNormal, simulate
 from paceline.strategies import AllReduceSGD, BlockMomentum, ParameterServer, PeriodicAveraging
+from paceline.strategies.block_momentum import TooFewSamples
 from paceline.strategy import Strategy
 from paceline.task import Task
 
@@ -62,6 +64,7 @@ class Demo:
         """Run everything; `starts` hears each run's name, `progress` its step."""
         from paceline.dist.train import train
 
+        warnings.simplefilter("ignore", TooFewSamples)  # The demo is short, and has twenty epochs for its few samples.
         task = self.task()
         runs: dict[str, Run] = {}
         for name, strategy in STRATEGIES.items():

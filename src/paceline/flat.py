@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,31 @@ class FlatModel:
     def expose(self, index: int) -> None:
         """Let the optimizer read a parameter's gradient out of the vector."""
         self.parameters[index].grad = self._views[index]
+
+    def buffers(self) -> Tensor:
+        """All buffers of numbers (BatchNorm's statistics and counters) as one vector of float64."""
+        found = [b.detach().reshape(-1).to("cpu", torch.float64) for b in self.model.buffers() if not b.dtype.is_complex]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+
+    def set_buffers(self, everyones: Sequence[Tensor], weights: Sequence[float], since: Tensor | None = None) -> None:
+        """The weighted mean of several workers' `buffers()`; of those that count in integers, the largest.
+
+        What has changed here `since` they were collected stays on top.
+        """
+        if not everyones[0].numel() or not sum(weights):
+            return
+        mean = torch.zeros_like(everyones[0])
+        for values, weight in zip(everyones, weights, strict=True):
+            mean.add_(values, alpha=weight / sum(weights))
+        largest, start = torch.stack(list(everyones)).amax(0), 0
+        if since is not None:
+            change = self.buffers() - since
+            mean, largest = mean + change, largest + change
+        for b in self.model.buffers():
+            if not b.dtype.is_complex:
+                chosen = mean if b.dtype.is_floating_point else largest
+                b.copy_(chosen[start : start + b.numel()].view(b.shape))
+                start += b.numel()
 
     def locate(self, position: int) -> str:
         """The name of the parameter that holds a position of the vector."""

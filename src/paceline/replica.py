@@ -1,15 +1,16 @@
 """Replica: a worker's model as one flat vector, with the verbs that papers use.
 
-A strategy sees nothing else.  Where gradients come from and how a step is taken is the Learner's business: the simulator's,
-a training process's, or the user's own loop.
+A strategy sees nothing else.  Where gradients come from and how a step is taken is the Learner's business.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import inf
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,12 +19,15 @@ from paceline import collectives
 from paceline.codecs.codec import Codec, Link
 from paceline.collectives import Ballot
 from paceline.endpoint import Endpoint
-from paceline.flat import Bucket, FlatModel
+from paceline.flat import Bucket
+from paceline.learner import Learner
+from paceline.memory import Kind, Memory, copied, restored
 from paceline.op import Op, Ready
+from paceline.plan import Plan
 from paceline.strategy import Strategy
-from paceline.task import Trainee
 
 NonFinite = Literal["skip", "stop", "pass"]
+Groups = Sequence[Sequence[int]]
 MOST_EMPTY_STEPS = 10_000_000
 
 
@@ -39,69 +43,17 @@ class Ended(Exception):
     """Raised out of a strategy at a mean to which nobody had anything to add, nor will have."""
 
 
-class Memory:
-    """What a strategy remembers between iterations, as attributes; it is saved and resumed."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-    def __getattr__(self, name: str) -> Any:  # Only asked for what is not there; it tells type checkers that the rest is.
-        raise AttributeError(f"this memory holds {sorted(vars(self))}, not '{name}'")
-
-
-class Learner(Protocol):
-    """Where a replica's gradients come from, and who steps its optimizer."""
-
-    flat: FlatModel
-
-    def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]: ...
-
-    def step(self, replica: Replica, g: Tensor) -> Op[None]: ...
-
-    def local_step(self, replica: Replica) -> Op[None]: ...
-
-    def skip(self, replica: Replica) -> Op[None]:
-        """Let the step pass without a change."""
-        ...
-
-    def reset_optimizer(self) -> None: ...
-
-    def has_data(self, step: int) -> bool:
-        """Whether there is a minibatch for that step."""
-        ...
-
-
-class TaskLearner:
-    """What our own training loops have in common, on real processes and in the simulator: the task's data and optimizer."""
-
-    def __init__(self, trainee: Trainee) -> None:
-        self.trainee = trainee
-        self.flat = trainee.flat
-
-    def has_data(self, step: int) -> bool:
-        return self.trainee.has_data(step)
-
-    def step(self, replica: Replica, g: Tensor) -> Op[None]:
-        self.trainee.step(g)
-        return Ready("step", None)
-
-    def skip(self, replica: Replica) -> Op[None]:
-        return Ready("skip", None)
-
-    def reset_optimizer(self) -> None:
-        self.trainee.optimizer.state.clear()
-
-
 class Replica:
     """One worker as its strategy sees it."""
 
-    def __init__(self, endpoint: Endpoint, learner: Learner, *, nonfinite: NonFinite = "skip") -> None:
+    def __init__(self, endpoint: Endpoint, learner: Learner, *, nonfinite: NonFinite = "skip", plan: Plan | None = None) -> None:
         if nonfinite not in ("skip", "stop", "pass"):
             raise ValueError(f"nonfinite={nonfinite!r}: what to do with a NaN gradient is one of 'skip', 'stop' and 'pass'")
         self.endpoint = endpoint
         self.learner = learner
         self.flat = learner.flat
         self.nonfinite: NonFinite = nonfinite
+        self.plan = plan or Plan()
         self.k = 0
         self.samples = 0.0  # seen by this worker in all
         self.skipped = 0  # steps left out because of a NaN
@@ -114,8 +66,11 @@ class Replica:
         self._bad: str | None = None  # who and what was not finite in the gradient at hand
         self._is_culprit = False
         self._over = False
+        self._end: float = inf  # the step before which a part of the run ends
         self._memories: list[Memory] = []
+        self._kinds: list[Kind] = []
         self._resumed: list[dict[str, Any]] = []
+        self._unfinished: list[Callable[[], Awaitable[None]]] = []
 
     @property
     def params(self) -> Tensor:
@@ -130,6 +85,15 @@ class Replica:
     def workers(self) -> int:
         return len(self.endpoint.ranks)
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the optimizer's first group, as of the last step."""
+        return float(self.learner.optimizer.param_groups[0]["lr"])
+
+    def has_data(self, step: int) -> bool:
+        """Whether this worker has a minibatch for that step."""
+        return step < self._end and self.learner.has_data(step)
+
     def steps(self) -> Iterator[int]:
         """Count steps until no worker has data left, as the last `mean` told all of them alike.
 
@@ -138,7 +102,8 @@ class Replica:
         """
         empty = 0
         while not self._over:
-            self.at_step(self.k)
+            if self.k < self._end:
+                self.at_step(self.k)
             yield self.k
             self.k += 1
             empty = 0 if self._behind_update else empty + 1
@@ -147,13 +112,47 @@ class Replica:
 
     def steps_alone(self) -> Iterator[int]:
         """Count steps until this worker's own data ends, whatever the others do."""
-        while self.learner.has_data(self.k):
+        while self.has_data(self.k):
             self.at_step(self.k)
             yield self.k
             self.k += 1
 
+    def end(self) -> None:
+        """Let `steps` count no further: no worker has data left, as all of them know alike."""
+        self._over = True
+
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
+    @contextmanager
+    def until(self, step: int) -> Generator[None]:
+        """Within this block the data of every worker ends before `step`, and so does what runs in it; then it goes on."""
+        outer, self._end = self._end, min(step, self._end)
+        try:
+            yield
+        except Ended:
+            pass
+        finally:
+            self._end = outer
+        self._take_deployed()
+        self.k, self._over, self._mean_was_taken = min(self.k, step), False, True
+
+    @contextmanager
+    def whole_minibatches(self) -> Generator[None]:
+        """Within this block every worker gets all of every minibatch, not its part of it."""
+        self.learner.share(whole=True)
+        try:
+            yield
+        finally:
+            self.learner.share(whole=False)
+
     def gradient(self, each: Callable[[Bucket], None] | None = None) -> Op[Tensor]:
         """The mean gradient of the next minibatch at `params`; `each` sees every bucket as soon as backward filled it."""
+        if self.k >= self._end:
+            self.begin(0.0)
+            self.flat.hand_out_nothing(each)
+            return Ready("gradient", self.flat.grads)
         return self.learner.gradient(self, each)
 
     def step(self, g: Tensor) -> Op[None]:
@@ -166,6 +165,9 @@ class Replica:
 
     def local_step(self) -> Op[None]:
         """The next minibatch's gradient and the user's optimizer's step with it, as on one machine."""
+        if self.k >= self._end:
+            self.begin(0.0)
+            return Ready("local step", None)
         return self.learner.local_step(self)
 
     async def train_alone(self) -> None:
@@ -175,13 +177,14 @@ class Replica:
 
     def reset_optimizer(self) -> None:
         """Let the optimizer forget its momentum and whatever else it has gathered."""
-        self.learner.reset_optimizer()
+        self.learner.optimizer.state.clear()
 
     def link(self, codec: Codec | None) -> Link | None:
         """A codec as this worker uses it for vectors like `params`; None for none, and for one worker alone."""
-        if codec is None or self.workers == 1:
+        if codec is None:
             return None
-        return codec.fitted([p.shape for p in self.flat.parameters]).link(self.memory, self.params, key=self.rank)
+        link = codec.fitted([p.shape for p in self.flat.parameters]).link(partial(self.memory, "owed"), self.params, key=self.rank)
+        return link if self.workers > 1 else None  # It remembers all the same: others may join.
 
     def mean(self, x: Tensor, link: Link | None = None) -> Op[Tensor]:
         """The mean of `x` over all workers, in place, weighted by the samples each has seen since the last mean.
@@ -191,16 +194,16 @@ class Replica:
         """
         return self._begin_mean(x, link, ends_if_empty=True)
 
-    def mean_of_bucket(self, bucket: Bucket, link: Link | None = None) -> Op[Tensor]:
-        """The mean over all workers of a stretch of the gradient, in place, weighted by samples."""
+    def mean_of_bucket(self, bucket: Bucket, link: Link | None = None, groups: Groups | None = None) -> Op[Tensor]:
+        """The mean over all workers of a stretch of the gradient, in place, weighted by samples; within `groups` of ranks first."""
         if link is None:  # A codec sees every value anyway, and finds a NaN by itself.
             self.inspect(bucket.where)
-        return self._begin_mean(bucket.grad, link and link[bucket.where], ends_if_empty=False, start=bucket.where.start)
+        return self._begin_mean(bucket.grad, link and link[bucket.where], ends_if_empty=False, start=bucket.where.start, groups=groups)
 
-    def _begin_mean(self, x: Tensor, link: Link | None, *, ends_if_empty: bool, start: int = 0) -> Op[Tensor]:
+    def _begin_mean(self, x: Tensor, link: Link | None, *, ends_if_empty: bool, start: int = 0, groups: Groups | None = None) -> Op[Tensor]:
         self._mean_was_taken = True
         bad = float(self._bad is not None)
-        ballot = Ballot(self._since_mean, float(self.learner.has_data(self.k + 1)), bad, bad * self.rank, self.rank)
+        ballot = Ballot(self._since_mean, float(self.has_data(self.k + 1)), bad, bad * self.rank, self.rank)
 
         def heard(total: Ballot) -> Tensor:
             self._behind_update = total.weight
@@ -216,49 +219,53 @@ class Replica:
                 raise Ended
             return x
 
-        return self.endpoint.exchange(lambda endpoint: self._exchange(endpoint, x, ballot, link), heard, kind="mean")
+        return self.endpoint.exchange(lambda endpoint: self._exchange(endpoint, x, ballot, link, groups), heard, kind="mean")
 
-    async def _exchange(self, endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link | None) -> Ballot:
+    async def _exchange(self, endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link | None, groups: Groups | None) -> Ballot:
         if self.workers == 1:
             return ballot
         if link is None:
-            return await collectives.mean(endpoint, x, ballot)
+            return await collectives.mean(endpoint, x, ballot, groups=groups)
+        if groups is not None:
+            return await collectives.mean_by_groups(endpoint, x, ballot, link, groups)
         return await collectives.mean_encoded(endpoint, x, ballot, link)
 
     async def mean_of_buffers(self) -> None:
         """Average floating-point buffers (BatchNorm statistics), weighted by samples; of integer ones take the largest."""
-        buffers = [b for b in self.flat.model.buffers() if b.dtype.is_floating_point or b.dtype == torch.int64]
-        if not buffers or self.workers == 1:
+        mine = self.flat.buffers()
+        if not mine.numel() or self.workers == 1:
             return
-        mine = torch.cat([torch.tensor([self._since_buffers]).double(), *(b.detach().reshape(-1).double().cpu() for b in buffers)])
+        weight = torch.tensor([self._since_buffers], dtype=torch.float64)
         self._since_buffers = 0.0
-        everyones = torch.stack(await self.endpoint.all_gather(mine))
-        weights = everyones[:, :1]
-        if not weights.sum():
-            return
-        mean, largest = (everyones * weights).sum(0) / weights.sum(), everyones.max(0).values
-        start = 1
-        for b in buffers:
-            chosen = mean if b.dtype.is_floating_point else largest
-            b.copy_(chosen[start : start + b.numel()].view(b.shape))
-            start += b.numel()
+        everyones = await self.endpoint.all_gather(torch.cat([weight, mine]))
+        self.flat.set_buffers([e[1:] for e in everyones], [float(e[0]) for e in everyones])
 
-    def memory(self, **initial: Any) -> Memory:
-        """Whatever outlives an iteration; what is not in a memory is lost on resume."""
+    def memory(self, kind: Kind = "shared", /, **initial: Any) -> Memory:
+        """Whatever outlives an iteration; what is not in a memory is lost on resume.
+
+        All workers have it alike, unless it is a worker's "own" or "owed" to the others: then see `resized` for what becomes of
+        it when there are more or fewer workers.
+        """
         saved = self._resumed[len(self._memories)] if len(self._memories) < len(self._resumed) else {}
-        if saved and saved.keys() != initial.keys():
-            raise ValueError(
-                f"the saved memory holds {sorted(saved)}, the strategy remembers {sorted(initial)}: it was saved by another strategy"
-            )
-        for name, value in initial.items():
-            if isinstance(value, Tensor) and (was := saved.get(name, value)).shape != value.shape:
-                raise ValueError(
-                    f"the saved memory's '{name}' has the shape {tuple(was.shape)}, but the strategy remembers {tuple(value.shape)}: "
-                    "it was saved with another model, or with other settings"
-                )
-        memory = Memory(**{name: _like(value, saved.get(name, value)) for name, value in initial.items()})
+        memory = Memory(**restored(initial, saved))
         self._memories.append(memory)
+        self._kinds.append(kind)
         return memory
+
+    def forget_after(self, memory: Memory) -> None:
+        """Drop all memories that were asked for after this one: what they belong to is over."""
+        keep = self._memories.index(memory) + 1
+        del self._memories[keep:], self._kinds[keep:], self._resumed[keep:]
+        self._unfinished.clear()
+
+    def before_stop(self, finish: Callable[[], Awaitable[None]]) -> None:
+        """What must be awaited before this replica's state is saved, or its run broken off, between two steps."""
+        self._unfinished.append(finish)
+
+    async def settle(self) -> None:
+        """Let nothing be under way, so that all of the state is in its memories."""
+        for finish in self._unfinished:
+            await finish()
 
     # What learners tell the replica as a gradient comes to be.
 
@@ -322,10 +329,15 @@ class Replica:
         except Ended:
             pass
         except Stopped:
+            await self.settle()
             return False
+        self._take_deployed()
+        return True
+
+    def _take_deployed(self) -> None:
         if self.deployed is not None:
             self.params.copy_(self.deployed)
-        return True
+            self.deployed = None
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs beside the optimizer's own state: plain numbers and tensors."""
@@ -336,7 +348,8 @@ class Replica:
             "since_buffers": self._since_buffers,
             "params": self.params.clone(),
             "buffers": [b.clone() for b in self.flat.model.buffers()],
-            "memories": [{n: _copied(v) for n, v in vars(m).items()} for m in self._memories],
+            "memories": [{n: copied(v) for n, v in vars(m).items()} for m in self._memories],
+            "kinds": list(self._kinds),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -348,13 +361,5 @@ class Replica:
         self.params.copy_(state["params"])
         for mine, saved in zip(self.flat.model.buffers(), state["buffers"], strict=True):
             mine.copy_(saved)
-        self._resumed, self._memories, self._over = state["memories"], [], False
-
-
-def _like(initial: Any, value: Any) -> Any:
-    """A copy of a value, where and as the strategy would have made it."""
-    return value.to(initial, copy=True) if isinstance(initial, Tensor) else copy.deepcopy(value)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        self._resumed, self._memories, self._kinds, self._unfinished = list(state["memories"]), [], [], []
+        self._over, self.deployed = False, None

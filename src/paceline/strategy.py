@@ -40,8 +40,3 @@ def spelled(cls: type) -> str:
     ('all-reduce-sgd', 'block-momentum')
     """
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
-
-
-def check_period(strategy: Strategy, period: int) -> None:
-    if period < 1:
-        raise ValueError(f"{type(strategy).__name__}(period={period}): period counts steps between synchronisations and must be at least 1")

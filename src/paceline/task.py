@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives import stripe_of
+from paceline.plan import Plan
 
 Batch = tuple[Tensor, ...]
 
@@ -33,6 +34,8 @@ class Task:
     epochs: float | None = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     evaluate_every: int | None = None  # steps; None: once an epoch
+    schedule: Callable[[int], float] | None = None  # step: the factor on the optimizer's learning rates
+    accumulate: int = 1  # backward passes, each over a part of the worker's samples, that make one gradient
     bucket_bytes: int = 25 << 20
     seed: int = 0
     _orders: dict[int, Tensor] = field(default_factory=dict[int, Tensor], repr=False, compare=False)
@@ -42,6 +45,8 @@ class Task:
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
         if (self.steps or 0) < 0 or not (self.epochs or 0) >= 0:
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): there is no training for less than nothing")
+        if self.accumulate < 1:
+            raise ValueError(f"Task(accumulate={self.accumulate}): at least 1 backward pass makes a gradient")
         if self.batch < 1 or len({len(t) for t in self.data}) != 1 or not len(self.data[0]):
             sizes = [len(t) for t in self.data]
             raise ValueError(
@@ -59,6 +64,10 @@ class Task:
     @cached_property
     def total_steps(self) -> int:
         return self.steps if self.steps is not None else max(1, round((self.epochs or 0) * self.steps_per_epoch))
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.total_steps, self.steps_per_epoch, self.samples, self.batch)
 
     @cached_property
     def evaluation_period(self) -> int:
@@ -90,8 +99,11 @@ class Trainee:
         self.task, self.rank, self.workers = task, rank, workers
         self.flat = FlatModel(model, bucket_bytes=task.bucket_bytes)
         self.optimizer = task.optimizer(self.flat.parameters)
-        self.loss = torch.nan
+        self.loss: float | None = None
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._is_whole = False  # whether all of every minibatch is drawn
         self._rng = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 + rank).get_state()
+        self._rng_of_all = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 - 1).get_state()
 
     def has_data(self, step: int) -> bool:
         return step < self.task.total_steps
@@ -100,22 +112,40 @@ class Trainee:
         """This worker's part of the step's minibatch; None if there is none left or it is empty."""
         if not self.has_data(step):
             return None
-        part = self.task.part(step, self.rank, self.workers)
+        if self.task.schedule is not None:
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * self.task.schedule(step)
+        part = self.task.part(step, 0, 1) if self._is_whole else self.task.part(step, self.rank, self.workers)
         return part if len(part[0]) else None
 
-    def backward(self, batch: Batch) -> None:
-        """The gradient of the batch's loss, into each parameter's `.grad`."""
+    def share(self, whole: bool) -> None:
+        """Draw whole minibatches from now on, and random numbers that all workers share; or this worker's own again."""
+        if whole != self._is_whole:
+            self._rng, self._rng_of_all = self._rng_of_all, self._rng
+        self._is_whole = whole
+
+    def backward(self, batch: Batch, at_last: Callable[[], None] = lambda: None) -> None:
+        """The gradient of the batch's loss, into each parameter's `.grad`; `at_last` is called before the last backward pass."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self._rng)
         for p in self.flat.parameters:
             p.grad = None
+        samples, total = len(batch[0]), 0.0
+        passes = min(self.task.accumulate, samples)
         try:
-            loss = self.task.loss(self.flat.model, batch)
-            loss.backward()
+            for i in range(passes):
+                where = stripe_of(i, samples, passes)
+                loss = self.task.loss(self.flat.model, tuple(t[where] for t in batch) if passes > 1 else batch)
+                if passes > 1:
+                    loss = loss * ((where.stop - where.start) / samples)
+                if i == passes - 1:
+                    at_last()
+                loss.backward()
+                total += loss.item()
         finally:
             self._rng = torch.get_rng_state()
             torch.set_rng_state(outside)
-        self.loss = loss.item()
+        self.loss = total
 
     def step(self, g: Tensor) -> None:
         flat = self.flat
@@ -142,8 +172,12 @@ class Trainee:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": copy.deepcopy(self.optimizer.state_dict()), "rng": self._rng.clone()}
+        return {
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "rng": self._rng.clone(),
+            "rng_of_all": self._rng_of_all.clone(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self._rng = state["rng"].clone()
+        self._rng, self._rng_of_all = state["rng"].clone(), state["rng_of_all"].clone()

@@ -33,6 +33,17 @@ class Point(NamedTuple):
     staleness: int | None = None
 
 
+class Sync(NamedTuple):
+    """A synchronisation of parameters, as a worker took part in it after `step`: so many steps after the one before, with the
+    replicas so far apart (the mean squared distance from their mean, weighted by samples)."""
+
+    time: float
+    rank: int
+    step: int
+    period: int
+    divergence: float
+
+
 class Evaluation(NamedTuple):
     """What the model at hand was worth at a time, after so many samples over all workers together."""
 
@@ -42,7 +53,7 @@ class Evaluation(NamedTuple):
 
 
 class Trace:
-    """Spans, points and evaluations in the order in which they ended.
+    """Spans, points, synchronisations and evaluations in the order in which they ended.
 
     >>> trace = Trace()
     >>> trace.span(0, "all_reduce", 0.0, 0.5, nbytes=400)
@@ -56,6 +67,7 @@ class Trace:
         self.sent: dict[int, int] = defaultdict(int)  # by rank; of all spans, kept or not
         self.spans: list[Span] = []
         self.points: list[Point] = [] if points is None else points
+        self.syncs: list[Sync] = []
         self.evaluations: list[Evaluation] = []
 
     def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
@@ -70,6 +82,11 @@ class Trace:
         if self.keep is not None and len(self.points) > 2 * self.keep:
             del self.points[: self.keep]
 
+    def sync(self, time: float, rank: int, step: int, period: int, divergence: float) -> None:
+        self.syncs.append(Sync(time, rank, step, period, divergence))
+        if self.keep is not None and len(self.syncs) > 2 * self.keep:
+            del self.syncs[: self.keep]
+
     def evaluation(self, time: float, samples: int, values: dict[str, float]) -> None:
         self.evaluations.append(Evaluation(time, samples, values))
 
@@ -79,6 +96,7 @@ class Trace:
             self.sent[rank] += nbytes
         self.spans = sorted(self.spans + other.spans, key=lambda s: (s.stop, s.rank))
         self.points = sorted(self.points + other.points, key=lambda p: (p.time, p.rank))
+        self.syncs = sorted(self.syncs + other.syncs, key=lambda s: (s.time, s.rank))
         self.evaluations = sorted(self.evaluations + other.evaluations, key=lambda e: e.time)
 
     @property
@@ -105,14 +123,18 @@ class Trace:
                 total[s.kind] += s.stop - s.start
         return dict(total)
 
+    def mean_period(self, rank: int = 0) -> float | None:
+        """How many steps lay between two synchronisations of parameters, on average; None if there were none."""
+        periods = [s.period for s in self.syncs if s.rank == rank]
+        return sum(periods) / len(periods) if periods else None
+
     def staleness(self) -> list[int]:
         return [p.staleness for p in self.points if p.staleness is not None]
 
     def dumps(self) -> str:
         """All of it as JSON; equal traces give equal text."""
-        return json.dumps(
-            {"sent": self.sent, "spans": self.spans, "points": self.points, "evaluations": self.evaluations}, separators=(",", ":")
-        )
+        parts = {"sent": self.sent, "spans": self.spans, "points": self.points, "syncs": self.syncs, "evaluations": self.evaluations}
+        return json.dumps(parts, separators=(",", ":"))
 
     @classmethod
     def loads(cls, text: str) -> Trace:
@@ -125,6 +147,7 @@ class Trace:
         trace = cls([Point(*p) for p in raw["points"]])
         trace.sent.update({int(rank): nbytes for rank, nbytes in raw["sent"].items()})
         trace.spans = [Span(*s) for s in raw["spans"]]
+        trace.syncs = [Sync(*s) for s in raw["syncs"]]
         trace.evaluations = [Evaluation(*e) for e in raw["evaluations"]]
         return trace
 

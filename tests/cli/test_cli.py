@@ -41,7 +41,7 @@ def test_listings_have_a_line_and_settings_for_everything(command, classes):
 def test_one_strategy_can_be_asked_for():
     listed = json.loads(runner.invoke(cli.app, ["strategies", "block-momentum", "--json"]).stdout)
     assert [row["name"] for row in listed] == ["block-momentum"]
-    assert {"name": "period", "type": "int", "default": 64, "required": False} in listed[0]["settings"]
+    assert {"name": "rate", "type": "float", "default": 1.0, "required": False} in listed[0]["settings"]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_one_strategy_can_be_asked_for():
         (lambda: registry.codec("fp16", bucket=3), "Fp16 has no setting 'bucket'; it has no settings"),
         (
             lambda: registry.strategy("periodic-averaging", period=0),
-            "PeriodicAveraging(period=0): period counts steps between synchronisations",
+            "PeriodicAveraging(period=0): it counts steps between synchronisations",
         ),
-        (lambda: registry.strategy("block-momentum", period=-1), "BlockMomentum(period=-1): period counts steps between synchronisations"),
+        (lambda: registry.strategy("block-momentum", period=-1), "BlockMomentum(period=-1): it counts steps between synchronisations"),
         (lambda: registry.strategy("block-momentum", momentum=1.0), "BlockMomentum(momentum=1.0): block momentum lies in [0, 1)"),
         (lambda: registry.strategy("parameter-server", servers=0), "ParameterServer(servers=0): at least 1 shard"),
         (lambda: registry.codec("one-bit", bucket=12), "OneBit(bucket=12): a bucket holds a multiple of 32 values"),

@@ -23,7 +23,7 @@ ORDERED = {
     "one-bit": pl.AllReduceSGD(codec=pl.OneBit()),
     "averaging": pl.PeriodicAveraging(period=4),
     "block-momentum": pl.BlockMomentum(period=7),
-    "block-momentum, kept": pl.BlockMomentum(period=7, reset=False),
+    "block-momentum, kept": pl.BlockMomentum(period=7, optimizer_state="keep"),
 }
 
 

@@ -10,7 +10,23 @@ from typing import Literal
 import torch
 from torch import nn
 
-from paceline import AllReduceSGD, BlockMomentum, Fp16, Fp32, OneBit, ParameterServer, PeriodicAveraging, Sgd
+from paceline import (
+    AdaComm,
+    AdaptiveAveraging,
+    AllReduceSGD,
+    BlockMomentum,
+    DecreasingAveraging,
+    DiLoCo,
+    Fp16,
+    Fp32,
+    OneBit,
+    ParameterServer,
+    PeriodicAveraging,
+    Replicated,
+    Sgd,
+    SlowMo,
+    Then,
+)
 from paceline.codecs import (
     DGC,
     QSGD,
@@ -107,6 +123,7 @@ class Case:
     alone: Literal["bits", "rounding"] = "bits"
     plain: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     agrees: bool = True  # All ranks end with the same bits.
+    least: int = 1  # What a run must have, in steps.
 
 
 def ring(nbytes: int, workers: int) -> int:
@@ -116,6 +133,11 @@ def ring(nbytes: int, workers: int) -> int:
 def summed(period: int) -> Callable[[int, int, int, int], int]:
     """A ring all-reduce of all parameters and of a ballot, every `period` steps and at the end."""
     return lambda numel, workers, steps, rank: -(-steps // period) * ring(4 * numel + VOTE_NBYTES, workers)
+
+
+def averaged(period: int) -> Callable[[int, int, int, int], int]:
+    """The same, and seven numbers that every worker tells all others."""
+    return lambda numel, workers, steps, rank: summed(period)(numel, workers, steps, rank) + -(-steps // period) * 56 * (workers - 1)
 
 
 def striped(codec: Codec) -> Callable[[int, int, int, int], int]:
@@ -151,10 +173,36 @@ STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd by adaptive thresholds": Case(AllReduceSGD(codec=Chunked(AdaptiveThreshold(limit=math.inf), chunk=64)), None),
     "all-reduce-sgd by entropy": Case(AllReduceSGD(codec=Entropy(PerTensor(TernGrad(), raw_below=16))), None),
     "all-reduce-sgd by power-sgd": Case(AllReduceSGD(codec=PowerSGD(rank=2)), None),
-    "periodic-averaging": Case(PeriodicAveraging(period=4), summed(4)),
-    "block-momentum": Case(BlockMomentum(period=4), summed(4), alone="rounding"),
-    "block-momentum, kept": Case(BlockMomentum(period=4, reset=False), summed(4), alone="rounding"),
-    "block-momentum, classical": Case(BlockMomentum(period=3, momentum=0.5, rate=0.8, nesterov=False), summed(3), alone="rounding"),
+    "all-reduce-sgd by groups": Case(AllReduceSGD(group=2), None),
+    "all-reduce-sgd by groups and one-bit": Case(AllReduceSGD(group=2, codec=OneBit()), None),
+    "all-reduce-sgd, clipped": Case(AllReduceSGD(clip=1e9), summed(1), alone="rounding"),
+    "periodic-averaging": Case(PeriodicAveraging(period=4), averaged(4)),
+    "periodic-averaging by samples": Case(PeriodicAveraging(samples=7), None),
+    "periodic-averaging, delayed": Case(PeriodicAveraging(period=4, delay=2), averaged(4)),
+    "periodic-averaging, optimizer averaged": Case(PeriodicAveraging(period=4, optimizer_state="average"), None),
+    "periodic-averaging, optimizer averaged, delayed": Case(PeriodicAveraging(period=4, optimizer_state="average", delay=3), None),
+    "periodic-averaging by one-bit": Case(PeriodicAveraging(period=4, codec=OneBit()), None),
+    "periodic-averaging by qsgd, delayed": Case(PeriodicAveraging(period=4, codec=QSGD(), delay=1), None),
+    "adaptive-averaging": Case(AdaptiveAveraging(period=2, warmup=2, sampling=6), None),
+    "adaptive-averaging by one-bit, delayed": Case(AdaptiveAveraging(period=3, warmup=1, sampling=7, codec=OneBit(), delay=1), None),
+    "decreasing-averaging": Case(DecreasingAveraging(periods=(5, 2, 1)), None),
+    "ada-comm": Case(AdaComm(period=4, steps=5), None),
+    "block-momentum": Case(BlockMomentum(period=4), averaged(4), alone="rounding"),
+    "block-momentum, kept": Case(BlockMomentum(period=4, optimizer_state="keep"), averaged(4), alone="rounding"),
+    "block-momentum, classical": Case(BlockMomentum(period=3, momentum=0.5, rate=0.8, nesterov=False), averaged(3), alone="rounding"),
+    "block-momentum of CNTK": Case(BlockMomentum(period=4, form="cntk", momentum=0.75), averaged(4), alone="rounding"),
+    "block-momentum by samples and time constant": Case(BlockMomentum(samples=9, time_constant=40.0), None, alone="rounding"),
+    "block-momentum by one-bit, delayed": Case(BlockMomentum(period=4, codec=OneBit(), delay=2), None, alone="rounding"),
+    "slow-mo": Case(SlowMo(period=4), averaged(4), alone="rounding"),
+    "diloco": Case(DiLoCo(period=4), averaged(4), alone="rounding"),
+    "diloco, streaming": Case(DiLoCo(period=4, fragments=2, delay=1), None, alone="rounding"),
+    "diloco, streaming by fp16": Case(DiLoCo(period=6, fragments=3, codec=Fp16()), None, alone="rounding"),
+    "replicated": Case(Replicated(), None, alone="bits"),
+    "then": Case(Then(AllReduceSGD(), PeriodicAveraging(period=3), steps=3), None, least=3),
+    "then, from averaging to one-bit": Case(Then(PeriodicAveraging(period=4), AllReduceSGD(codec=OneBit()), steps=5), None, least=5),
+    "then, delayed to delayed": Case(
+        Then(DiLoCo(period=4, fragments=2, delay=1), BlockMomentum(period=3, delay=2), steps=5), None, alone="rounding", least=5
+    ),
     "parameter-server": Case(
         ParameterServer(rule=Sgd(lr=0.05)), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
     ),
@@ -164,7 +212,8 @@ STRATEGIES: dict[str, Case] = {
 }
 # Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
 # is the outer loop in test_lattice.
-ALONE = {name: case for name, case in STRATEGIES.items() if name not in ("block-momentum", "block-momentum, classical")}
+OTHER = ("block-momentum", "slow-mo", "diloco", "then, delayed")
+ALONE = {name: case for name, case in STRATEGIES.items() if not name.startswith(OTHER) or name == "block-momentum, kept"}
 ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.is_ordered}
 
 ENDPOINTS: dict[str, Ranks] = {

@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, BlockMomentum, Cluster, Fp16, Link, LogNormal, OneBit, PeriodicAveraging, simulate, strategies
+from paceline import (
+    AllReduceSGD,
+    BlockMomentum,
+    Cluster,
+    Fp16,
+    Link,
+    LogNormal,
+    OneBit,
+    PeriodicAveraging,
+    Replicated,
+    simulate,
+    strategies,
+)
 from paceline.strategy import Strategy
 from paceline.task import Task
 from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
@@ -112,7 +124,7 @@ def test_a_run_broken_off_does_not_claim_to_have_been_evaluated_at_its_end():
 def test_another_strategys_memory_is_refused_by_name():
     task = quadratic(steps=8, batch=4)
     first = simulate(task, STRATEGIES["all-reduce-sgd by one-bit"].strategy, Cluster(workers=2), stop_at=5)
-    with pytest.raises(ValueError, match=r"\['owner_residual', 'residual'\].*\['delta', 'model', 'start'\].*another strategy"):
+    with pytest.raises(ValueError, match=r"\['owner_residual', 'residual'\].*\['count', 'next', 'per_step', 'start'\].*another strategy"):
         simulate(task, BlockMomentum(period=2), Cluster(workers=2), resume=first.states)
 
 
@@ -131,7 +143,7 @@ def test_a_residual_of_another_size_is_refused_by_name():
 @pytest.mark.parametrize("case", AGREEING.values(), ids=AGREEING)
 @pytest.mark.parametrize("steps", [1, 8, 11])
 def test_all_ranks_agree_after_the_last_synchronisation(case: Case, steps: int):
-    task = regression(steps=steps, batch=9, samples=33, model=restless)
+    task = regression(steps=max(steps, case.least), batch=9, samples=33, model=restless)
     run = simulate(task, case.strategy, Cluster(workers=3, compute=[0.01, 0.02, 0.04]))
     for state in run.states[1:]:
         assert same(state["replica"]["params"], run.states[0]["replica"]["params"])
@@ -144,10 +156,11 @@ def test_all_ranks_agree_after_the_last_synchronisation(case: Case, steps: int):
 @pytest.mark.parametrize("steps", [1, 6, 7])
 def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: int):
     """On 4 workers: last minibatches of 3 and 2 samples, and minibatches so small that some workers never see data."""
-    task = regression(steps=steps, batch=batch, samples=samples)
+    task = regression(steps=max(steps, case.least), batch=batch, samples=samples)
     run = simulate(task, case.strategy, Cluster(workers=4, compute=[0.01, 0.02, 0.03, 0.05]))
     seen = sum(p.samples for p in run.trace.points if p.loss is not None)
-    assert seen == sum(len(task.part(k, 0, 1)[0]) for k in range(steps)), "every sample of every minibatch was seen once"
+    times = 4 if isinstance(case.strategy, Replicated) else 1
+    assert seen == times * sum(len(task.part(k, 0, 1)[0]) for k in range(task.total_steps)), "every sample of every minibatch was seen once"
     assert all(p.isfinite().all() for p in params(run))
     if case.agrees:
         assert all(same(p, run.params) for p in params(run))

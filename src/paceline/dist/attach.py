@@ -23,6 +23,8 @@ from paceline.dist.loop import Loop
 from paceline.dist.optimizer import SessionOptimizer
 from paceline.dist.same_model import check_same_model, everything
 from paceline.flat import FlatModel
+from paceline.op import drive
+from paceline.plan import Plan
 from paceline.replica import NonFinite
 from paceline.strategy import Strategy
 from paceline.trace import Trace
@@ -56,8 +58,12 @@ class Session:
         """Steps left out because a gradient held NaN or infinity."""
         return self.loop.replica.skipped
 
-    def step(self) -> None:
-        """Take this minibatch's step; a worker's turn in whatever the strategy exchanges."""
+    def step(self, loss: float | Tensor | None = None) -> None:
+        """Take this minibatch's step; a worker's turn in whatever the strategy exchanges.
+
+        `loss`, if you have it, is kept in the trace, and told to strategies that follow it.
+        """
+        self.loop.loss = None if loss is None else float(loss)
         self.optimizer.step()
 
     def shard(self, loader: Iterable[B]) -> Iterator[B]:
@@ -71,7 +77,7 @@ class Session:
                 self.count(_samples_or_one(batch))
                 yield batch
             return
-        for part, samples in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate):
+        for part, samples in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate, is_whole=lambda: self.loop.is_whole):
             if model.training and torch.is_grad_enabled():
                 self.count(samples)
                 yield part
@@ -104,7 +110,11 @@ class Session:
             self.loop.is_paused = False
 
     def state_dict(self) -> dict[str, Any]:
-        """All that this rank needs to go on later: parameters, optimizer state, the strategy's memory.  Between two steps."""
+        """All that this rank needs to go on later: parameters, optimizer state, the strategy's memory.  Between two steps.
+
+        For another number of workers, give all ranks' states to `resized`.
+        """
+        drive(self.loop.replica.settle())
         return {"strategy": type(self.strategy).__name__, "replica": self.loop.replica.state_dict(), "optimizer": copy.deepcopy(self.optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,6 +173,8 @@ def attach(
     accumulate: int = 1,
     nonfinite: NonFinite = "skip",
     initial: Literal["equal", "broadcast"] = "equal",
+    loader: Iterable[Any] | None = None,
+    epochs: float | None = None,
     bucket_bytes: int = 25 << 20,
     ordered: bool = False,
     timeout_s: float = 1800.0,
@@ -170,7 +182,8 @@ def attach(
     """Put a model and its optimizer under a strategy, among the workers that this process was launched with.
 
     Under `paceline run` or torchrun there are as many workers as processes; without a launcher there is one.  `accumulate`
-    backward passes make one gradient.  `initial` says whether all ranks must start from equal parameters or take rank 0's.
+    backward passes make one gradient.  `loader`, whose minibatches `shard` will share out, and `epochs` say how long the run will be,
+    to those strategies that must know it beforehand.  `initial` says whether all ranks must start from equal parameters or take rank 0's.
     A strategy whose servers take the steps needs no `optimizer`: give None.  `ordered` makes sums across hosts the same to the last bit in every run, at N times the memory.
     """
     if accumulate < 1:
@@ -179,6 +192,7 @@ def attach(
         raise ValueError(f"attach(initial={initial!r}): ranks start from 'equal' parameters, or rank 0's are sent to all by 'broadcast'")
     if isinstance(strategy, str):
         strategy = registry.strategy(strategy)
+    plan = _plan(loader, epochs, accumulate)
     flat = FlatModel(model, bucket_bytes=bucket_bytes)
     optimizer = _checked_optimizer(optimizer, flat, strategy)
     job = Job(strategy, device=flat.params.device, ordered=ordered, timeout_s=timeout_s)
@@ -194,7 +208,7 @@ def attach(
             loop.take(scale, found_inf is not None and bool(found_inf))
 
         wrapped = SessionOptimizer(optimizer, take)
-        loop = Loop(flat, job.endpoint, wrapped, nonfinite=nonfinite, accumulate=accumulate)
+        loop = Loop(flat, job.endpoint, wrapped, nonfinite=nonfinite, accumulate=accumulate, plan=plan)
         loop.start(strategy)
     except BaseException:
         if wrapped is not None:
@@ -202,6 +216,21 @@ def attach(
         job.close(failed=True)
         raise
     return Session(job, loop, wrapped, strategy)
+
+
+def _plan(loader: Iterable[Any] | None, epochs: float | None, accumulate: int) -> Plan:
+    """What a loader of whole minibatches tells of the run; a stream tells nothing."""
+    if loader is None:
+        if epochs is not None:
+            raise ValueError(f"attach(epochs={epochs}): how long that is follows from the loader; give attach(loader=..., epochs={epochs})")
+        return Plan()
+    try:
+        steps = -(-len(loader) // accumulate)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return Plan()
+    dataset, batch = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    samples = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
+    return Plan(None if epochs is None else round(epochs * steps), steps, samples, None if batch is None else batch * accumulate)
 
 
 def _checked_optimizer(optimizer: torch.optim.Optimizer | None, flat: FlatModel, strategy: Strategy) -> torch.optim.Optimizer:

@@ -27,7 +27,7 @@ from paceline.collectives import Ballot, mean, mean_encoded, stripe_of
 from paceline.dist.job import Job
 from paceline.dist.lane import Lane
 from paceline.op import drive
-from paceline.replica import Memory
+from paceline.memory import Memory
 from paceline.strategies import AllReduceSGD
 from paceline.trace import Trace
 

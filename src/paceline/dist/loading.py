@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -32,8 +32,11 @@ class Parts:
     turns on every rank, and nothing comes of it.
     """
 
-    def __init__(self, loader: Iterable[Any], endpoint: Endpoint, *, accumulate: int = 1) -> None:
-        self.loader, self.endpoint, self.accumulate = loader, endpoint, accumulate
+    def __init__(
+        self, loader: Iterable[Any], endpoint: Endpoint, *, accumulate: int = 1, is_whole: Callable[[], bool] = lambda: False
+    ) -> None:
+        """While `is_whole`, every worker gets every minibatch as it is."""
+        self.loader, self.endpoint, self.accumulate, self.is_whole = loader, endpoint, accumulate, is_whole
         self.index, self.workers = list(endpoint.ranks).index(endpoint.rank), len(endpoint.ranks)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
@@ -71,12 +74,19 @@ class Parts:
             generator=loader.generator,
         )
         for batch in mine:
-            yield batch, parts.counts.popleft()
+            samples, was_whole = parts.counts.popleft()
+            if was_whole and not self.is_whole():  # It was read ahead of the change.
+                where, samples = self.stripe(samples)
+                batch = _part(batch, where)
+            yield batch, samples
 
     def _sliced(self) -> Iterator[tuple[Any, int]]:
         for i, batch in enumerate(self.loader):
             if i == 0:
                 self.check_same(batch)
+            if self.is_whole():
+                yield batch, samples_in(batch)
+                continue
             where, samples = self.stripe(samples_in(batch))
             yield _part(batch, where), samples
 
@@ -107,7 +117,7 @@ class _PartsOfIndices:
 
     def __init__(self, loader: DataLoader[Any], parts: Parts) -> None:
         self.batch_sampler, self.parts = loader.batch_sampler, parts
-        self.counts: deque[int] = deque()  # of the batches that were asked for and not yet handed out
+        self.counts: deque[tuple[int, bool]] = deque()  # of the batches that were asked for and not yet handed out, and if they are whole
         sampler = loader.sampler
         self._seed = None
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
@@ -123,8 +133,9 @@ class _PartsOfIndices:
             return
         self.parts.check_same(torch.tensor(list(first)))
         for indices in chain([first], batches):
-            where, samples = self.parts.stripe(len(indices))
-            self.counts.append(samples)
+            whole = self.parts.is_whole()
+            where, samples = (slice(None), len(indices)) if whole else self.parts.stripe(len(indices))
+            self.counts.append((samples, whole))
             yield list(indices)[where]
 
     def _first(self, batches: Iterator[Any]) -> Any:

@@ -16,6 +16,7 @@ from paceline.dist.optimizer import SessionOptimizer
 from paceline.endpoint import Endpoint
 from paceline.flat import FlatModel
 from paceline.op import Op
+from paceline.plan import Plan
 from paceline.replica import NonFinite, Replica
 from paceline.strategy import Strategy
 
@@ -34,12 +35,14 @@ class Wish(Op[Any]):
 class Loop:
     """Learner to the replica, driver to the strategy."""
 
-    def __init__(self, flat: FlatModel, endpoint: Endpoint, optimizer: SessionOptimizer, *, nonfinite: NonFinite, accumulate: int) -> None:
+    def __init__(self, flat: FlatModel, endpoint: Endpoint, optimizer: SessionOptimizer, *, nonfinite: NonFinite, accumulate: int, plan: Plan) -> None:
         self.flat, self.endpoint, self.accumulate = flat, endpoint, accumulate
         self.is_paused = False
         self.samples: float | None = None  # of the minibatches drawn since the last step; None: nobody counts them
         self.last_own_step = -1
-        self.replica = Replica(endpoint, self, nonfinite=nonfinite)
+        self.is_whole = False  # Whether every worker gets whole minibatches.
+        self.loss: float | None = None  # of the last minibatch, if the user has told
+        self.replica = Replica(endpoint, self, nonfinite=nonfinite, plan=plan)
         self.wish: Wish | None = None
         self._optimizer = optimizer
         self._strategy: Any = None
@@ -65,8 +68,12 @@ class Loop:
     def skip(self, replica: Replica) -> Op[None]:
         return Wish("step")
 
-    def reset_optimizer(self) -> None:
-        self._optimizer.inner.state.clear()
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer.inner
+
+    def share(self, whole: bool) -> None:
+        self.is_whole = whole
 
     # What happens in the loop.
 
@@ -216,4 +223,4 @@ class Loop:
         self._carry_on(None)
 
     def _note(self) -> None:
-        self.endpoint.trace.point(self.endpoint.now(), self.replica.rank, self.replica.k, int(self.replica.samples_at_hand), None)
+        self.endpoint.trace.point(self.endpoint.now(), self.replica.rank, self.replica.k, int(self.replica.samples_at_hand), self.loss)

@@ -31,7 +31,8 @@ from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.flat import FlatModel
 from paceline.op import Op, drive
-from paceline.replica import NonFinite, Replica, TaskLearner
+from paceline.learner import TaskLearner
+from paceline.replica import NonFinite, Replica
 from paceline.run import Run
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
@@ -78,8 +79,8 @@ class ProcessLearner(TaskLearner):
         if batch is None:
             return False
         start = self.endpoint.now()
-        self._each = each
-        self.trainee.backward(batch)
+        self._each = None
+        self.trainee.backward(batch, lambda: setattr(self, "_each", each))
         now = self.endpoint.now()
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
         self.endpoint.trace.point(now, replica.rank, replica.k, len(batch[0]), self.trainee.loss)
@@ -148,7 +149,7 @@ def _work(
         trainee = Trainee(task, model, job.rank, job.workers)
         if job.workers > 1:
             check_same_model(job.endpoint, trainee.flat, job.store)
-        replica = Replica(job.endpoint, ProcessLearner(trainee, job.endpoint), nonfinite=terms.nonfinite)
+        replica = Replica(job.endpoint, ProcessLearner(trainee, job.endpoint), nonfinite=terms.nonfinite, plan=task.plan)
 
         def evaluate(k: int) -> None:
             job.endpoint.trace.evaluation(job.endpoint.now(), k * task.batch, trainee.evaluate(replica.deployed))

@@ -312,13 +312,13 @@ _RESULTS: dict[str, Callable[[Given, Sequence[int], Meeting], Sequence[Any]]] = 
 
 
 def _image(x: Tensor) -> Image:
-    return x.tolist() if x.numel() <= FEW else x.clone()
+    return x.reshape(-1).tolist() if x.numel() <= FEW else x.clone()
 
 
 def _check_untouched(op: SimOp[Any], given: Sequence[Tensor], snapshot: Sequence[Image]) -> None:
     for x, was in zip(given, snapshot, strict=True):
         if isinstance(was, list):
-            if x.tolist() == was:
+            if x.reshape(-1).tolist() == was:
                 continue
             was = torch.tensor(was, dtype=x.dtype).view(x.shape)
         if not torch.equal(x, was) and not torch.equal(torch.nan_to_num(x), torch.nan_to_num(was)):

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from paceline.endpoint import Layout
 from paceline.flat import Bucket
+from paceline.learner import TaskLearner
 from paceline.op import Op
-from paceline.replica import NonFinite, Replica, Stopped, TaskLearner
+from paceline.replica import NonFinite, Replica, Stopped
 from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
@@ -94,7 +95,12 @@ def simulate(
     resume: list[dict[str, Any]] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
-    """Train `task` by `strategy` on `cluster`.  `stop_at` breaks off before that step; `resume` takes such a run's states."""
+    """Train `task` by `strategy` on `cluster`.
+
+    `stop_at` breaks off before that step; `resume` takes such a run's states, `resized` if there are now more or fewer workers.
+    """
+    if resume is not None and len(resume) != cluster.workers:
+        raise ValueError(f"simulate: {len(resume)} workers' states for {cluster.workers} workers; give resized(states, {cluster.workers})")
     layout = Layout(cluster.workers, strategy.servers)
     simulator = Simulator(layout.name)
     world = World(simulator, cluster, layout, strict=strict)
@@ -105,7 +111,7 @@ def simulate(
         trainee = Trainee(task, copy.deepcopy(model), rank, cluster.workers)
         endpoint = SimEndpoint(world, rank)
         learners.append(SimLearner(trainee, endpoint, cluster, progress))
-        replicas.append(Replica(endpoint, learners[-1], nonfinite=nonfinite))
+        replicas.append(Replica(endpoint, learners[-1], nonfinite=nonfinite, plan=task.plan))
         if resume is not None:
             replicas[-1].load_state_dict(resume[rank]["replica"])
             trainee.load_state_dict(resume[rank]["trainee"])

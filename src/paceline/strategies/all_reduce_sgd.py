@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.codecs import Codec
+from paceline.collectives import groups_of
 from paceline.op import Op
 from paceline.replica import Replica
 from paceline.strategy import Strategy
@@ -18,18 +20,33 @@ from paceline.strategy import Strategy
 
 @dataclass(frozen=True)
 class AllReduceSGD(Strategy):
-    """Average gradients at every step: the reference for accuracy, and the most communication."""
+    """Average gradients at every step: the reference for accuracy, and the most communication.
+
+    `group` sums within groups of so many workers first, and then between them; by default by host, where hosts hold several.
+    `clip` bounds the norm of the mean gradient, as torch.nn.utils.clip_grad_norm_ does.
+    """
 
     codec: Codec | None = None
+    group: int | None = None
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.group is not None and self.group < 1:
+            raise ValueError(f"AllReduceSGD(group={self.group}): a group has at least 1 worker")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"AllReduceSGD(clip={self.clip}): the largest norm of a gradient must be positive")
 
     async def worker(self, w: Replica) -> None:
-        if w.workers == 1:
+        if w.workers == 1 and self.clip is None:
             return await w.train_alone()
         link = w.link(self.codec)
+        groups = None if self.group is None else groups_of(w.endpoint.ranks, self.group)
         means: list[Op[Tensor]] = []
         for _ in w.steps():
-            g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket, link)))
+            g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket, link, groups)))
             while means:
                 await means.pop(0)
+            if self.clip is not None:
+                g.mul_(min(1.0, self.clip / (float(torch.linalg.vector_norm(g)) + 1e-6)))
             await w.step(g)
         await w.mean_of_buffers()

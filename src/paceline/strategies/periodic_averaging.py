@@ -8,22 +8,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.averaging import Averaging, Rounds
 from paceline.replica import Replica
-from paceline.strategy import Strategy, check_period
 
 
 @dataclass(frozen=True)
-class PeriodicAveraging(Strategy):
-    """Train alone, average the models every `period` steps: 1/period of the bytes and of the waiting."""
+class PeriodicAveraging(Averaging):
+    """Train alone, average the models every `period` steps: 1/period of the bytes and of the waiting.
 
-    period: int = 8
+    The period is 8 steps, unless it is given in steps or in `samples` of each worker.
+    """
+
+    period: int | None = None
+    samples: int | None = None
 
     def __post_init__(self) -> None:
-        check_period(self, self.period)
+        super().__post_init__()
+        self.check_period(self.period, self.samples)
 
     async def worker(self, w: Replica) -> None:
-        for k in w.steps():
+        period = 8 if self.period is None and self.samples is None else self.period
+        rounds = Rounds(w, self, period=period, samples=self.samples)
+        for _ in w.steps():
             await w.local_step()
-            if (k + 1) % self.period == 0:
-                await w.mean(w.params)
-                await w.mean_of_buffers()
+            await rounds.after_step()
+        await rounds.finish()

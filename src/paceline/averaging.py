@@ -1,0 +1,284 @@
+"""Averaging: what methods have in common that let workers train alone for a while and then bring their parameters together.
+
+Such a method says when the workers meet and what it makes of their mean displacement; everything else is a `Rounds`' business:
+codecs, weights, optimizer state, buffers, exchanges that overlap with the next steps, fragments, and how far apart the
+replicas were.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from paceline import collectives
+from paceline.codecs.codec import Codec, Link
+from paceline.collectives import Ballot, stripe_of
+from paceline.endpoint import Endpoint
+from paceline.flat import is_finite
+from paceline.learner import optimizer_vectors, set_optimizer_vectors
+from paceline.op import Op, Ready
+from paceline.replica import Replica
+from paceline.strategy import Strategy
+
+OptimizerState = Literal["keep", "average", "reset"]
+TOLD = 7  # Numbers that every worker tells all others: see `Rounds._begin`.
+Outer = Callable[[slice, Tensor, "Met"], None]
+
+
+class NonFiniteReplica(RuntimeWarning):
+    """A worker's parameters could not take part in an average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging(Strategy):
+    """A method whose workers meet now and then.
+
+    `codec` encodes what they tell each other, the way that each has gone since they met.  `optimizer_state` says what becomes of
+    each one's momentum then: it is kept, averaged too, or reset.  For `delay` steps they go on while the exchange is under way;
+    what they learn meanwhile is kept on top of its result.
+    """
+
+    codec: Codec | None = None
+    optimizer_state: OptimizerState = "keep"
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if self.optimizer_state not in ("keep", "average", "reset"):
+            raise ValueError(f"{self._name}(optimizer_state={self.optimizer_state!r}): it is one of 'keep', 'average' and 'reset'")
+        if self.delay < 0:
+            raise ValueError(f"{self._name}(delay={self.delay}): a mean cannot be merged before it was begun; delay counts steps, from 0")
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def check_period(self, period: int | None, samples: int | None = None) -> None:
+        """A period is given in steps, or in samples of each worker; not in both."""
+        if period is not None and samples is not None:
+            raise ValueError(f"{self._name}(period={period}, samples={samples}): a period is in steps or in samples, not in both")
+        for name, value in (("period", period), ("samples", samples)):
+            if value is not None and value < 1:
+                what = "steps" if name == "period" else "a worker's samples"
+                raise ValueError(f"{self._name}({name}={value}): it counts {what} between synchronisations and must be at least 1")
+        if period is not None and self.delay >= period > 1:
+            raise ValueError(f"{self._name}(period={period}, delay={self.delay}): a mean must be merged before the next one begins")
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What all workers know alike after they met: after which step, and how many steps after they last did."""
+
+    step: int
+    steps: int
+    samples: float  # of all workers, since the last time
+    lr: float
+    divergence: float  # the mean squared distance of the replicas from their mean
+    loss: float | None  # the mean over workers and steps since the last time
+    time: float  # on the first worker's clock
+
+
+class Rounds:
+    """A worker's part in the meetings of an averaging method.
+
+    `start` is where all workers began together.  Every `period` steps, or `samples` of each worker, the mean of their
+    displacements since then goes to `outer(where, mean, met)`, which must move `start[where]`; by default by just that mean.  With
+    several fragments each meeting is about the next one of them, and a period is that of each.
+    """
+
+    def __init__(
+        self,
+        w: Replica,
+        method: Averaging,
+        *,
+        period: int | None = None,
+        samples: int | None = None,
+        outer: Outer | None = None,
+        fragments: int = 1,
+    ) -> None:
+        self.w, self.method, self.period, self.samples = w, method, period, samples
+        if fragments > w.params.numel():
+            raise ValueError(f"{type(method).__name__}(fragments={fragments}): the model has only {w.params.numel()} parameters")
+        self.fragments = [stripe_of(j, w.params.numel(), fragments) for j in range(fragments)]
+        self._outer = outer
+        # In single precision at least: small displacements would drown in 16 bits.
+        wide = w.params.to(torch.promote_types(w.params.dtype, torch.float32))
+        self._m = w.memory(start=wide, count=0, next=0, per_step=0.0, workers=w.workers)
+        self._m.per_step *= self._m.workers / w.workers
+        self._m.workers = w.workers
+        self._own = w.memory("own", seen=[w.samples] * fragments, losses=[0.0, 0.0], pending={})
+        self._link = w.link(method.codec)
+        self._pending: Op[None] | None = Ready("mean", None) if self._own.pending else None
+        w.before_stop(self.settle)
+
+    @property
+    def start(self) -> Tensor:
+        """Where all workers began together."""
+        return self._m.start
+
+    async def after_step(self) -> Met | None:
+        """To be awaited after every local step; what was learned, if a mean has just been merged."""
+        w, m = self.w, self._m
+        m.count += 1
+        if w.samples_at_hand and w.learner.loss is not None:
+            self._own.losses = [self._own.losses[0] + w.learner.loss, self._own.losses[1] + 1]
+        if self.samples is not None and not m.per_step:
+            m.per_step = await self._samples_per_step()
+        met = None
+        if self._pending is not None and (m.count >= self.method.delay or self._is_due()):
+            met = await self._merge()
+        if self._is_due() and not w.is_over:
+            self._begin()
+            if not self.method.delay:
+                met = await self._merge()
+        return met
+
+    async def finish(self) -> None:
+        """Merge what is under way, and meet about the fragments that were not the last."""
+        if self._pending is not None:
+            await self._merge()
+        for _ in self.fragments[1:]:
+            self._begin()
+            await self._merge()
+
+    async def settle(self) -> None:
+        """Wait for what is under way, so that all of it is in the memory."""
+        if self._pending is not None:
+            await self._pending
+            self._pending = Ready("mean", None)
+
+    def _is_due(self) -> bool:
+        if self.samples is None:
+            assert self.period is not None
+            stride = self.period // len(self.fragments)
+        else:
+            stride = ceil(self.samples / len(self.fragments) / self._m.per_step) if self._m.per_step else 1
+        return self._m.count >= max(1, stride)
+
+    async def _samples_per_step(self) -> float:
+        """A worker's samples in a step, on average: periods in samples must end at the same step for all workers."""
+        mine = torch.tensor([self.w.samples_at_hand], dtype=torch.float64)
+        everyones = [mine] if self.w.workers == 1 else await self.w.endpoint.all_gather(mine)
+        return sum(float(t) for t in everyones) / len(everyones)
+
+    def _begin(self) -> None:
+        w, m, own = self.w, self._m, self._own
+        j, m.next = m.next, (m.next + 1) % len(self.fragments)
+        where = self.fragments[j]
+        weight, own.seen[j] = w.samples - own.seen[j], w.samples
+        loss, steps = own.losses
+        sent = w.params[where].to(m.start, copy=True)
+        mine: dict[str, Any] = {"fragment": j, "step": w.k, "steps": m.count, "sent": sent, "mean": sent - m.start[where]}
+        if self.method.optimizer_state == "average":
+            vectors = optimizer_vectors(w.flat, w.learner.optimizer)
+            mine["names"] = list(vectors)
+            mine["state sent"] = torch.cat([v[where] for v in vectors.values()]) if vectors else torch.empty(0)
+        own.losses, m.count, own.pending = [0.0, 0.0], 0, mine
+        ballot = Ballot(weight, float(w.has_data(w.k + 1)), rank=w.rank)
+        if w.nonfinite != "pass" and not is_finite(mine["mean"]):
+            # It is overwritten by the others' mean, if they may go on without it.
+            ballot.weight, ballot.bad, ballot.bad_rank = 0.0, float(w.nonfinite == "stop"), w.rank * float(w.nonfinite == "stop")
+            mine["mean"].zero_()
+            mine["is_lost"] = True
+            warnings.warn(
+                NonFiniteReplica(f"rank {w.rank} has NaN or infinity in its parameters after step {w.k}: they do not count"), stacklevel=2
+            )
+        numbers = [ballot.weight, loss, steps, w.endpoint.now(), 0.0, 0.0, w.lr]
+        told = torch.cat([torch.tensor(numbers, dtype=torch.float64), w.flat.buffers()])
+        if self.method.delay:
+            mine["buffers"] = told[TOLD:].clone()
+        link = self._link and self._link[where]
+        self._pending = w.endpoint.exchange(lambda endpoint: self._meet(endpoint, mine, ballot, told, link), lambda _: None, kind="mean")
+
+    async def _meet(self, endpoint: Endpoint, mine: dict[str, Any], ballot: Ballot, told: Tensor, link: Link | None) -> None:
+        """Everything that goes over the wire at a meeting.  Its results are left in `mine`."""
+        mean: Tensor = mine["mean"]
+        own = mean.clone()
+        if len(endpoint.ranks) == 1:
+            total = ballot
+        elif link is None:
+            total = await collectives.mean(endpoint, mean, ballot)
+        else:
+            total = await collectives.mean_encoded(endpoint, mean, ballot, link)
+        mine |= {"going_on": total.going_on, "weight": total.weight, "bad": total.culprit() if total.bad else ""}
+        if ballot.complaint is not None:
+            mine["complaint"] = str(ballot.complaint)
+        if total.bad or not total.weight:
+            return
+        told[4] = torch.linalg.vector_norm(own.sub_(mean), dtype=torch.float64).square().cpu()
+        told[5] = len(mine.get("names", ()))
+        everyones = [told] if len(endpoint.ranks) == 1 else await endpoint.all_gather(told)
+        mine["told"] = everyones
+        if names := int(max(float(t[5]) for t in everyones)):
+            # Who has not had a sample yet has no state either, and adds nothing.
+            numel = names * mean.numel()
+            states = mine["state sent"].clone() if mine["state sent"].numel() == numel else mean.new_zeros(numel)
+            if len(endpoint.ranks) > 1:
+                await collectives.mean(endpoint, states, Ballot(ballot.weight, rank=ballot.rank))
+            mine["state mean"] = states
+
+    async def _merge(self) -> Met | None:
+        assert self._pending is not None
+        await self._pending
+        w, m, own = self.w, self._m, self._own
+        mine, own.pending, self._pending = own.pending, {}, None
+        if not mine["going_on"]:
+            w.end()
+        if mine["bad"]:
+            self._refuse(mine)
+        if mine["bad"] or not mine["weight"]:
+            return None
+        where, is_alone = self.fragments[mine["fragment"]], w.workers == 1
+        met = self._heard(mine)
+        if self._outer is not None:
+            self._outer(where, mine["mean"], met)
+        else:
+            m.start[where].add_(mine["mean"])
+        if self._outer is not None or not is_alone:  # One worker's own mean changes nothing, not even by rounding.
+            params = w.params[where]
+            params.copy_(self._merged(m.start[where], params, mine["sent"], mine))
+        if not is_alone or self.method.optimizer_state == "reset":
+            self._set_optimizer_state(where, mine)
+        if not is_alone:
+            w.flat.set_buffers([t[TOLD:] for t in mine["told"]], [float(t[0]) for t in mine["told"]], since=mine.get("buffers"))
+        w.endpoint.trace.sync(w.endpoint.now(), w.rank, met.step, met.steps, met.divergence)
+        return met
+
+    def _merged(self, mean: Tensor, now: Tensor, sent: Tensor, mine: dict[str, Any]) -> Tensor:
+        """What was learnt while the mean was under way stays on top of it."""
+        return mean + (now.to(mean) - sent) if self.method.delay and "is_lost" not in mine else mean
+
+    def _heard(self, mine: dict[str, Any]) -> Met:
+        """What all have told, summed in the order of ranks in plain Python: the same bits on every machine."""
+        told = [t[:TOLD].tolist() for t in mine["told"]]
+        weight, losses, steps = (sum(t[i] for t in told) for i in range(3))
+        if len(self.fragments) == 1:
+            self._m.per_step = weight / len(told) / mine["steps"]
+        divergence = sum(t[0] * t[4] for t in told) / weight
+        lr = max(t[6] for t in told if t[0])  # Who has run out of data may no longer follow its schedule.
+        return Met(mine["step"], mine["steps"], weight, lr, divergence, losses / steps if steps else None, told[0][3])
+
+    def _set_optimizer_state(self, where: slice, mine: dict[str, Any]) -> None:
+        flat, optimizer = self.w.flat, self.w.learner.optimizer
+        if self.method.optimizer_state == "reset" or ("is_lost" in mine and "state mean" not in mine):
+            self.w.reset_optimizer()
+        elif "state mean" in mine and mine["names"]:
+            vectors = optimizer_vectors(flat, optimizer)
+            means, sents = (mine[name].split(where.stop - where.start) for name in ("state mean", "state sent"))
+            for name, mean, sent in zip(mine["names"], means, sents, strict=True):
+                now = vectors[name][where]
+                now.copy_(self._merged(mean, now, sent, mine))
+            set_optimizer_vectors(flat, optimizer, vectors)
+
+    def _refuse(self, mine: dict[str, Any]) -> None:
+        """Somebody's parameters, or its way since the last time, could not be told to the others."""
+        what = f"{mine['bad']} had parameters with NaN or infinity, or a displacement beyond its codec, after step {mine['step']}"
+        if self.w.nonfinite == "stop":
+            raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
+        if "complaint" in mine:
+            warnings.warn(NonFiniteReplica(f"{what}; there was no synchronisation: {mine['complaint']}"), stacklevel=2)

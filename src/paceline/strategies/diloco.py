@@ -1,0 +1,62 @@
+"""DiLoCo (Douillard et al. 2023) and its streaming form (Douillard et al. 2025): few synchronisations between far places.
+
+Workers run many steps of their own optimizer; the mean of how far they have come is a gradient to an outer optimizer with
+Nesterov momentum.  Streaming cuts the model into fragments that take turns, so that the link is used evenly, and lets the next
+steps begin before an exchange has ended (`delay`).  With rate 1 and momentum 0 it is PeriodicAveraging.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.averaging import Averaging, Met, Rounds
+from paceline.replica import Replica
+
+
+@dataclass(frozen=True)
+class DiLoCo(Averaging):
+    """Let an outer optimizer step by the workers' mean displacement every `period` steps.
+
+    The inner optimizer's state stays with each worker.  With `fragments`, each of so many parts of the model is exchanged every
+    `period` steps, one after another.
+    """
+
+    period: int = 500
+    rate: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    fragments: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fragments < 1 or self.period % self.fragments:
+            raise ValueError(
+                f"DiLoCo(period={self.period}, fragments={self.fragments}): fragments take turns, so their number must divide the period"
+            )
+        self.check_period(self.period)
+        if self.delay >= self.period // self.fragments > 1:
+            raise ValueError(
+                f"DiLoCo(period={self.period}, fragments={self.fragments}, delay={self.delay}): a fragment must be merged before "
+                f"the next one begins, {self.period // self.fragments} steps later"
+            )
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"DiLoCo(momentum={self.momentum}): outer momentum lies in [0, 1); at 1 updates never die out")
+        if self.rate <= 0:
+            raise ValueError(f"DiLoCo(rate={self.rate}): the outer learning rate must be positive")
+
+    async def worker(self, w: Replica) -> None:
+        def outer(where: slice, mean: Tensor, met: Met) -> None:
+            velocity = m.velocity[where].mul_(self.momentum).add_(mean)
+            start = rounds.start[where].add_(mean if self.nesterov else velocity, alpha=self.rate)
+            if self.nesterov:
+                start.add_(velocity, alpha=self.rate * self.momentum)
+
+        rounds = Rounds(w, self, period=self.period, outer=outer, fragments=self.fragments)
+        m = w.memory(velocity=torch.zeros_like(rounds.start))
+        for _ in w.steps():
+            await w.local_step()
+            await rounds.after_step()
+        await rounds.finish()

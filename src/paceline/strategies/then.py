@@ -1,0 +1,94 @@
+"""One method after another: warm starts.
+
+Compressed, block and asynchronous methods are fragile while the model still moves fast, so they are begun after a while of
+something else: AllReduceSGD, or, as CNTK does, no parallelism at all (`Replicated`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from paceline import collectives
+from paceline.collectives import Ballot
+from paceline.learner import optimizer_counters, optimizer_vectors, set_optimizer_vectors
+from paceline.replica import Replica
+from paceline.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Then(Strategy):
+    """Train by `first` for some steps, samples (of all workers) or epochs, and by `then` from there on."""
+
+    first: Strategy
+    then: Strategy
+    steps: int | None = None
+    samples: int | None = None
+    epochs: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {n: v for n in ("steps", "samples", "epochs") if (v := getattr(self, n)) is not None}
+        said = ", ".join(f"{n}={v}" for n, v in given.items())
+        if len(given) != 1:
+            raise ValueError(f"Then({said}): say once how long the first lasts, in steps, samples or epochs")
+        if any(v < 0 for v in given.values()):
+            raise ValueError(f"Then({said}): the first cannot last for less than nothing")
+        for strategy in (self.first, self.then):
+            if strategy.servers:
+                name = type(strategy).__name__
+                raise ValueError(f"Then with {name}: a method with servers can only last a whole run")
+
+    async def worker(self, w: Replica) -> None:
+        m = w.memory(is_begun=False)
+        if not m.is_begun:
+            end = self.switch(w)
+            if w.plan.steps is not None and end > w.plan.steps:
+                raise ValueError(f"{self}: the first would last {end} steps, and the whole run only {w.plan.steps}")
+            with w.until(end):
+                await self.first.worker(w)
+            await agree(w)
+            m.is_begun = True
+            w.forget_after(m)
+        await self.then.worker(w)
+
+    def switch(self, w: Replica) -> int:
+        """The step with which the second begins: the first one by which enough has been seen."""
+        if self.steps is not None:
+            return self.steps
+        if self.samples is not None:
+            return w.plan.steps_for(samples=self.samples, by="Then(samples=...)")
+        return ceil(round((self.epochs or 0) * w.plan.asked("steps_per_epoch", "Then(epochs=...)"), 9))
+
+
+@dataclass(frozen=True)
+class Replicated(Strategy):
+    """Every worker trains on the same whole minibatches: no parallelism, and no communication."""
+
+    async def worker(self, w: Replica) -> None:
+        with w.whole_minibatches():
+            await w.train_alone()
+
+
+async def agree(w: Replica) -> None:
+    """Let all workers begin alike, whatever they did before: with the first one's model, and the mean of their optimizer state.
+
+    If some of them have none yet, as they had no data, all begin without.
+    """
+    if w.workers == 1:
+        return
+    endpoint, flat, optimizer = w.endpoint, w.flat, w.learner.optimizer
+    for values in (w.params, *flat.model.buffers()):
+        await endpoint.broadcast(values, endpoint.ranks[0])
+    vectors, counters = optimizer_vectors(flat, optimizer), optimizer_counters(flat, optimizer)
+    sizes = await endpoint.all_gather(torch.tensor([len(vectors), len(counters)]))
+    if any(not torch.equal(size, sizes[0]) for size in sizes):
+        w.reset_optimizer()
+        return
+    everyones = await endpoint.all_gather(torch.tensor([0.0, *map(float, counters)], dtype=torch.float64))
+    for i, counter in enumerate(counters):
+        counter.fill_(max(float(e[1 + i]) for e in everyones))
+    for vector in vectors.values():
+        await collectives.mean(endpoint, vector, Ballot(1.0, rank=w.rank))
+    set_optimizer_vectors(flat, optimizer, vectors)

@@ -1,0 +1,360 @@
+"""What becomes of each worker's own state: when workers meet, and when there are more or fewer of them than before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import (
+    AllReduceSGD,
+    BlockMomentum,
+    Cluster,
+    DiLoCo,
+    Fp32,
+    NonFiniteReplica,
+    OneBit,
+    PeriodicAveraging,
+    Replicated,
+    Run,
+    SlowMo,
+    Task,
+    resized,
+    simulate,
+)
+from tests.laws.every import ORDERED, Case
+from tests.laws.tasks import OPTIMIZERS, Point, close, params, quadratic, regression, same, trained_alone
+from tests.laws.test_strategies import assert_same_states, restless
+from tests.laws.test_then import scaled
+
+FOUR = Cluster(workers=4)
+every_ordered_case = pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)
+
+
+def slopes(*, steps: int, batch: int = 8, numel: int = 7) -> Task:
+    """Gradients that are the data, wherever the model is."""
+    return replace(quadratic(steps=steps, batch=batch, numel=numel), loss=lambda model, batch: (model.w * batch[0]).sum(1).mean())
+
+
+def momenta(run: Run, name: str = "momentum_buffer") -> list[Tensor]:
+    return [torch.cat([s[name].reshape(-1) for s in state["trainee"]["optimizer"]["state"].values()]) for state in run.states]
+
+
+def weights(run: Run) -> list[float]:
+    return [state["replica"]["samples"] for state in run.states]
+
+
+def mean(values: list[Any], weights: list[float]) -> Any:
+    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+
+def owed(states: list[Any]) -> Tensor:
+    """What the next means would still deliver: of everybody's residuals the mean, of owners' the sum."""
+    memories = [next(m for m in s["replica"]["memories"] if "residual" in m) for s in states]
+    return sum(m["residual"] for m in memories) / len(memories) + sum(m["owner_residual"] for m in memories)
+
+
+# At a meeting: delays and codecs
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+@pytest.mark.parametrize("steps", [9, 12, 14])
+def test_what_workers_learn_while_a_mean_is_under_way_is_kept(delay: int, steps: int):
+    """On a slope all of it arrives; where it matters where one is, it is another method than without delay."""
+    task = slopes(steps=steps)
+    assert close(simulate(task, PeriodicAveraging(period=4, delay=delay), FOUR).params, trained_alone(task))
+    task = regression(steps=steps, batch=8)
+    ends = [simulate(task, PeriodicAveraging(period=4, delay=d), FOUR).params for d in (0, delay)]
+    assert not close(*ends, rtol=1e-6) and close(*ends, rtol=0.05)
+
+
+def test_a_delayed_mean_is_merged_on_time_and_not_waited_for():
+    """A ring of 4 takes 6 latencies, which is less than two steps: with a delay of 2 nobody waits."""
+    cluster = Cluster(workers=4, compute=1.0, latency=0.2)
+    task = regression(steps=16, batch=8)
+    plain, delayed = (simulate(task, PeriodicAveraging(period=4, delay=d), cluster).trace for d in (0, 2))
+    assert plain.points[-1].time > 16 + 3 * 1.2 and delayed.points[-1].time == pytest.approx(16)
+    after = [max(p.step for p in delayed.points if p.rank == 0 and p.time <= s.time) for s in delayed.syncs if s.rank == 0]
+    assert [s.step for s in delayed.syncs if s.rank == 0] == [3, 7, 11, 15] and after == [5, 9, 13, 15]
+
+
+@pytest.mark.parametrize(
+    "strategy", [PeriodicAveraging(period=4), SlowMo(period=4), DiLoCo(period=4, fragments=2), BlockMomentum(period=4)], ids=str
+)
+def test_displacements_in_fp32_are_those_without_a_codec(strategy: Any):
+    """Up to float32's rounding."""
+    task = regression(steps=14, batch=10)
+    plain, encoded = (simulate(task, replace(strategy, codec=codec), FOUR).params for codec in (None, Fp32()))
+    assert close(encoded, plain, rtol=1e-5) and not same(encoded, plain)
+
+
+@pytest.mark.parametrize(
+    "strategy", [PeriodicAveraging(period=3), PeriodicAveraging(period=3, delay=2), DiLoCo(3, 1.0, 0.0, fragments=3)], ids=str
+)
+def test_one_bit_delays_displacements_and_loses_none(strategy: Any):
+    task = slopes(steps=14, numel=1200)
+    run = simulate(task, replace(strategy, codec=OneBit()), FOUR)
+    assert close(run.params + owed(run.states), trained_alone(task), rtol=1e-6)
+    assert not close(run.params, trained_alone(task), rtol=1e-3)
+
+
+# At a meeting: optimizers and buffers
+
+
+@pytest.mark.parametrize("batch", [8, 10], ids=["equal", "3 3 2 2"])
+def test_momentum_is_kept_averaged_or_forgotten(batch: int):
+    """Averaged by samples, as parameters are."""
+    task = regression(steps=9, batch=batch)
+    before = simulate(task, PeriodicAveraging(period=100), FOUR, stop_at=4)
+    keep, average, reset = (
+        simulate(task, PeriodicAveraging(period=4, optimizer_state=policy), FOUR, stop_at=4) for policy in ("keep", "average", "reset")
+    )
+    assert all(same(a, b) for a, b in zip(momenta(keep), momenta(before), strict=True))
+    assert not close(momenta(keep)[0], momenta(keep)[1], rtol=1e-3)
+    assert all(close(m, mean(momenta(before), weights(before))) for m in momenta(average))
+    assert all(same(m, momenta(average)[0]) for m in momenta(average))
+    assert all(not state["trainee"]["optimizer"]["state"] for state in reset.states)
+    assert close(keep.params, average.params) and close(keep.params, reset.params)
+
+
+def test_averaged_adam_keeps_counting_steps():
+    run = simulate(regression(steps=8, batch=8, optimizer=OPTIMIZERS["adam"]), PeriodicAveraging(period=4, optimizer_state="average"), FOUR)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert all(same(m, momenta(run, name)[0]) for m in momenta(run, name)) and momenta(run, name)[0].count_nonzero()
+    assert all(same(m, torch.full((4,), 8.0)) for m in momenta(run, "step"))
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_worker_without_data_adds_nothing_to_averaged_momentum(delay: int):
+    """Three samples for four workers: the last one has neither weight nor momentum, and follows all the same."""
+    task = regression(steps=12, batch=3)
+    run = simulate(task, PeriodicAveraging(period=4, optimizer_state="average", delay=delay), FOUR)
+    three = simulate(task, PeriodicAveraging(period=4, optimizer_state="average", delay=delay), Cluster(workers=3))
+    assert close(run.params, three.params) and same(params(run)[3], run.params)
+    assert not run.states[3]["trainee"]["optimizer"]["state"]
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "nesterov"])
+def test_the_momentum_of_a_single_number_is_averaged_too(optimizer: str):
+    """Then averaging at every step is synchronous SGD, whatever becomes of the momentum."""
+    task = replace(scaled(steps=9), optimizer=OPTIMIZERS[optimizer])
+    averaged = simulate(task, PeriodicAveraging(period=1, optimizer_state="average"), FOUR)
+    assert close(averaged.params, simulate(task, AllReduceSGD(), FOUR).params)
+
+
+class Watching(Point):
+    """Counts its batches, and remembers the mean of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("last", torch.zeros(5, dtype=torch.float64))
+
+
+def watched_distance(model: Any, batch: Any) -> Tensor:
+    model.batches += 1
+    model.last.copy_(batch[0].mean(0))
+    return (model.w - batch[0]).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("batch", [8, 10, 3], ids=["equal", "3 3 2 2", "one has none"])
+def test_buffers_are_averaged_by_samples_and_of_counters_the_largest_is_taken(batch: int):
+    task = replace(quadratic(steps=8, batch=batch), model=Watching, loss=watched_distance)
+    before = simulate(task, PeriodicAveraging(period=100), FOUR, stop_at=4)
+    after = simulate(task, PeriodicAveraging(period=4), FOUR, stop_at=4)
+    expected = mean([state["replica"]["buffers"][1] for state in before.states], weights(before))
+    for state in after.states:
+        batches, last = state["replica"]["buffers"]
+        assert int(batches) == 4 and close(last, expected)
+    assert [int(state["replica"]["buffers"][0]) for state in before.states] == [4, 4, 4, 0 if batch == 3 else 4]
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_batches_seen_while_a_mean_is_under_way_are_counted(delay: int):
+    task = replace(quadratic(steps=16, batch=8), model=Watching, loss=watched_distance)
+    run = simulate(task, PeriodicAveraging(period=4, delay=delay), FOUR)
+    assert [int(state["replica"]["buffers"][0]) for state in run.states] == [16] * 4
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "expected"),
+    [
+        (6, 8, [2, 5, 8, 11]),  # 2 of each worker's samples a step
+        (7, 8, [3, 7, 11]),
+        (1, 8, list(range(12))),
+        (6, 10, [2, 5, 8, 11]),  # 3, 3, 2 and 2: two and a half on average
+        (5, 10, [1, 3, 5, 7, 9, 11]),
+        (2, 3, [2, 5, 8, 11]),  # 1, 1, 1 and none
+    ],
+)
+def test_a_period_in_samples_ends_with_the_first_step_by_which_workers_had_as_many(samples: int, batch: int, expected: list[int]):
+    run = simulate(regression(steps=12, batch=batch), PeriodicAveraging(samples=samples), FOUR)
+    for rank in range(4):
+        assert [s.step for s in run.trace.syncs if s.rank == rank] == expected
+
+
+# At a meeting: replicas that are no longer finite
+
+
+def task_with_an_overflow() -> Task:
+    """Worker 1's second step takes its parameters out of range, though its gradient is finite."""
+    task = replace(slopes(steps=9, batch=4), optimizer=lambda p: torch.optim.SGD(p, lr=10.0, momentum=0.0))
+    places = replace(task, data=[torch.arange(16)])
+    data = task.data[0].clone()
+    data[places.part(1, 1, 4)[0]] = 1e308
+    return replace(task, data=[data], steps=3)
+
+
+@pytest.mark.parametrize(
+    "strategy", [PeriodicAveraging(period=2), PeriodicAveraging(period=2, codec=OneBit()), BlockMomentum(period=2)], ids=str
+)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_replica_that_is_not_finite_takes_the_mean_of_the_others(strategy: Any, delay: int):
+    with pytest.warns(NonFiniteReplica, match="rank 1 has NaN or infinity in its parameters after step 1"):
+        run = simulate(task_with_an_overflow(), replace(strategy, delay=delay), FOUR)
+    assert run.params.isfinite().all() and all(same(p, run.params) for p in params(run))
+
+
+def test_it_has_no_weight_in_that_mean():
+    others = mean(
+        [p for i, p in enumerate(params(simulate(task_with_an_overflow(), PeriodicAveraging(period=9), FOUR, stop_at=2))) if i != 1],
+        [1.0] * 3,
+    )
+    with pytest.warns(NonFiniteReplica):
+        run = simulate(task_with_an_overflow(), PeriodicAveraging(period=2), FOUR, stop_at=2)
+    assert all(close(p, others) for p in params(run))
+
+
+@pytest.mark.filterwarnings("ignore::paceline.NonFiniteReplica")
+def test_a_replica_that_is_not_finite_stops_the_run_if_so_asked():
+    with pytest.raises(FloatingPointError, match=r"rank 1 had parameters with NaN or infinity.*after step 1.*nonfinite='stop'"):
+        simulate(task_with_an_overflow(), PeriodicAveraging(period=2), FOUR, nonfinite="stop")
+    passed = simulate(task_with_an_overflow(), PeriodicAveraging(period=2), FOUR, nonfinite="pass", stop_at=2)
+    assert not passed.params.isfinite().all()
+
+
+# More workers, or fewer
+
+
+@every_ordered_case
+def test_a_run_goes_on_with_more_or_fewer_workers(case: Case):
+    """They agree in the end, and every sample of every minibatch was seen once, or by each of them if that is the method."""
+    task, points, states = regression(steps=14, batch=14, samples=51, model=restless), [], None
+    for workers, stop in ((4, 5), (2, 8), (3, 10), (1, 12), (2, None)):
+        run = simulate(task, case.strategy, Cluster(workers=workers), resume=states and resized(states, workers), stop_at=stop)
+        states = run.states
+        points += [(p.step, p.samples / (workers if isinstance(case.strategy, Replicated) else 1)) for p in run.trace.points]
+    seen = [sum(n for step, n in points if step == k) for k in range(14)]
+    assert seen == pytest.approx([len(task.part(k, 0, 1)[0]) for k in range(14)])
+    assert run.params.isfinite().all() and all(same(p, run.params) for p in params(run))
+
+
+@every_ordered_case
+def test_as_many_workers_as_before_go_on_to_the_bit(case: Case):
+    states = simulate(regression(steps=9, batch=8), case.strategy, FOUR, stop_at=5).states
+    again = resized(states, 4)
+    assert_same_states(again, states)
+    again[0]["replica"]["params"].zero_()
+    assert states[0]["replica"]["params"].count_nonzero(), "they are copies"
+
+
+@every_ordered_case
+def test_what_all_workers_had_alike_they_have_again(case: Case):
+    """To the bit, though three equal numbers do not always have that number as their mean: what is shared, settings, agreed parameters."""
+    states = simulate(regression(steps=9, batch=9), case.strategy, Cluster(workers=3), stop_at=5).states
+    for state in [*states, *resized(states, 2), *resized(states, 5)]:
+        mine, first = state["replica"], states[0]["replica"]
+        shared = [i for i, kind in enumerate(first["kinds"]) if kind == "shared"]
+        assert_same_states([mine["memories"][i] for i in shared], [first["memories"][i] for i in shared])
+        assert (mine["k"], mine["kinds"]) == (5, first["kinds"])
+        assert state["trainee"]["optimizer"]["param_groups"] == states[0]["trainee"]["optimizer"]["param_groups"]
+        assert same(mine["params"], first["params"]) or not all(same(s["replica"]["params"], first["params"]) for s in states)
+
+
+@every_ordered_case
+def test_what_each_worker_had_of_its_own_all_begin_with_the_mean_of(case: Case):
+    old = simulate(regression(steps=9, batch=9, model=restless), case.strategy, Cluster(workers=3), stop_at=5)
+    for workers in (2, 5):
+        new = replace(old, states=resized(old.states, workers))
+        assert len(params(new)) == workers and all(close(p, mean(params(old), [1.0] * 3)) for p in params(new))
+        assert all(close(m, mean(momenta(old), [1.0] * 3)) for m in momenta(new))
+        mine, everyones = new.states[0]["replica"], [state["replica"] for state in old.states]
+        for buffer, *theirs in zip(mine["buffers"], *(r["buffers"] for r in everyones), strict=True):
+            assert close(buffer, torch.stack(theirs).mean(0) if buffer.is_floating_point() else torch.stack(theirs).amax(0))
+        for i in (i for i, kind in enumerate(mine["kinds"]) if kind == "own"):
+            seen = zip(*(r["memories"][i]["seen"] for r in everyones), strict=True)
+            assert mine["memories"][i]["seen"] == pytest.approx([sum(column) / 3 for column in seen])
+
+
+def test_the_momentum_of_a_single_number_is_a_mean_and_a_count_of_steps_the_largest():
+    task = replace(scaled(steps=9), optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
+    old = simulate(replace(task, batch=3), PeriodicAveraging(period=9), FOUR, stop_at=5).states[:3]
+    old[1]["trainee"]["optimizer"]["state"][1]["step"] -= 2
+    scale = resized(old, 2)[0]["trainee"]["optimizer"]["state"][1]
+    assert close(scale["exp_avg"], mean([s["trainee"]["optimizer"]["state"][1]["exp_avg"] for s in old], [1.0] * 3)) and scale["step"] == 5
+
+
+def test_random_numbers_go_on_where_a_worker_stays_and_are_new_ones_where_one_joins():
+    states = simulate(regression(steps=9, batch=9, model=restless), PeriodicAveraging(period=4), Cluster(workers=3), stop_at=5).states
+    fewer, more = ([s["trainee"]["rng"] for s in resized(states, n)] for n in (2, 5))
+    assert all(same(a, s["trainee"]["rng"]) for kept in (fewer, more) for a, s in zip(kept, states, strict=False))
+    assert not any(same(more[i], more[j]) for i in range(5) for j in range(i))
+
+
+def test_a_period_in_samples_is_one_of_the_new_workers_samples():
+    """12 samples are 4 steps of each of 4 workers, and 2 of each of 2."""
+    task, strategy = regression(steps=16, batch=12), PeriodicAveraging(samples=12)
+    states = simulate(task, strategy, FOUR, stop_at=8).states
+    run = simulate(task, strategy, Cluster(workers=2), resume=resized(states, 2))
+    assert [s.step for s in run.trace.syncs if s.rank == 0] == [9, 11, 13, 15]
+
+
+def test_workers_that_never_had_data_may_leave_while_a_mean_is_under_way():
+    """The optimizers of some of them have a state to be averaged, and one has none."""
+    task, strategy = regression(steps=12, batch=3), PeriodicAveraging(period=4, optimizer_state="average", delay=3)
+    for at in (5, 6, 9):
+        states = resized(simulate(task, strategy, FOUR, stop_at=at).states, 3)
+        run = simulate(task, strategy, Cluster(workers=3), resume=states)
+        assert all(same(p, run.params) for p in params(run))
+
+
+CODED = {name: case for name, case in ORDERED.items() if "one-bit" in name}
+
+
+@pytest.mark.parametrize("case", CODED.values(), ids=CODED)
+def test_what_workers_owe_each_other_is_shared_out(case: Case):
+    states = simulate(regression(steps=14, batch=8), case.strategy, FOUR, stop_at=9).states
+    assert owed(states).count_nonzero() and all(close(owed(resized(states, n)), owed(states)) for n in (2, 3, 6))
+
+
+@pytest.mark.parametrize("at", [4, 5, 6, 8])
+@pytest.mark.parametrize(
+    "strategy", [AllReduceSGD(codec=OneBit()), PeriodicAveraging(period=4), PeriodicAveraging(period=4, codec=OneBit(), delay=2)], ids=str
+)
+def test_no_displacement_is_lost_with_the_workers(strategy: Any, at: int):
+    """On a slope: what was learnt between meetings, is under way or is still owed arrives in the end."""
+    task, states = slopes(steps=14, batch=12), None
+    for workers, stop in ((4, at), (2, at + 3), (3, None)):
+        states = simulate(task, strategy, Cluster(workers=workers), resume=states and resized(states, workers), stop_at=stop).states
+    still = owed(states) if strategy.codec else torch.zeros(7)
+    per_owed = -0.05 if isinstance(strategy, AllReduceSGD) else 1.0  # Of gradients, or of displacements.
+    assert close(states[0]["replica"]["params"] + per_owed * still, trained_alone(task), rtol=1e-6)
+
+
+def test_states_that_do_not_belong_together_are_refused():
+    task, strategy = regression(steps=9, batch=8), PeriodicAveraging(period=4)
+    early, late = (simulate(task, strategy, FOUR, stop_at=at).states for at in (3, 5))
+    other = simulate(task, BlockMomentum(period=4), FOUR, stop_at=3).states
+    with pytest.raises(ValueError, match=r"4 states, workers=0\): there must be at least one of each"):
+        resized(early, 0)
+    with pytest.raises(ValueError, match=r"0 states, workers=2\): there must be at least one of each"):
+        resized([], 2)
+    with pytest.raises(ValueError, match=r"saved at different steps, \[3, 3, 5, 5\]"):
+        resized([*early[:2], *late[2:]], 3)
+    with pytest.raises(ValueError, match="saved by different strategies"):
+        resized([*early[:2], *other[2:]], 3)
+    with pytest.raises(ValueError, match=r"4 workers' states for 3 workers; give resized\(states, 3\)"):
+        simulate(task, strategy, Cluster(workers=3), resume=early)
