@@ -136,7 +136,7 @@ class Replica:
         finally:
             self._end = outer
         self._take_deployed()
-        self.k, self._over, self._mean_was_taken = min(self.k, step), False, True
+        self.k, self._over, self._mean_was_taken, self._since_buffers = min(self.k, step), False, True, 0.0
 
     @contextmanager
     def whole_minibatches(self) -> Generator[None]:

@@ -205,7 +205,7 @@ def test_decreasing_averaging_spends_its_meetings_on_equal_parts_of_the_run():
     assert (
         periods(simulate(quadratic(steps=400, batch=2), DecreasingAveraging(periods=(20, 5)), Cluster(workers=2))) == [20] * 10 + [5] * 40
     )
-    assert periods(simulate(quadratic(steps=9, batch=2), DecreasingAveraging(periods=(3, 2, 1)), Cluster(workers=2))) == [3, 2, 2, 1, 1]
+    assert periods(simulate(quadratic(steps=10, batch=2), DecreasingAveraging(periods=(4, 3, 1)), Cluster(workers=2))) == [4, 3, 1, 1, 1]
 
 
 # C4

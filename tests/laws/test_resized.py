@@ -312,6 +312,13 @@ def test_a_period_in_samples_is_one_of_the_new_workers_samples():
     assert [s.step for s in run.trace.syncs if s.rank == 0] == [9, 11, 13, 15]
 
 
+def test_a_replica_that_is_not_finite_does_not_spread_when_workers_leave():
+    """At the next meeting it would not have counted."""
+    old = simulate(task_with_an_overflow(), PeriodicAveraging(period=3), FOUR, stop_at=2)
+    run = simulate(task_with_an_overflow(), PeriodicAveraging(period=3), Cluster(workers=2), resume=resized(old.states, 2))
+    assert not params(old)[1].isfinite().all() and all(p.isfinite().all() for p in params(run))
+
+
 def test_workers_that_never_had_data_may_leave_while_a_mean_is_under_way():
     """The optimizers of some of them have a state to be averaged, and one has none."""
     task, strategy = regression(steps=12, batch=3), PeriodicAveraging(period=4, optimizer_state="average", delay=3)

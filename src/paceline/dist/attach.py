@@ -63,7 +63,7 @@ class Session:
 
         `loss`, if you have it, is kept in the trace, and told to strategies that follow it.
         """
-        self.loop.loss = None if loss is None else float(loss)
+        self.loop.loss = float(loss.detach()) if isinstance(loss, Tensor) else loss
         self.optimizer.step()
 
     def shard(self, loader: Iterable[B]) -> Iterator[B]:
