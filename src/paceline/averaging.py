@@ -173,7 +173,8 @@ class Rounds:
         weight, own.seen[j] = w.samples - own.seen[j], w.samples
         loss, steps = own.losses
         sent = w.params[where].to(m.start, copy=True)
-        mine: dict[str, Any] = {"fragment": j, "step": w.k, "steps": m.count, "sent": sent, "mean": sent - m.start[where]}
+        mine: dict[str, Any] = {"fragment": j, "step": w.k, "steps": m.count, "samples": weight, "sent": sent}
+        mine["mean"] = sent - m.start[where]
         if self.method.optimizer_state == "average":
             vectors = optimizer_vectors(w.flat, w.learner.optimizer)
             mine["names"] = list(vectors)
@@ -230,6 +231,7 @@ class Rounds:
         if not mine["going_on"]:
             w.end()
         if mine["bad"]:
+            own.seen[mine["fragment"]] -= mine["samples"]  # They count with the next ones.
             self._refuse(mine)
         if mine["bad"] or not mine["weight"]:
             return None

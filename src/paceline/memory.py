@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -54,7 +55,8 @@ def resized(states: Sequence[dict[str, Any]], workers: int) -> list[dict[str, An
     """The saved states of some workers, made into those of another number of workers.
 
     What all workers had alike they have again.  Where each had its own (parameters between two synchronisations, optimizer
-    state, statistics in buffers) all begin with the mean, and of counters with the largest.  What workers still owed each other
+    state, statistics in buffers) all begin with the mean, weighted by samples, and of counters with the largest; who has NaN or
+    infinity in its parameters does not count.  What workers still owed each other
     (the residuals of codecs) is shared out so that the next mean delivers as much as it would have.  Random numbers go on where
     a worker stays, and begin anew where one joins.  No minibatch is lost: each is cut into as many parts as there are workers.
     """
@@ -64,57 +66,63 @@ def resized(states: Sequence[dict[str, Any]], workers: int) -> list[dict[str, An
         raise ValueError(f"resized: the states were saved at different steps, {[state['replica']['k'] for state in states]}")
     if workers == len(states):
         return [copy.deepcopy(state) for state in states]
-    replica = _resized_replica([state["replica"] for state in states])
+    sound = [state for state in states if state["replica"]["params"].isfinite().all()] or list(states)
+    mean = partial(_mean, weights=[_samples_since_meeting(state["replica"]) for state in sound])
+    replica = _resized_replica([state["replica"] for state in sound], mean)
     result = []
     for rank in range(workers):
         state = copy.deepcopy(states[min(rank, len(states) - 1)]) | {"replica": copy.deepcopy(replica)}
         if "trainee" in state:
-            state["trainee"]["optimizer"] = _mean([s["trainee"]["optimizer"] for s in states])
+            state["trainee"]["optimizer"] = mean([s["trainee"]["optimizer"] for s in sound])
             if rank >= len(states):
                 seed = (replica["k"] + 1) * 1_000_003 + rank
                 state["trainee"]["rng"] = torch.Generator().manual_seed(seed).get_state()
         elif "optimizer" in state:
-            state["optimizer"] = _mean([s["optimizer"] for s in states])
+            state["optimizer"] = mean([s["optimizer"] for s in sound])
         result.append(state)
     return result
 
 
-def _resized_replica(replicas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _samples_since_meeting(replica: dict[str, Any]) -> float:
+    """What a worker's parameters would count for in a mean."""
+    seen = [m["seen"] for kind, m in zip(replica["kinds"], replica["memories"], strict=True) if kind == "own" and "seen" in m]
+    return replica["samples"] - sum(seen[0]) / len(seen[0]) if seen else replica["since_mean"]
+
+
+def _resized_replica(replicas: Sequence[dict[str, Any]], mean: Callable[[Sequence[Any]], Any]) -> dict[str, Any]:
     kinds = replicas[0]["kinds"]
     if any(r["kinds"] != kinds for r in replicas):
         raise ValueError("resized: the states were saved by different strategies")
-    memories = [_RULES[kind]([r["memories"][i] for r in replicas]) for i, kind in enumerate(kinds)]
-    return _mean([{n: v for n, v in r.items() if n not in ("memories", "kinds")} for r in replicas]) | {
-        "memories": memories,
-        "kinds": list(kinds),
-    }
+    rules: dict[Kind, Callable[[Sequence[Any]], Any]] = {"shared": lambda memories: copy.deepcopy(memories[0]), "own": mean, "owed": _owed}
+    memories = [rules[kind]([r["memories"][i] for r in replicas]) for i, kind in enumerate(kinds)]
+    own = mean([{n: v for n, v in r.items() if n not in ("memories", "kinds")} for r in replicas])
+    return own | {"memories": memories, "kinds": list(kinds)}
 
 
-def _first(memories: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return copy.deepcopy(memories[0])
-
-
-def _mean(values: Sequence[Any], name: str = "") -> Any:
-    """Of floating-point numbers the mean, of others, and of what counts steps, the largest.
+def _mean(values: Sequence[Any], weights: Sequence[float], name: str = "") -> Any:
+    """Of floating-point numbers the mean, weighted if they are parts of a vector; of others, and of what counts steps, the largest.
 
     What is alike stays as it is.  Of what differs in length, as some workers have had no data yet, the longest.
     """
     first = values[0]
     if isinstance(first, dict):
         names = list(dict.fromkeys(k for v in values for k in v))
-        return {k: _mean([v[k] for v in values if k in v], str(k)) for k in names}
+        having = {k: [i for i, v in enumerate(values) if k in v] for k in names}
+        return {k: _mean([values[i][k] for i in having[k]], [weights[i] for i in having[k]], str(k)) for k in names}
     if isinstance(first, (list, tuple)):
         if len({len(v) for v in values}) > 1:
             return copy.deepcopy(max(values, key=len))
-        return type(first)(_mean(column, name) for column in zip(*values, strict=True))
+        return type(first)(_mean(column, weights, name) for column in zip(*values, strict=True))
     if isinstance(first, Tensor):
         if any(v.shape != first.shape for v in values):
             return max(values, key=Tensor.numel).clone()
         stacked = torch.stack([v.to(first) for v in values])
         if all(torch.equal(v, first) for v in stacked[1:]):
             return first.clone()
-        is_mean = first.dtype.is_floating_point and name != "step"
-        return stacked.double().mean(0).to(first.dtype) if is_mean else stacked.max(0).values
+        if not first.dtype.is_floating_point or name == "step":
+            return stacked.max(0).values
+        shares = torch.tensor(weights if sum(weights) else [1.0] * len(weights), dtype=torch.float64, device=first.device)
+        return torch.tensordot(shares / shares.sum(), stacked.double(), 1).to(first.dtype)
     if isinstance(first, (bool, str)) or not isinstance(first, (int, float)) or all(v == first for v in values):
         return copy.deepcopy(first)
     return sum(values) / len(values) if isinstance(first, float) else max(values)
@@ -122,13 +130,10 @@ def _mean(values: Sequence[Any], name: str = "") -> Any:
 
 def _owed(memories: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Each worker's residual counts for its share of a mean, an owner's for all of its stripe, wherever stripes will lie."""
-    result = _mean(memories)
+    result = _mean(memories, [1.0] * len(memories))
     if "owner_residual" in result:
         result["residual"] = result["residual"] + sum(m["owner_residual"] for m in memories)
         result["owner_residual"] = torch.zeros_like(result["owner_residual"])
     if "adapted" in result:
         result["adapted"] = {}  # Settings that were found for stripes that are no more.
     return result
-
-
-_RULES = {"shared": _first, "own": _mean, "owed": _owed}

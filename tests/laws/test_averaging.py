@@ -110,8 +110,8 @@ def test_after_a_tenfold_drop_of_the_rate_the_period_climbs_to_28_or_29():
 
 
 def test_after_a_tenfold_drop_of_the_rate_so_it_does_in_a_run():
-    """In so many dimensions the spread is its expectation, but for 0.6 percent."""
-    task = noise(steps=560, numel=20_000, schedule=lambda k: 1.0 if k < 40 else 0.1)
+    """In so many dimensions the spread is its expectation, but for 0.8 percent."""
+    task = noise(steps=560, numel=10_000, schedule=lambda k: 1.0 if k < 40 else 0.1)
     seen = periods(simulate(task, AdaptiveAveraging(period=4, warmup=0, sampling=40), FOUR))
     assert seen[:10] == [4] * 10 and seen[10:35] == list(range(4, 29))
     assert seen[-1] in (28, 29) and seen[-2] == seen[-1]
@@ -225,7 +225,7 @@ def test_cntks_block_momentum_0_is_averaging_at_rate_1_over_n_and_not_at_1(neste
 
 
 @pytest.mark.parametrize("settings", [{"momentum": 0.0, "rate": 0.25}, {"momentum": 0.5, "rate": 1.0}], ids=str)
-def test_cntks_form_warns_where_it_overshoots(settings: dict[str, float]):
+def test_cntks_form_warns_where_it_overshoots(settings: Any):
     with pytest.warns(UserWarning, match=r"momentum 0.*4 workers adds [12] times"):
         simulate(regression(steps=3, batch=8), cntk(**settings), FOUR)
 
@@ -387,6 +387,7 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
     (BlockMomentum, {"form": "bmuf"}, r"form='bmuf'.*'paper' or 'cntk'"),
     (DiLoCo, {"period": 6, "fragments": 4}, r"period=6, fragments=4.*must divide the period"),
     (DiLoCo, {"period": 6, "fragments": 3, "delay": 2}, r"fragments=3, delay=2.*before the next one begins, 2 steps later"),
+    (DiLoCo, {"period": 6, "fragments": 2, "optimizer_state": "reset"}, r"fragments=2, optimizer_state='reset'.*kept or averaged"),
     (DiLoCo, {"period": 6, "fragments": 6}, r"DiLoCo\(fragments=6\): the model has only 5 parameters"),
     (AllReduceSGD, {"group": 0}, r"AllReduceSGD\(group=0\).*at least 1 worker"),
     (AllReduceSGD, {"clip": 0.0}, r"AllReduceSGD\(clip=0.0\).*must be positive"),

@@ -54,7 +54,8 @@ def mean(values: list[Any], weights: list[float]) -> Any:
 def owed(states: list[Any]) -> Tensor:
     """What the next means would still deliver: of everybody's residuals the mean, of owners' the sum."""
     memories = [next(m for m in s["replica"]["memories"] if "residual" in m) for s in states]
-    return sum(m["residual"] for m in memories) / len(memories) + sum(m["owner_residual"] for m in memories)
+    residuals, owners = (torch.stack([m[name] for m in memories]) for name in ("residual", "owner_residual"))
+    return residuals.mean(0) + owners.sum(0)
 
 
 # At a meeting: delays and codecs
@@ -349,6 +350,16 @@ def test_no_displacement_is_lost_with_the_workers(strategy: Any, at: int):
     still = owed(states) if strategy.codec else torch.zeros(7)
     per_owed = -0.05 if isinstance(strategy, AllReduceSGD) else 1.0  # Of gradients, or of displacements.
     assert close(states[0]["replica"]["params"] + per_owed * still, trained_alone(task), rtol=1e-6)
+
+
+def test_workers_count_by_their_samples_when_others_join_them():
+    """3, 3, 2 and 2 samples a step, within a period: the mean of all displacements is that of all ten."""
+    task, strategy = slopes(steps=6, batch=10), PeriodicAveraging(period=6)
+    states = simulate(task, strategy, FOUR, stop_at=4).states
+    grown = simulate(task, strategy, Cluster(workers=5), resume=resized(states, 5), stop_at=4)
+    assert close(params(grown)[0], trained_alone(replace(task, steps=4)))
+    plain = torch.stack([state["replica"]["params"] for state in states]).mean(0)
+    assert not close(plain, params(grown)[0], rtol=1e-4)
 
 
 def test_states_that_do_not_belong_together_are_refused():

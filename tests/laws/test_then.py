@@ -231,12 +231,13 @@ def trained(task: Task, workers: int, *, each: Callable[[nn.Module], Any], all: 
 
 @every_optimizer
 def test_clipping_is_torchs_of_the_mean_gradient_and_not_of_each(optimizer: str):
+    """In half of the steps the norm is larger."""
     task = regression(steps=12, batch=8, optimizer=OPTIMIZERS[optimizer], bucket_bytes=200)
 
     def clip(model: nn.Module) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.7)
 
-    clipped = end(task, AllReduceSGD(clip=0.3))
+    clipped = end(task, AllReduceSGD(clip=0.7))
     assert close(clipped, trained(task, 4, each=lambda model: None, all=clip), rtol=1e-9)
     assert not close(clipped, trained(task, 4, each=clip, all=lambda model: None), rtol=1e-4)
     assert not close(clipped, trained_alone(task), rtol=1e-4)

@@ -42,6 +42,11 @@ class DiLoCo(Averaging):
                 f"DiLoCo(period={self.period}, fragments={self.fragments}, delay={self.delay}): a fragment must be merged before "
                 f"the next one begins, {self.period // self.fragments} steps later"
             )
+        if self.fragments > 1 and self.optimizer_state == "reset":
+            raise ValueError(
+                f"DiLoCo(fragments={self.fragments}, optimizer_state='reset'): a meeting about one fragment would reset "
+                "the optimizer of all; it is kept or averaged"
+            )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"DiLoCo(momentum={self.momentum}): outer momentum lies in [0, 1); at 1 updates never die out")
         if self.rate <= 0:
