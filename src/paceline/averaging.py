@@ -20,7 +20,7 @@ from paceline import collectives
 from paceline.codecs.codec import Codec, Link
 from paceline.collectives import Ballot, stripe_of
 from paceline.endpoint import Endpoint
-from paceline.flat import is_finite
+from paceline.flat import is_finite, on_top
 from paceline.learner import optimizer_vectors, set_optimizer_vectors
 from paceline.op import Op, Ready
 from paceline.replica import Replica
@@ -114,6 +114,8 @@ class Rounds:
         self._own = w.memory("own", seen=[w.samples] * fragments, losses=[0.0, 0.0], pending={})
         self._link = w.link(method.codec)
         self._pending: Op[None] | None = Ready("mean", None) if self._own.pending else None
+        # One buffer for all meetings: fresh memory costs more than what is done with it.
+        self._room = torch.empty_like(wide[: max(s.stop - s.start for s in self.fragments)])
         w.before_stop(self.settle)
 
     @property
@@ -172,9 +174,10 @@ class Rounds:
         where = self.fragments[j]
         weight, own.seen[j] = w.samples - own.seen[j], w.samples
         loss, steps = own.losses
-        sent = w.params[where].to(m.start, copy=True)
-        mine: dict[str, Any] = {"fragment": j, "step": w.k, "steps": m.count, "samples": weight, "sent": sent}
-        mine["mean"] = sent - m.start[where]
+        mine: dict[str, Any] = {"fragment": j, "step": w.k, "steps": m.count, "samples": weight}
+        mine["mean"] = torch.sub(w.params[where], m.start[where], out=self._room[: where.stop - where.start])
+        if self.method.delay:
+            mine["sent"] = w.params[where].to(m.start, copy=True)
         if self.method.optimizer_state == "average":
             vectors = optimizer_vectors(w.flat, w.learner.optimizer)
             mine["names"] = list(vectors)
@@ -199,7 +202,6 @@ class Rounds:
     async def _meet(self, endpoint: Endpoint, mine: dict[str, Any], ballot: Ballot, told: Tensor, link: Link | None) -> None:
         """Everything that goes over the wire at a meeting.  Its results are left in `mine`."""
         mean: Tensor = mine["mean"]
-        own = mean.clone()
         if len(endpoint.ranks) == 1:
             total = ballot
         elif link is None:
@@ -211,7 +213,8 @@ class Rounds:
             mine["complaint"] = str(ballot.complaint)
         if total.bad or not total.weight:
             return
-        told[4] = torch.linalg.vector_norm(own.sub_(mean), dtype=torch.float64).square().cpu()
+        where = self.fragments[mine["fragment"]]
+        told[4] = _squared_distance(mine.get("sent", self.w.params[where]), self._m.start[where], mean)
         told[5] = len(mine.get("names", ()))
         everyones = [told] if len(endpoint.ranks) == 1 else await endpoint.all_gather(told)
         mine["told"] = everyones
@@ -243,17 +246,20 @@ class Rounds:
             m.start[where].add_(mine["mean"])
         if self._outer is not None or not is_alone:  # One worker's own mean changes nothing, not even by rounding.
             params = w.params[where]
-            params.copy_(self._merged(m.start[where], params, mine["sent"], mine))
+            if "sent" in mine and "is_lost" not in mine:  # What was learnt while the mean was under way stays on top of it.
+                params.copy_(m.start[where] + (params.to(m.start) - mine["sent"]))
+            else:
+                params.copy_(m.start[where])
         if not is_alone or self.method.optimizer_state == "reset":
             self._set_optimizer_state(where, mine)
         if not is_alone:
-            w.flat.set_buffers([t[TOLD:] for t in mine["told"]], [float(t[0]) for t in mine["told"]], since=mine.get("buffers"))
+            w.flat.set_buffers(
+                [t[TOLD:] for t in mine["told"]],
+                [float(t[0]) for t in mine["told"]],
+                since=None if "is_lost" in mine else mine.get("buffers"),
+            )
         w.endpoint.trace.sync(w.endpoint.now(), w.rank, met.step, met.steps, met.divergence)
         return met
-
-    def _merged(self, mean: Tensor, now: Tensor, sent: Tensor, mine: dict[str, Any]) -> Tensor:
-        """What was learnt while the mean was under way stays on top of it."""
-        return mean + (now.to(mean) - sent) if self.method.delay and "is_lost" not in mine else mean
 
     def _heard(self, mine: dict[str, Any]) -> Met:
         """What all have told, summed in the order of ranks in plain Python: the same bits on every machine."""
@@ -274,7 +280,7 @@ class Rounds:
             means, sents = (mine[name].split(where.stop - where.start) for name in ("state mean", "state sent"))
             for name, mean, sent in zip(mine["names"], means, sents, strict=True):
                 now = vectors[name][where]
-                now.copy_(self._merged(mean, now, sent, mine))
+                now.copy_(mean if "sent" not in mine or "is_lost" in mine else on_top(mean, now, sent))
             set_optimizer_vectors(flat, optimizer, vectors)
 
     def _refuse(self, mine: dict[str, Any]) -> None:
@@ -284,3 +290,9 @@ class Rounds:
             raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
         if "complaint" in mine:
             warnings.warn(NonFiniteReplica(f"{what}; there was no synchronisation: {mine['complaint']}"), stacklevel=2)
+
+
+def _squared_distance(params: Tensor, start: Tensor, mean: Tensor, size: int = 1 << 16) -> float:
+    """Of the way from `start` to `params` from the mean of all workers' ways; by pieces that stay in the processor's cache."""
+    pieces = zip(params.split(size), start.split(size), mean.split(size), strict=True)
+    return float(sum(torch.linalg.vector_norm((p - s).sub_(m), dtype=torch.float64).square() for p, s, m in pieces))

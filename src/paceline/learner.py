@@ -108,7 +108,8 @@ def set_optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer, vec
     """Put such vectors back, where the optimizer has something to put them into."""
     for name, vector in vectors.items():
         for i, p in enumerate(flat.parameters):
-            if p in optimizer.state and isinstance(value := optimizer.state[p].get(name), Tensor):
+            value = optimizer.state.get(p, {}).get(name)
+            if _is_for_each_value(name, value, p):
                 value.copy_(vector[flat.where(i)].view(value.shape))
 
 
