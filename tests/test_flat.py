@@ -63,7 +63,9 @@ def test_buckets_cover_the_vector_once_from_its_end_to_its_beginning(sizes: list
         assert (
             bucket.grad.data_ptr() == flat.grads[bucket.where].data_ptr() and bucket.grad.numel() == bucket.where.stop - bucket.where.start
         )
-        assert 4 * bucket.grad.numel() <= bucket_bytes or len(bucket.parameters) == 1, "only a parameter that is larger alone may exceed it"
+        numels = [sizes[p] for p in bucket.parameters]
+        assert 4 * sum(numels) >= bucket_bytes or bucket is flat.buckets[-1], "only the last may be smaller"
+        assert 4 * sum(numels[1:]) < bucket_bytes, "it was not full before"
         stops = bucket.where.start
     assert stops == 0
     held = [p for bucket in flat.buckets for p in reversed(bucket.parameters)]
@@ -71,9 +73,12 @@ def test_buckets_cover_the_vector_once_from_its_end_to_its_beginning(sizes: list
     assert all(index in flat.bucket_of[index].parameters for index in range(len(sizes)))
 
 
-def test_neighbouring_buckets_could_not_have_been_one():
+def test_a_bucket_is_closed_as_soon_as_it_is_full_and_the_first_one_early():
     flat = FlatModel(model_of([10, 20, 5, 5, 30, 1]), bucket_bytes=4 * 30)
-    assert [b.parameters for b in flat.buckets] == [(5,), (4,), (1, 2, 3), (0,)]
+    assert [b.parameters for b in flat.buckets] == [(4, 5), (1, 2, 3), (0,)]
+    mib = (1 << 20) // 4
+    flat = FlatModel(model_of([mib] * 12))
+    assert [b.parameters for b in flat.buckets] == [(11,), tuple(range(3, 11)), (0, 1, 2)]
 
 
 def test_tied_parameters_are_one():

@@ -114,6 +114,8 @@ class Rounds:
         self._own = w.memory("own", seen=[w.samples] * fragments, losses=[0.0, 0.0], pending={})
         self._link = w.link(method.codec)
         self._pending: Op[None] | None = Ready("mean", None) if self._own.pending else None
+        for name in {"mean", "sent", "state sent", "state mean"} & self._own.pending.keys():  # As saved, it may be elsewhere.
+            self._own.pending[name] = self._own.pending[name].to(wide.device)
         # One buffer for all meetings: fresh memory costs more than what is done with it.
         self._room = torch.empty_like(wide[: max(s.stop - s.start for s in self.fragments)])
         w.before_stop(self.settle)
@@ -295,4 +297,4 @@ class Rounds:
 def _squared_distance(params: Tensor, start: Tensor, mean: Tensor, size: int = 1 << 16) -> float:
     """Of the way from `start` to `params` from the mean of all workers' ways; by pieces that stay in the processor's cache."""
     pieces = zip(params.split(size), start.split(size), mean.split(size), strict=True)
-    return float(sum(torch.linalg.vector_norm((p - s).sub_(m), dtype=torch.float64).square() for p, s, m in pieces))
+    return float(sum(torch.linalg.vector_norm((p - s).sub_(m)).double().square() for p, s, m in pieces))

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+BUCKET_BYTES = 8 << 20
+FIRST_BUCKET_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -27,7 +30,7 @@ class FlatModel:
     `grads` by `collect`, which copies only those that backward did not already put there.
     """
 
-    def __init__(self, model: nn.Module, *, bucket_bytes: int = 25 << 20) -> None:
+    def __init__(self, model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.model = model
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         if not named:
@@ -65,12 +68,13 @@ class FlatModel:
         return slice(self.offsets[index], self.offsets[index + 1])
 
     def _cut(self, bucket_bytes: int) -> list[Bucket]:
+        """Buckets of at least so many bytes; a smaller one first, so that the exchange begins early."""
         buckets: list[Bucket] = []
         stop = len(self.parameters)
-        room = bucket_bytes // self.params.element_size()
         while stop:
+            room = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
             start = stop - 1
-            while start and self.offsets[stop] - self.offsets[start - 1] <= room:
+            while start and (self.offsets[stop] - self.offsets[start]) * self.params.element_size() < room:
                 start -= 1
             where = slice(self.offsets[start], self.offsets[stop])
             buckets.append(Bucket(len(buckets), where, self.grads[where], tuple(range(start, stop))))
@@ -106,8 +110,8 @@ class FlatModel:
         self.parameters[index].grad = self._views[index]
 
     def buffers(self) -> Tensor:
-        """All buffers of numbers (BatchNorm's statistics and counters) as one vector of float64."""
-        found = [b.detach().reshape(-1).to("cpu", torch.float64) for b in self.model.buffers() if not b.dtype.is_complex]
+        """What the model gathers beside its parameters (BatchNorm's statistics and counters) as one vector of float64."""
+        found = [b.detach().reshape(-1).to("cpu", torch.float64) for b in self._statistics()]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
 
     def set_buffers(self, everyones: Sequence[Tensor], weights: Sequence[float], since: Tensor | None = None) -> None:
@@ -128,12 +132,21 @@ class FlatModel:
             mean, largest = on_top(mean, now, since), largest + (now - since).nan_to_num(0.0, 0.0, 0.0)
             differs |= now != since
         start = 0
-        for b in self.model.buffers():
-            if not b.dtype.is_complex:
-                where = slice(start, start + b.numel())
-                chosen = (mean if b.dtype.is_floating_point else largest)[where].view(b.shape)
-                b.copy_(torch.where(differs[where].view(b.shape).to(b.device), chosen.to(b), b))
-                start += b.numel()
+        for b in self._statistics():
+            where = slice(start, start + b.numel())
+            chosen = (mean if b.dtype.is_floating_point else largest)[where].view(b.shape)
+            b.copy_(torch.where(differs[where].view(b.shape).to(b.device), chosen.to(b), b))
+            start += b.numel()
+
+    def _statistics(self) -> list[Tensor]:
+        """The buffers that workers share: not masks, nor what is not saved with the model, nor complex ones."""
+        found = {
+            id(b): b
+            for module in self.model.modules()
+            for name, b in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set and not b.dtype.is_complex and b.dtype != torch.bool  # pyright: ignore
+        }
+        return list(found.values())
 
     def locate(self, position: int) -> str:
         """The name of the parameter that holds a position of the vector."""

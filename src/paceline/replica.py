@@ -87,8 +87,8 @@ class Replica:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the optimizer's first group, as of the last step."""
-        return float(self.learner.optimizer.param_groups[0]["lr"])
+        """The largest learning rate of the optimizer's groups, as of the last step."""
+        return max(float(group["lr"]) for group in self.learner.optimizer.param_groups)
 
     def has_data(self, step: int) -> bool:
         """Whether this worker has a minibatch for that step."""
@@ -108,7 +108,10 @@ class Replica:
             self.k += 1
             empty = 0 if self._behind_update else empty + 1
             if empty > MOST_EMPTY_STEPS:
-                raise RuntimeError(f"{empty} steps without data and without a mean: a strategy that never averages counts `steps_alone()`")
+                raise RuntimeError(
+                    f"{empty} steps without data and without a mean: the period is too long, or the strategy never averages and should "
+                    "count `steps_alone()`"
+                )
 
     def steps_alone(self) -> Iterator[int]:
         """Count steps until this worker's own data ends, whatever the others do."""

@@ -36,7 +36,7 @@ class Task:
     evaluate_every: int | None = None  # steps; None: once an epoch
     schedule: Callable[[int], float] | None = None  # step: the factor on the optimizer's learning rates
     accumulate: int = 1  # backward passes, each over a part of the worker's samples, that make one gradient
-    bucket_bytes: int = 25 << 20
+    bucket_bytes: int = 8 << 20
     seed: int = 0
     _orders: dict[int, Tensor] = field(default_factory=dict[int, Tensor], repr=False, compare=False)
 

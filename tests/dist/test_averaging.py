@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
+from paceline.dist.attach import _plan
 
 pytestmark = pytest.mark.dist
 
@@ -124,6 +125,51 @@ def test_ada_comm_asks_for_a_loss_that_nobody_has_told(tmp_path):
                 session.step()
 
     assert all("call session.step(loss)" in result["error"] for result in forked.run(2, work, tmp_path))
+
+
+def test_the_loss_is_told_where_something_else_takes_the_step(tmp_path):
+    """And forgotten after it."""
+
+    def work(rank):
+        model = nn.Linear(1, 1)
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(), initial="broadcast") as session:
+            for loss in (2.0, None, torch.tensor(3.0, requires_grad=True)):
+                model(torch.ones(1, 1)).sum().backward()
+                if loss is not None:
+                    session.tell(loss)
+                session.optimizer.step()
+        return [p.loss for p in session.trace.points]
+
+    assert forked.run(1, work, tmp_path) == [[2.0, None, 3.0]]
+
+
+def test_saving_on_one_rank_alone_while_a_mean_is_under_way_disturbs_nobody(tmp_path):
+    def work(rank):
+        job = task()
+        model = job.build()
+        with pl.attach(model, job.optimizer(model.parameters()), pl.PeriodicAveraging(period=5, delay=4)) as session:
+            for _ in range(3):
+                for x, y in session.shard(minibatches(job)[:7]):
+                    session.optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    session.step()
+                if session.rank == 0:
+                    session.state_dict()
+        return vector(model).tolist()
+
+    first, second = forked.run(2, work, tmp_path)
+    assert first == second
+
+
+def test_what_a_loader_shows_of_an_epoch_decides_when_enough_was_seen():
+    data = TensorDataset(torch.zeros(105, 1))
+    drawn = torch.utils.data.WeightedRandomSampler([1.0] * 105, 1000)
+    assert _plan(DataLoader(data, batch_size=10), None, 1).steps_for(samples=206) == 22
+    assert _plan(DataLoader(data, batch_size=10, drop_last=True), None, 1).steps_for(samples=205) == 21
+    assert _plan(DataLoader(data, batch_size=10, sampler=drawn), None, 1).steps_for(samples=500) == 50
+    assert _plan([1, 2, 3, 4], 2.0, 2) == pl.Plan(4, 2)
+    with pytest.raises(ValueError, match="Then must know the samples beforehand.*batch_size tell it"):
+        _plan([1, 2, 3], None, 1).steps_for(samples=9, by="Then")
 
 
 @pytest.mark.parametrize("workers_of_loader", [0, 2])

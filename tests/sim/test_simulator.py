@@ -245,7 +245,7 @@ def test_waits_are_counted():
     assert play(slow(2), role).waits == 2 * (3 + 1 + 1)
     run = simulate(quadratic(steps=3, batch=4), PeriodicAveraging(period=1), Cluster(workers=2))
     # A step awaits a local step, which is busy once, and a mean, which meets the others once.
-    assert run.waits == 2 * 3 * (2 + 2)
+    assert run.waits == 2 * 3 * (2 + 3)
 
 
 # Failures.

@@ -22,7 +22,7 @@ from paceline.dist.loading import Parts, samples_in
 from paceline.dist.loop import Loop
 from paceline.dist.optimizer import SessionOptimizer
 from paceline.dist.same_model import check_same_model, everything
-from paceline.flat import FlatModel
+from paceline.flat import BUCKET_BYTES, FlatModel
 from paceline.op import drive
 from paceline.plan import Plan
 from paceline.replica import NonFinite
@@ -63,8 +63,13 @@ class Session:
 
         `loss`, if you have it, is kept in the trace, and told to strategies that follow it.
         """
-        self.loop.loss = float(loss.detach()) if isinstance(loss, Tensor) else loss
+        if loss is not None:
+            self.tell(loss)
         self.optimizer.step()
+
+    def tell(self, loss: float | Tensor) -> None:
+        """The loss of the coming step, where something else than this session's `step` takes it."""
+        self.loop.loss = float(loss.detach()) if isinstance(loss, Tensor) else loss
 
     def shard(self, loader: Iterable[B]) -> Iterator[B]:
         """This worker's part of every minibatch of `loader`, which is the same on every rank; a pass over it is an epoch.
@@ -77,6 +82,7 @@ class Session:
                 self.count(_samples_or_one(batch))
                 yield batch
             return
+        drive(self.loop.replica.settle())  # Or it would meet the exchanges below, where only some ranks have just saved their state.
         for part, samples in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate, is_whole=lambda: self.loop.is_whole):
             if model.training and torch.is_grad_enabled():
                 self.count(samples)
@@ -112,6 +118,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on later: parameters, optimizer state, the strategy's memory.  Between two steps.
 
+        It waits for an exchange that is under way, so other ranks must not have stopped training.
         For another number of workers, give all ranks' states to `resized`.
         """
         drive(self.loop.replica.settle())
@@ -175,7 +182,7 @@ def attach(
     initial: Literal["equal", "broadcast"] = "equal",
     loader: Iterable[Any] | None = None,
     epochs: float | None = None,
-    bucket_bytes: int = 25 << 20,
+    bucket_bytes: int = BUCKET_BYTES,
     ordered: bool = False,
     timeout_s: float = 1800.0,
 ) -> Session:
@@ -230,7 +237,12 @@ def _plan(loader: Iterable[Any] | None, epochs: float | None, accumulate: int) -
         return Plan()
     dataset, batch = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
     samples = len(dataset) if hasattr(dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
-    return Plan(None if epochs is None else round(epochs * steps), steps, samples, None if batch is None else batch * accumulate)
+    sampler = getattr(loader, "sampler", None)
+    seen = len(sampler) if hasattr(sampler, "__len__") else samples  # pyright: ignore[reportArgumentType]
+    if seen is not None and batch is not None and getattr(loader, "drop_last", False):
+        seen -= seen % batch
+    total = None if epochs is None else round(epochs * steps)
+    return Plan(total, steps, samples, None if batch is None else batch * accumulate, seen)
 
 
 def _checked_optimizer(optimizer: torch.optim.Optimizer | None, flat: FlatModel, strategy: Strategy) -> torch.optim.Optimizer:

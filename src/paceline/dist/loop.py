@@ -100,7 +100,7 @@ class Loop:
             if scale is not None and not overflow:
                 self.flat.grads.div_(scale.to(self.flat.grads))
             self._fulfil_step(overflow)
-        self.samples = None
+        self.samples = self.loss = None
 
     def take_empty(self) -> None:
         """A step after this worker's end: nothing of its own, but its turn in every exchange."""
