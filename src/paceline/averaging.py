@@ -131,6 +131,11 @@ class Rounds:
         m.count += 1
         if w.samples_at_hand and w.learner.loss is not None:
             self._own.losses = [self._own.losses[0] + w.learner.loss, self._own.losses[1] + 1]
+        if self.samples is not None and not w.is_counted:
+            raise ValueError(
+                f"{type(self.method).__name__}(samples={self.samples}): nobody counts the samples; iterate over session.shard(loader), "
+                "or call session.count(n) before each step"
+            )
         if self.samples is not None and not m.per_step:
             m.per_step = await self._samples_per_step()
         met = None

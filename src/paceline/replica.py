@@ -56,6 +56,7 @@ class Replica:
         self.plan = plan or Plan()
         self.k = 0
         self.samples = 0.0  # seen by this worker in all
+        self.is_counted = True  # whether samples are counted, or every step as one
         self.skipped = 0  # steps left out because of a NaN
         self.at_step: Callable[[int], None] = lambda k: None  # what the driver does before each step
         self.deployed: Tensor | None = None

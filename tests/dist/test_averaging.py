@@ -127,6 +127,29 @@ def test_ada_comm_asks_for_a_loss_that_nobody_has_told(tmp_path):
     assert all("call session.step(loss)" in result["error"] for result in forked.run(2, work, tmp_path))
 
 
+def test_a_period_in_samples_needs_somebody_who_counts_them():
+    model = nn.Linear(1, 1)
+    with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(samples=64)) as session:
+        model(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(ValueError, match=r"PeriodicAveraging\(samples=64\): nobody counts the samples; .*session.count\(n\)"):
+            session.step()
+
+
+def test_a_pass_left_before_its_step_does_not_count(tmp_path):
+    def work(rank):
+        model = nn.Linear(1, 1)
+        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(period=1), initial="broadcast") as session:
+            for stops in (True, False):
+                for _ in session.shard([torch.ones(10, 1)]):
+                    if stops:
+                        break
+                    model(torch.ones(5, 1)).sum().backward()
+                    session.step()
+        return [p.samples for p in session.trace.points]
+
+    assert forked.run(2, work, tmp_path) == [[5], [5]]
+
+
 def test_the_loss_is_told_where_something_else_takes_the_step(tmp_path):
     """And forgotten after it."""
 

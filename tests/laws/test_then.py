@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -173,7 +174,8 @@ def test_a_run_is_resumed_just_before_at_and_after_the_switch(first: Strategy, a
         (lambda: Then(Replicated(), AllReduceSGD(), steps=3, epochs=1), r"Then\(steps=3, epochs=1\): say once"),
         (lambda: Then(Replicated(), AllReduceSGD(), samples=-1), r"Then\(samples=-1\).*less than nothing"),
         (lambda: Then(Replicated(), ParameterServer(), steps=3), "Then with ParameterServer: a method with servers"),
-        (lambda: Then(ParameterServer(), Replicated(), steps=3), "Then with ParameterServer: a method with servers"),
+        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=3), "Then with ParameterServer: a method with servers"),
+        (lambda: Then(AllReduceSGD(), Replicated(), steps=3), "whole minibatches are for a beginning"),
         (lambda: Then(Replicated(), AllReduceSGD(), steps=9), r"would last 9 steps, and the whole run only 8"),
         (lambda: Then(Replicated(), AllReduceSGD(), epochs=3), r"would last 12 steps, and the whole run only 8"),
         (lambda: Then(Replicated(), AdaptiveAveraging(warmup=0, sampling=4), steps=4), "no whole period"),
@@ -281,3 +283,12 @@ def scaled(*, steps: int) -> Task:
     """With a parameter that is a single number."""
     task = quadratic(steps=steps, batch=8)
     return replace(task, model=Scaled, loss=lambda model, batch: (model.scale * model.w - batch[0]).square().sum(1).mean())
+
+
+def test_replicas_that_were_to_be_alike_and_are_not_are_told_of():
+    """A forward pass that differs between workers, as one does whose data was not shared out."""
+
+    plain, calls = regression(steps=6, batch=8), count(1)
+    task = replace(plain, loss=lambda model, batch: plain.loss(model, batch) / next(calls))
+    with pytest.warns(UserWarning, match="go on with the first one's model"):
+        simulate(task, Then(Replicated(), PeriodicAveraging(period=2), steps=3), Cluster(workers=3))

@@ -77,18 +77,29 @@ class Session:
         What is read to evaluate the model (in eval mode, or without gradients) is shared out alike and counts for nothing.
         """
         model = self.loop.flat.model
+
+        def trains() -> bool:
+            return model.training and torch.is_grad_enabled()
+
+        def is_whole() -> bool:
+            return self.loop.is_whole and trains()
+
         if self.workers == 1:
             for batch in loader:
                 self.count(_samples_or_one(batch))
                 yield batch
             return
         drive(self.loop.replica.settle())  # Or it would meet the exchanges below, where only some ranks have just saved their state.
-        for part, samples in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate, is_whole=lambda: self.loop.is_whole):
-            if model.training and torch.is_grad_enabled():
-                self.count(samples)
-                yield part
-            elif samples:
-                yield part
+        try:
+            for part, samples in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate, is_whole=is_whole):
+                if trains():
+                    self.count(samples)
+                    yield part
+                elif samples:
+                    yield part
+        except GeneratorExit:  # The pass was left, perhaps before the step of its last minibatch.
+            self.loop.samples = None
+            raise
 
     def count(self, samples: int) -> None:
         """Without `shard`: how many samples the coming backward pass stands for; means are weighted by them."""

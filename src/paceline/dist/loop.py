@@ -182,9 +182,13 @@ class Loop:
             )
         if self._passes < self.accumulate:
             return None
-        self.replica.begin(1.0 if self.samples is None else self.samples)
+        self._begin()
         self._unreached = []
         return self.wish.each
+
+    def _begin(self) -> None:
+        self.replica.is_counted = self.samples is not None
+        self.replica.begin(1.0 if self.samples is None else self.samples)
 
     def _exchanged(self) -> None:
         self._note()
@@ -193,7 +197,7 @@ class Loop:
 
     def _deliver_own(self, scale: Tensor | None, overflow: bool) -> None:
         """This worker's own gradient, to a strategy that has no part in backward."""
-        self.replica.begin(1.0 if self.samples is None else self.samples)
+        self._begin()
         self._unreached = [i for i, p in enumerate(self.flat.parameters) if p.grad is None]
         self.flat.collect_all()
         if overflow:
@@ -209,7 +213,7 @@ class Loop:
 
     def _step_locally(self, scale: Tensor | None, overflow: bool) -> None:
         """The optimizer's step with this worker's own gradient, where backward has left it."""
-        self.replica.begin(1.0 if self.samples is None else self.samples)
+        self._begin()
         if overflow:
             self.replica.leave_out()
         else:

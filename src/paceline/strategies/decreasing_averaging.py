@@ -72,20 +72,22 @@ class AdaComm(Averaging):
             raise ValueError(f"AdaComm(seconds={self.seconds}, steps={self.steps}, most={self.most}): these must be positive")
 
     async def worker(self, w: Replica) -> None:
-        m = w.memory(period=self.period, loss=0.0, lr=0.0, last_lr=0.0, since=0.0, has_begun=False)
+        m = w.memory(period=self.period, loss=0.0, lr=0.0, last_lr=0.0, elapsed=0.0, has_begun=False)
         rounds = Rounds(w, self, period=m.period)
+        last: float | None = None  # A clock begins anew when a run is resumed.
         for _ in w.steps():
             await w.local_step()
             met = await rounds.after_step()
             if met is not None and w.workers > 1:
                 if met.loss is None:
                     raise ValueError("AdaComm follows the training loss, which nobody has told: call session.step(loss)")
-                clock = met.time if self.steps is None else float(met.step)
+                m.elapsed += met.steps if self.steps is not None else met.time - (met.time if last is None else last)
+                last = met.time
                 if not m.has_begun:
-                    m.loss, m.lr, m.last_lr, m.since, m.has_begun = met.loss, met.lr, met.lr, clock, True
-                elif clock - m.since >= (self.steps or self.seconds or 60.0):
+                    m.loss, m.lr, m.last_lr, m.elapsed, m.has_begun = met.loss, met.lr, met.lr, 0.0, True
+                elif m.elapsed >= (self.steps or self.seconds or 60.0):
                     m.period = self.next_period(m.period, met, m.loss, m.lr, is_same_rate=met.lr == m.last_lr)
-                    m.last_lr, m.since = met.lr, clock
+                    m.last_lr, m.elapsed = met.lr, 0.0
                 rounds.period = m.period
         await rounds.finish()
 

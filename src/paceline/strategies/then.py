@@ -6,6 +6,7 @@ something else: AllReduceSGD, or, as CNTK does, no parallelism at all (`Replicat
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from math import ceil
 
@@ -35,6 +36,8 @@ class Then(Strategy):
             raise ValueError(f"Then({said}): say once how long the first lasts, in steps, samples or epochs")
         if any(v < 0 for v in given.values()):
             raise ValueError(f"Then({said}): the first cannot last for less than nothing")
+        if isinstance(self.then, Replicated):
+            raise ValueError(f"{self}: whole minibatches are for a beginning; later workers would do the same work over and over")
         for strategy in (self.first, self.then):
             if strategy.servers:
                 name = type(strategy).__name__
@@ -79,6 +82,13 @@ async def agree(w: Replica) -> None:
     if w.workers == 1:
         return
     endpoint, flat, optimizer = w.endpoint, w.flat, w.learner.optimizer
+    sums = await endpoint.all_gather(torch.stack([w.params.double().sum(), w.params.double().square().sum()]).cpu())
+    if w.rank == endpoint.ranks[0] and any(not torch.equal(s, sums[0]) for s in sums):
+        warnings.warn(
+            "workers that should have been alike at the end of a warm start are not, and go on with the first one's model: did all of them "
+            "read whole minibatches (session.shard), and count alike?",
+            stacklevel=2,
+        )
     for values in (w.params, *flat.model.buffers()):
         await endpoint.broadcast(values, endpoint.ranks[0])
     vectors, counters = optimizer_vectors(flat, optimizer), optimizer_counters(flat, optimizer)
