@@ -32,10 +32,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	@set -e; for file in benchmarks/[a-z]*.py; do \
-		test -e "$$file" || { echo "make bench: there are no benchmarks yet"; break; }; \
-		name=$$(basename "$$file" .py); echo "python -m benchmarks.$$name"; $(BIN)/python -m "benchmarks.$$name"; \
-	done
+	@failed=; for file in benchmarks/[a-z]*.py; do \
+		name=$$(basename "$$file" .py); echo "python -m benchmarks.$$name"; \
+		$(BIN)/python -m "benchmarks.$$name" || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "did not run to their end:$$failed" >&2; exit 1; }
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
