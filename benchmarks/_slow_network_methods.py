@@ -207,7 +207,8 @@ def hivemind_local(period: int) -> Callable[[Place, nn.Module, torch.optim.Optim
     return make
 
 
-SAMPLED = {"period": 4, "warmup": 1, "sampling": 33}  # Of adaptive averaging: its period may change after 33 steps.
+# Of adaptive averaging: the spread is sampled when momentum has built up, and its period may change after 88 steps.
+SAMPLED = {"period": 4, "warmup": 24, "sampling": 88}
 
 METHODS = [
     Method(DDP, ddp),
@@ -226,6 +227,12 @@ METHODS = [
     # Its periods are its own choice, so a turn of it has as many steps as those of the long ones.
     Method("AdaptiveAveraging()", ours(pl.AdaptiveAveraging(**SAMPLED)), period=64, lead=128),
     Method("AdaptiveAveraging(codec=OneBit())", ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit())), period=64, lead=128),
+    Method(
+        "AdaptiveAveraging(codec=OneBit(), delay=2)",
+        ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit(), delay=2)),
+        period=64,
+        lead=128,
+    ),
     Method("BlockMomentum(period=64)", ours(pl.BlockMomentum(period=64)), period=64, lead=64),
     Method("BlockMomentum(period=64, codec=OneBit())", ours(pl.BlockMomentum(period=64, codec=pl.OneBit())), period=64, lead=64),
     Method("DiLoCo(period=64)", ours(pl.DiLoCo(period=64)), period=64, lead=64),
