@@ -124,7 +124,8 @@ def test_a_run_broken_off_does_not_claim_to_have_been_evaluated_at_its_end():
 def test_another_strategys_memory_is_refused_by_name():
     task = quadratic(steps=8, batch=4)
     first = simulate(task, STRATEGIES["all-reduce-sgd by one-bit"].strategy, Cluster(workers=2), stop_at=5)
-    with pytest.raises(ValueError, match=r"\['owner_residual', 'residual'\].*\['count', 'next', 'per_step', 'start', 'workers'\].*another strategy"):
+    named = r"\['owner_residual', 'residual'\].*\['count', 'next', 'per_step', 'start', 'workers'\].*another strategy"
+    with pytest.raises(ValueError, match=named):
         simulate(task, BlockMomentum(period=2), Cluster(workers=2), resume=first.states)
 
 
