@@ -3,7 +3,8 @@
 Each contestant has its ranks, processes of one thread, ready and asleep; they take turns, in rounds, so that all meet the same
 weather.  A turn lasts from its first rank's start to its last rank's end.  Ratios are taken within a round; told are their
 medians and quartiles.  "shared memory" is our all-reduce itself, "endpoint" the same as a job has it.  The plain copy, by one
-rank alone, is the yardstick: what moving the bytes once takes on one core.  "OneBit" is the mean of 1-bit SGD, of which only
+rank alone, is the yardstick: what moving the bytes once takes on one core.  "no waiting" is the limit of ours: every rank
+goes over its values as the all-reduce does, once to add and once to fetch, but alone and without a word.  "OneBit" is the mean of 1-bit SGD, of which only
 a thirty-second travels: beside an all-reduce within one host it shows what encoding costs.
 """
 
@@ -36,11 +37,12 @@ from paceline.codecs import OneBit
 from paceline.codecs.codec import ErrorFeedback
 from paceline.collectives import Ballot, mean_by_stripes
 from paceline.dist.endpoint import Clock, ProcessEndpoint
-from paceline.dist.shared import SharedMemory
+from paceline.dist.shared import BLOCK, SharedMemory
 from paceline.endpoint import Layout
 from paceline.op import drive
 
 SHARED, ENDPOINT, GLOO, MPI, COPY, ONE_BIT = "shared memory", "endpoint", "gloo", "MPI", "one-core copy", "OneBit"
+ALONE = "no waiting"
 MEGABYTE = 1_000_000
 SIZES = [1, 25, 100]
 RANKS = [2, 4]
@@ -100,6 +102,18 @@ def copier() -> Reduce:
     return copy
 
 
+def two_passes() -> Reduce:
+    """What a rank does in a relayed sum, less all that it waits for and tells."""
+    window = torch.zeros(BLOCK // 4)
+
+    def passes(x: Tensor) -> None:
+        for block in x.split(window.numel()):
+            part = window[: block.numel()]
+            block.copy_(part.add_(block))
+
+    return passes
+
+
 def connected(rank: int, ranks: int, path: str) -> tuple[dict[str, Reduce], ProcessEndpoint]:
     store = dist.FileStore(f"{path}/store", ranks)
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=ranks)
@@ -110,6 +124,7 @@ def connected(rank: int, ranks: int, path: str) -> tuple[dict[str, Reduce], Proc
         ENDPOINT: lambda x: endpoint.all_reduce(x).wait(),
         GLOO: dist.all_reduce,
         COPY: copier(),
+        ALONE: two_passes(),
         ONE_BIT: one_bit(endpoint),
     }
     return reduce, endpoint
@@ -227,7 +242,7 @@ def table(result: dict[str, Any]) -> Table:
 
 def run(ranks: int, sizes: Sequence[int], rounds: int, launcher: str | None) -> list[dict[str, Any]]:
     groups = [forked(ranks)]
-    players: dict[str, Ranks] = dict.fromkeys([SHARED, ENDPOINT, GLOO, COPY, ONE_BIT], groups[0])
+    players: dict[str, Ranks] = dict.fromkeys([SHARED, ENDPOINT, GLOO, COPY, ALONE, ONE_BIT], groups[0])
     if launcher:
         groups.append(under_mpi(ranks, launcher))
         players[MPI] = groups[1]

@@ -27,7 +27,7 @@ from paceline.op import Op, Ready
 T = TypeVar("T")
 
 RELAYED_FROM = 1 << 21  # Bytes from which it is worth a rank's while to wait for the one before it.
-BLOCK = 1 << 20  # Bytes that are passed on at a time: few notices, but little enough to find it in the cache again.
+BLOCK = 3 << 19  # Bytes that are passed on at a time: few notices, but little enough to find it in the cache again.
 
 NO_TAIL = torch.empty(0, dtype=torch.float64)
 
@@ -71,7 +71,7 @@ class SharedMemory:
         self._timeout_s = timeout_s
         # A relayed block takes one addition after another and a fetch, while every rank has an addition and a fetch of its own to
         # do for each block.  So half as many blocks as ranks keep all of them busy; the others are for news to be on its way.
-        self._windows = 3 + len(ranks) // 2
+        self._windows = 2 + len(ranks) // 2
         self._number = 0
         self._finished = 0
         self._pending: dict[int, Collective[Any]] = {}
