@@ -4,8 +4,8 @@ Each contestant has its ranks, processes of one thread, ready and asleep; they t
 weather.  A turn lasts from its first rank's start to its last rank's end.  Ratios are taken within a round; told are their
 medians and quartiles.  "shared memory" is our all-reduce itself, "endpoint" the same as a job has it.  The plain copy, by one
 rank alone, is the yardstick: what moving the bytes once takes on one core.  "no waiting" is the limit of ours: every rank
-goes over its values as the all-reduce does, once to add and once to fetch, but alone and without a word.  "OneBit" is the mean of 1-bit SGD, of which only
-a thirty-second travels: beside an all-reduce within one host it shows what encoding costs.
+goes over its values as the all-reduce does, once to add and once to fetch, but alone and without a word.  "OneBit" is the mean
+of 1-bit SGD, of which only a thirty-second travels: beside an all-reduce within one host it shows what encoding costs.
 """
 
 from __future__ import annotations
