@@ -227,6 +227,12 @@ METHODS = [
     # Its periods are its own choice, so a turn of it has as many steps as those of the long ones.
     Method("AdaptiveAveraging()", ours(pl.AdaptiveAveraging(**SAMPLED)), period=64, lead=128),
     Method("AdaptiveAveraging(codec=OneBit())", ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit())), period=64, lead=128),
+    Method(
+        "AdaptiveAveraging(codec=OneBit(), delay=2)",
+        ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit(), delay=2)),
+        period=64,
+        lead=128,
+    ),
     Method("BlockMomentum(period=64)", ours(pl.BlockMomentum(period=64)), period=64, lead=64),
     Method("BlockMomentum(period=64, codec=OneBit())", ours(pl.BlockMomentum(period=64, codec=pl.OneBit())), period=64, lead=64),
     Method("DiLoCo(period=64)", ours(pl.DiLoCo(period=64)), period=64, lead=64),

@@ -303,11 +303,12 @@ def main() -> None:
         for party in parties:
             part = measured(places, party, args.rates, given)
             results = merged(results, part) if results else part
+            for result in results:
+                result["failed"] |= {m.name: f"{m.needs} is not installed" for m in methods if m not in here}
+            if args.json:  # After each party: it may take an hour.
+                args.json.write_text(json.dumps(results, indent=2))
     for result in results:
-        result["failed"] |= {m.name: f"{m.needs} is not installed" for m in methods if m not in here}
         Console(width=130).print(table(result))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2))
     if args.plot:
         draw(results, args.plot)
 

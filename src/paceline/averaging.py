@@ -8,7 +8,7 @@ replicas were.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
@@ -83,6 +83,39 @@ class Met:
     time: float  # on the first worker's clock
 
 
+@dataclass
+class Meeting:
+    """What a worker brings to a meeting and, once all have met, what it has heard there."""
+
+    fragment: int
+    step: int
+    steps: int
+    samples: float
+    mean: Tensor  # The way that the worker has gone; in the end the mean of all ways.
+    sent: Tensor | None = None  # With a delay: the parameters and buffers at its beginning.
+    buffers: Tensor | None = None
+    state_names: Sequence[str] = ()  # The optimizer's vectors, if they are averaged too, one behind the other.
+    state: Tensor | None = None
+    state_mean: Tensor | None = None
+    is_lost: bool = False  # The parameters were not finite and did not count.
+    going_on: float = 0.0  # How many have more data, of the meeting's total weight,
+    weight: float = 0.0
+    bad: str = ""  # whose values could not be told, if somebody's could not, and why, if this worker's.
+    complaint: str = ""
+    told: Sequence[Tensor] = ()  # The numbers and buffers of each.
+
+    def saved(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any], device: torch.device) -> Meeting:
+        meeting = cls(**saved)
+        for name in ("mean", "sent", "state", "state_mean"):
+            if (value := getattr(meeting, name)) is not None:
+                setattr(meeting, name, value.to(device))
+        return meeting
+
+
 class Rounds:
     """A worker's part in the meetings of an averaging method.
 
@@ -113,9 +146,9 @@ class Rounds:
         self._m.workers = w.workers
         self._own = w.memory("own", seen=[w.samples] * fragments, losses=[0.0, 0.0], pending={})
         self._link = w.link(method.codec)
-        self._pending: Op[None] | None = Ready("mean", None) if self._own.pending else None
-        for name in {"mean", "sent", "state sent", "state mean"} & self._own.pending.keys():  # As saved, it may be elsewhere.
-            self._own.pending[name] = self._own.pending[name].to(wide.device)
+        self._pending: Op[Meeting] | None = None
+        if self._own.pending:
+            self._pending = Ready("mean", Meeting.restored(self._own.pending, wide.device))
         # One buffer for all meetings: fresh memory costs more than what is done with it.
         self._room = torch.empty_like(wide[: max(s.stop - s.start for s in self.fragments)])
         w.before_stop(self.settle)
@@ -124,6 +157,13 @@ class Rounds:
     def start(self) -> Tensor:
         """Where all workers began together."""
         return self._m.start
+
+    async def train(self) -> None:
+        """All of the run: local steps, and meetings between them."""
+        for _ in self.w.steps():
+            await self.w.local_step()
+            await self.after_step()
+        await self.finish()
 
     async def after_step(self) -> Met | None:
         """To be awaited after every local step; what was learned, if a mean has just been merged."""
@@ -158,8 +198,8 @@ class Rounds:
     async def settle(self) -> None:
         """Wait for what is under way, so that all of it is in the memory."""
         if self._pending is not None:
-            await self._pending
-            self._pending = Ready("mean", None)
+            meeting = await self._pending
+            self._pending, self._own.pending = Ready("mean", meeting), meeting.saved()
 
     def _is_due(self) -> bool:
         if self.samples is None:
@@ -180,123 +220,117 @@ class Rounds:
         j, m.next = m.next, (m.next + 1) % len(self.fragments)
         where = self.fragments[j]
         weight, own.seen[j] = w.samples - own.seen[j], w.samples
-        loss, steps = own.losses
-        mine: dict[str, Any] = {"fragment": j, "step": w.k, "steps": m.count, "samples": weight}
-        mine["mean"] = torch.sub(w.params[where], m.start[where], out=self._room[: where.stop - where.start])
-        if self.method.delay:
-            mine["sent"] = w.params[where].to(m.start, copy=True)
+        way = torch.sub(w.params[where], m.start[where], out=self._room[: where.stop - where.start])
+        mine = Meeting(j, w.k, m.count, weight, way)
         if self.method.optimizer_state == "average":
             vectors = optimizer_vectors(w.flat, w.learner.optimizer)
-            mine["names"] = list(vectors)
-            mine["state sent"] = torch.cat([v[where] for v in vectors.values()]) if vectors else torch.empty(0)
-        own.losses, m.count, own.pending = [0.0, 0.0], 0, mine
+            mine.state_names = list(vectors)
+            mine.state = torch.cat([v[where] for v in vectors.values()]) if vectors else torch.empty(0)
         ballot = Ballot(weight, float(w.has_data(w.k + 1)), rank=w.rank)
-        if w.nonfinite != "pass" and not is_finite(mine["mean"]):
+        if w.nonfinite != "pass" and not is_finite(way):
             # It is overwritten by the others' mean, if they may go on without it.
             ballot.weight, ballot.bad, ballot.bad_rank = 0.0, float(w.nonfinite == "stop"), w.rank * float(w.nonfinite == "stop")
-            mine["mean"].zero_()
-            mine["is_lost"] = True
+            way.zero_()
+            mine.is_lost = True
             warnings.warn(
                 NonFiniteReplica(f"rank {w.rank} has NaN or infinity in its parameters after step {w.k}: they do not count"), stacklevel=2
             )
-        numbers = [ballot.weight, loss, steps, w.endpoint.now(), 0.0, 0.0, w.lr]
+        numbers = [ballot.weight, *own.losses, w.endpoint.now(), 0.0, 0.0, w.lr]
         told = torch.cat([torch.tensor(numbers, dtype=torch.float64), w.flat.buffers()])
         if self.method.delay:
-            mine["buffers"] = told[TOLD:].clone()
+            mine.sent, mine.buffers = w.params[where].to(m.start, copy=True), told[TOLD:].clone()
+        own.losses, m.count = [0.0, 0.0], 0
         link = self._link and self._link[where]
-        self._pending = w.endpoint.exchange(lambda endpoint: self._meet(endpoint, mine, ballot, told, link), lambda _: None, kind="mean")
+        self._pending = w.endpoint.exchange(lambda endpoint: self._meet(endpoint, mine, ballot, told, link), lambda met: met, kind="mean")
 
-    async def _meet(self, endpoint: Endpoint, mine: dict[str, Any], ballot: Ballot, told: Tensor, link: Link | None) -> None:
-        """Everything that goes over the wire at a meeting.  Its results are left in `mine`."""
-        mean: Tensor = mine["mean"]
+    async def _meet(self, endpoint: Endpoint, mine: Meeting, ballot: Ballot, told: Tensor, link: Link | None) -> Meeting:
+        """Everything that goes over the wire at a meeting."""
         if len(endpoint.ranks) == 1:
             total = ballot
         elif link is None:
-            total = await collectives.mean(endpoint, mean, ballot)
+            total = await collectives.mean(endpoint, mine.mean, ballot)
         else:
-            total = await collectives.mean_encoded(endpoint, mean, ballot, link)
-        mine |= {"going_on": total.going_on, "weight": total.weight, "bad": total.culprit() if total.bad else ""}
-        if ballot.complaint is not None:
-            mine["complaint"] = str(ballot.complaint)
+            total = await collectives.mean_encoded(endpoint, mine.mean, ballot, link)
+        mine.going_on, mine.weight, mine.bad = total.going_on, total.weight, total.culprit() if total.bad else ""
+        mine.complaint = "" if ballot.complaint is None else str(ballot.complaint)
         if total.bad or not total.weight:
-            return
-        where = self.fragments[mine["fragment"]]
-        told[4] = _squared_distance(mine.get("sent", self.w.params[where]), self._m.start[where], mean)
-        told[5] = len(mine.get("names", ()))
-        everyones = [told] if len(endpoint.ranks) == 1 else await endpoint.all_gather(told)
-        mine["told"] = everyones
-        if names := int(max(float(t[5]) for t in everyones)):
+            return mine
+        where = self.fragments[mine.fragment]
+        told[4] = _squared_distance(self.w.params[where] if mine.sent is None else mine.sent, self._m.start[where], mine.mean)
+        told[5] = len(mine.state_names)
+        mine.told = [told] if len(endpoint.ranks) == 1 else await endpoint.all_gather(told)
+        if names := int(max(float(t[5]) for t in mine.told)):
             # Who has not had a sample yet has no state either, and adds nothing.
-            numel = names * mean.numel()
-            states = mine["state sent"].clone() if mine["state sent"].numel() == numel else mean.new_zeros(numel)
+            numel = names * mine.mean.numel()
+            mine.state_mean = mine.state.clone() if mine.state is not None and mine.state.numel() == numel else mine.mean.new_zeros(numel)
             if len(endpoint.ranks) > 1:
-                await collectives.mean(endpoint, states, Ballot(ballot.weight, rank=ballot.rank))
-            mine["state mean"] = states
+                await collectives.mean(endpoint, mine.state_mean, Ballot(ballot.weight, rank=ballot.rank))
+        return mine
 
     async def _merge(self) -> Met | None:
         assert self._pending is not None
-        await self._pending
+        mine = await self._pending
         w, m, own = self.w, self._m, self._own
-        mine, own.pending, self._pending = own.pending, {}, None
-        if not mine["going_on"]:
+        own.pending, self._pending = {}, None
+        if not mine.going_on:
             w.end()
-        if mine["bad"]:
-            own.seen[mine["fragment"]] -= mine["samples"]  # They count with the next ones.
+        if mine.bad:
+            own.seen[mine.fragment] -= mine.samples  # They count with the next ones.
             self._refuse(mine)
-        if mine["bad"] or not mine["weight"]:
+        if mine.bad or not mine.weight:
             return None
-        where, is_alone = self.fragments[mine["fragment"]], w.workers == 1
+        where, is_alone = self.fragments[mine.fragment], w.workers == 1
         met = self._heard(mine)
         if self._outer is not None:
-            self._outer(where, mine["mean"], met)
+            self._outer(where, mine.mean, met)
         else:
-            m.start[where].add_(mine["mean"])
+            m.start[where].add_(mine.mean)
         if self._outer is not None or not is_alone:  # One worker's own mean changes nothing, not even by rounding.
             params = w.params[where]
-            if "sent" in mine and "is_lost" not in mine:  # What was learnt while the mean was under way stays on top of it.
-                params.copy_(m.start[where] + (params.to(m.start) - mine["sent"]))
+            if mine.sent is not None and not mine.is_lost:  # What was learnt while the mean was under way stays on top of it.
+                params.copy_(m.start[where] + (params.to(m.start) - mine.sent))
             else:
                 params.copy_(m.start[where])
         if not is_alone or self.method.optimizer_state == "reset":
             self._set_optimizer_state(where, mine)
         if not is_alone:
             w.flat.set_buffers(
-                [t[TOLD:] for t in mine["told"]],
-                [float(t[0]) for t in mine["told"]],
-                since=None if "is_lost" in mine else mine.get("buffers"),
+                [t[TOLD:] for t in mine.told],
+                [float(t[0]) for t in mine.told],
+                since=None if mine.is_lost else mine.buffers,
             )
         w.endpoint.trace.sync(w.endpoint.now(), w.rank, met.step, met.steps, met.divergence)
         return met
 
-    def _heard(self, mine: dict[str, Any]) -> Met:
+    def _heard(self, mine: Meeting) -> Met:
         """What all have told, summed in the order of ranks in plain Python: the same bits on every machine."""
-        told = [t[:TOLD].tolist() for t in mine["told"]]
+        told = [t[:TOLD].tolist() for t in mine.told]
         weight, losses, steps = (sum(t[i] for t in told) for i in range(3))
         if len(self.fragments) == 1:
-            self._m.per_step = weight / len(told) / mine["steps"]
+            self._m.per_step = weight / len(told) / mine.steps
         divergence = sum(t[0] * t[4] for t in told) / weight
         lr = max(t[6] for t in told if t[0])  # Who has run out of data may no longer follow its schedule.
-        return Met(mine["step"], mine["steps"], weight, lr, divergence, losses / steps if steps else None, told[0][3])
+        return Met(mine.step, mine.steps, weight, lr, divergence, losses / steps if steps else None, told[0][3])
 
-    def _set_optimizer_state(self, where: slice, mine: dict[str, Any]) -> None:
+    def _set_optimizer_state(self, where: slice, mine: Meeting) -> None:
         flat, optimizer = self.w.flat, self.w.learner.optimizer
-        if self.method.optimizer_state == "reset" or ("is_lost" in mine and "state mean" not in mine):
+        if self.method.optimizer_state == "reset" or (mine.is_lost and mine.state_mean is None):
             self.w.reset_optimizer()
-        elif "state mean" in mine and mine["names"]:
+        elif mine.state_mean is not None and mine.state is not None and mine.state_names:
             vectors = optimizer_vectors(flat, optimizer)
-            means, sents = (mine[name].split(where.stop - where.start) for name in ("state mean", "state sent"))
-            for name, mean, sent in zip(mine["names"], means, sents, strict=True):
+            means, sents = (state.split(where.stop - where.start) for state in (mine.state_mean, mine.state))
+            for name, mean, sent in zip(mine.state_names, means, sents, strict=True):
                 now = vectors[name][where]
-                now.copy_(mean if "sent" not in mine or "is_lost" in mine else on_top(mean, now, sent))
+                now.copy_(mean if mine.sent is None or mine.is_lost else on_top(mean, now, sent))
             set_optimizer_vectors(flat, optimizer, vectors)
 
-    def _refuse(self, mine: dict[str, Any]) -> None:
+    def _refuse(self, mine: Meeting) -> None:
         """Somebody's parameters, or its way since the last time, could not be told to the others."""
-        what = f"{mine['bad']} had parameters with NaN or infinity, or a displacement beyond its codec, after step {mine['step']}"
+        what = f"{mine.bad} had parameters with NaN or infinity, or a displacement beyond its codec, after step {mine.step}"
         if self.w.nonfinite == "stop":
             raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
-        if "complaint" in mine:
-            warnings.warn(NonFiniteReplica(f"{what}; there was no synchronisation: {mine['complaint']}"), stacklevel=2)
+        if mine.complaint:
+            warnings.warn(NonFiniteReplica(f"{what}; there was no synchronisation: {mine.complaint}"), stacklevel=2)
 
 
 def _squared_distance(params: Tensor, start: Tensor, mean: Tensor, size: int = 1 << 16) -> float:

@@ -56,9 +56,9 @@ def resized(states: Sequence[dict[str, Any]], workers: int) -> list[dict[str, An
 
     What all workers had alike they have again.  Where each had its own (parameters between two synchronisations, optimizer
     state, statistics in buffers) all begin with the mean, weighted by samples, and of counters with the largest; who has NaN or
-    infinity in its parameters does not count.  What workers still owed each other
-    (the residuals of codecs) is shared out so that the next mean delivers as much as it would have.  Random numbers go on where
-    a worker stays, and begin anew where one joins.  No minibatch is lost: each is cut into as many parts as there are workers.
+    infinity in its parameters does not count.  What workers still owed each other (the residuals of codecs) is shared out so that
+    the next mean delivers as much as it would have.  Random numbers go on where a worker stays, and begin anew where one joins.
+    No minibatch is lost: each is cut into as many parts as there are workers.
     """
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives import stripe_of
+from paceline.flat import BUCKET_BYTES, FlatModel
 from paceline.plan import Plan
 
 Batch = tuple[Tensor, ...]
@@ -36,7 +37,7 @@ class Task:
     evaluate_every: int | None = None  # steps; None: once an epoch
     schedule: Callable[[int], float] | None = None  # step: the factor on the optimizer's learning rates
     accumulate: int = 1  # backward passes, each over a part of the worker's samples, that make one gradient
-    bucket_bytes: int = 8 << 20
+    bucket_bytes: int = BUCKET_BYTES
     seed: int = 0
     _orders: dict[int, Tensor] = field(default_factory=dict[int, Tensor], repr=False, compare=False)
 
@@ -94,8 +95,6 @@ class Trainee:
     """A model being trained on a task by one worker: its optimizer, its place in the data and its own random numbers."""
 
     def __init__(self, task: Task, model: nn.Module, rank: int, workers: int) -> None:
-        from paceline.flat import FlatModel
-
         self.task, self.rank, self.workers = task, rank, workers
         self.flat = FlatModel(model, bucket_bytes=task.bucket_bytes)
         self.optimizer = task.optimizer(self.flat.parameters)

@@ -164,3 +164,39 @@ def test_hooks_by_host_lose_nothing_when_buckets_are_cut_anew_and_may_follow_one
     script.write_text(TWICE)
     said = [json.loads(line) for out in hosts.run_on(two_hosts, script, per_host=2, timeout_s=60) for line in out.splitlines()]
     assert len(said) == 4 and all(len(gaps) == 8 and max(gaps) < 1e-5 for gaps in said), said
+
+
+BESIDE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+import paceline as pl
+from tests.dist.hosts import say
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, sums = dist.get_rank(), []
+for turn in range(2):
+    torch.manual_seed(0)
+    model = nn.Linear(1000, 1000)  # Large enough that a mean takes longer than the user's own sums.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = pl.attach(model, optimizer, pl.PeriodicAveraging(period=3, delay=2))
+    for step in range(10):  # The last mean is still under way when the loop ends.
+        model(torch.full((4, 1000), 1.0 + rank)).square().mean().backward()
+        session.step()
+        mine = torch.full((10,), step + rank)
+        dist.all_reduce(mine)
+        sums.append(mine[0].item())
+    dist.barrier()
+    session.close()
+    dist.barrier()
+say([sums, [sync.step for sync in session.trace.syncs]])
+"""
+
+
+def test_the_users_own_collectives_do_not_meet_those_under_way(two_hosts, tmp_path):
+    script = tmp_path / "beside.py"
+    script.write_text(BESIDE)
+    for said in hosts.run_on(two_hosts, script, per_host=1, timeout_s=60):
+        sums, syncs = json.loads(said)
+        assert sums == 2 * [2 * step + 1 for step in range(10)]
+        assert syncs == [2, 5, 8, 11]  # The last when the session ends, after empty steps.

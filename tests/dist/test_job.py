@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.dist import forked
 
 import paceline as pl
@@ -47,3 +50,24 @@ def test_a_group_of_others_is_refused(tmp_path):
                     job.endpoint.group(ranks)
 
     assert forked.run(2, work, tmp_path) == [None, None]
+
+
+def test_a_job_that_has_ended_leaves_no_thread_of_its_process_group(tmp_path):
+    """One that lets go of a tensor while the interpreter ends is stopped by it, and takes the process down."""
+
+    def gloos():
+        return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+    def work(rank):
+        del os.memfd_create
+        dist.destroy_process_group()
+        gc.collect()
+        gc.disable()  # It would find them in the end; nobody knows when.
+        before, store = gloos(), dist.FileStore(str(tmp_path / "own"), 2)
+        with Job(pl.AllReduceSGD(), device=torch.device("cpu"), store=store, rank=rank, workers=2) as job:
+            job.endpoint.all_reduce(torch.ones(3)).wait()
+            job.endpoint.group([rank])
+            during = gloos()
+        return [before, during > 0, gloos()]
+
+    assert forked.run(2, work, tmp_path) == [[0, True, 0]] * 2

@@ -200,9 +200,10 @@ def attach(
     """Put a model and its optimizer under a strategy, among the workers that this process was launched with.
 
     Under `paceline run` or torchrun there are as many workers as processes; without a launcher there is one.  `accumulate`
-    backward passes make one gradient.  `loader`, whose minibatches `shard` will share out, and `epochs` say how long the run will be,
-    to those strategies that must know it beforehand.  `initial` says whether all ranks must start from equal parameters or take rank 0's.
-    A strategy whose servers take the steps needs no `optimizer`: give None.  `ordered` makes sums across hosts the same to the last bit in every run, at N times the memory.
+    backward passes make one gradient.  `loader`, whose minibatches `shard` will share out, and `epochs` say how long the run will
+    be, to those strategies that must know it beforehand.  `initial` says whether all ranks must start from equal parameters or
+    take rank 0's.  A strategy whose servers take the steps needs no `optimizer`: give None.  `ordered` makes sums across hosts the
+    same to the last bit in every run, at N times the memory.
     """
     if accumulate < 1:
         raise ValueError(f"attach(accumulate={accumulate}): at least 1 backward pass makes a gradient")

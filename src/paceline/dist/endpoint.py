@@ -279,6 +279,8 @@ class ProcessEndpoint:
             self._mailbox.close()
         if self._shared is not None:
             self._shared.close()
+        # Held by nobody the group ends its threads; one that still lets go of a tensor when the interpreter ends takes it down.
+        self._process_group = None
 
 
 def _in_one(parts: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import os
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from ipaddress import ip_address
@@ -63,21 +64,18 @@ class Job:
     ) -> None:
         self._timeout_s, self._device, self._own_group, self._folder = timeout_s, device, False, None
         self._companions: Companions | None = None
+        self._apart: dist.ProcessGroup | None = None
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
         self.endpoint: ProcessEndpoint
         try:
-            group = self._join(device, store, rank, workers)
-            if apart and self.workers > 1:
-                # The user's group is often NCCL's alone, and ballots are on the CPU; None: the same kind as the user's.
-                backend = _backend(device) if dist.get_backend() == "nccl" else None
-                group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-                assert not isinstance(group, int)  # What torch gives to those who are no members.
-            self._open(strategy, group, ordered)
+            self._join(device, store, rank, workers)
+            self._open(strategy, ordered, apart)
         except BaseException:
             self.close(failed=True)
             raise
 
-    def _open(self, strategy: Strategy, group: dist.ProcessGroup | None, ordered: bool) -> None:
+    def _open(self, strategy: Strategy, ordered: bool, apart: bool) -> None:
         self.layout = Layout(self.workers, strategy.servers)
         self.store = dist.PrefixStore(self._prefix, self._base)
         epoch = float(self._agree("epoch", repr(time.time())))
@@ -93,7 +91,7 @@ class Job:
         self.lane = None if self.is_one_host or self._device.type != "cpu" else Lane()
         hosts = [[r for r in range(self.workers) if self._hosts[r] == h] for h in dict.fromkeys(self._hosts)]
         by_host = 1 < len(hosts) < self.workers and self.lane is not None and not ordered
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        group = self._group_of_all(apart or self.lane is not None)
         if by_host:
             # By all ranks, members or not: a group that its members alone open is named by how many each of them has open already.
             firsts = tuple(min(h) for h in hosts)
@@ -149,7 +147,20 @@ class Job:
             trace=self.endpoint.trace,
         )
 
-    def _join(self, device: torch.device, store: dist.Store | None, rank: int | None, workers: int | None) -> dist.ProcessGroup | None:
+    def _group_of_all(self, apart: bool) -> dist.ProcessGroup | None:
+        """The default group; or another, in which a lane can be at work whatever is done on the default one meanwhile."""
+        if self.workers == 1:
+            return None
+        if not apart:
+            return dist.group.WORLD
+        # The user's group is often NCCL's alone, and ballots are on the CPU; None: the same kind as the user's.
+        backend = _backend(self._device) if dist.get_backend() == "nccl" else None
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout_s))
+        assert group is not None and not isinstance(group, int)  # What torch gives to those who are no members.
+        self._apart = group
+        return group
+
+    def _join(self, device: torch.device, store: dist.Store | None, rank: int | None, workers: int | None) -> None:
         if not dist.is_initialized():
             if store is None and under_launcher():
                 store, rank, workers = _launched()
@@ -159,7 +170,7 @@ class Job:
             assert rank is not None and workers is not None
             self.rank, self.workers, self._base = rank, workers, _unwrapped(store)
             if workers == 1:
-                return None
+                return
             # A prefix of its own: a second job of the same processes must not find the first one's addresses.
             store = dist.PrefixStore(f"{self._prefix}/torch", self._base)
             limit = timedelta(seconds=self._timeout_s)
@@ -169,7 +180,6 @@ class Job:
             from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
             self.rank, self.workers, self._base = dist.get_rank(), dist.get_world_size(), _unwrapped(_get_default_store())
-        return dist.group.WORLD
 
     def _own_address(self) -> str:
         """The address at which the other hosts reach this one."""
@@ -203,8 +213,13 @@ class Job:
             self._companions.close()
         if hasattr(self, "endpoint"):
             self.endpoint.close()
+        self._groups.clear()
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()
+        elif self._apart is not None and dist.is_initialized() and not failed:  # After a failure it may be in use for ever.
+            with suppress(ValueError):  # The user's own end of everything took it along.
+                dist.destroy_process_group(self._apart)
+        self._apart = None
         if self._folder is not None:
             self._folder.cleanup()
 

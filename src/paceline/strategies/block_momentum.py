@@ -78,10 +78,7 @@ class BlockMomentum(Averaging):
         rounds = Rounds(w, self, period=self.period, samples=samples, outer=outer)
         m = w.memory(model=rounds.start.clone(), delta=torch.zeros_like(rounds.start))
         w.deploy(m.model)
-        for _ in w.steps():
-            await w.local_step()
-            await rounds.after_step()
-        await rounds.finish()
+        await rounds.train()
 
     def momentum_of(self, workers: int, samples: float) -> float:
         """The momentum for a block of so many samples of each worker.

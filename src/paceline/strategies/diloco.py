@@ -61,7 +61,4 @@ class DiLoCo(Averaging):
 
         rounds = Rounds(w, self, period=self.period, outer=outer, fragments=self.fragments)
         m = w.memory(velocity=torch.zeros_like(rounds.start))
-        for _ in w.steps():
-            await w.local_step()
-            await rounds.after_step()
-        await rounds.finish()
+        await rounds.train()

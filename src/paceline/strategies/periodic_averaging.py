@@ -28,8 +28,4 @@ class PeriodicAveraging(Averaging):
 
     async def worker(self, w: Replica) -> None:
         period = 8 if self.period is None and self.samples is None else self.period
-        rounds = Rounds(w, self, period=period, samples=self.samples)
-        for _ in w.steps():
-            await w.local_step()
-            await rounds.after_step()
-        await rounds.finish()
+        await Rounds(w, self, period=period, samples=self.samples).train()

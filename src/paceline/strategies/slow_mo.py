@@ -45,7 +45,4 @@ class SlowMo(Averaging):
 
         rounds = Rounds(w, self, period=self.period, outer=outer)
         m = w.memory(slow=torch.zeros_like(rounds.start))
-        for _ in w.steps():
-            await w.local_step()
-            await rounds.after_step()
-        await rounds.finish()
+        await rounds.train()
