@@ -32,7 +32,7 @@ from benchmarks._accuracy_cases import EPOCHS, GRADIENT_RATE, GROUPS, SWEEP_EPOC
 from benchmarks._accuracy_chart import chart
 from paceline.data import fashion_mnist
 
-BATCH = 32  # Of one worker.
+BATCH = 128  # Of one worker.
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, weight_decay=0.01),
