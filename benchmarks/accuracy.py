@@ -209,8 +209,7 @@ def main() -> None:
         "--json", type=Path, default=Path("docs/results/accuracy.json"), help="where to keep the runs; the chart goes beside it"
     )
     args = parser.parse_args()
-    kept = [] if args.fresh or not args.json.exists() else json.loads(args.json.read_text())["runs"]
-    runs = {(run["case"], run["seed"]): run for run in kept}
+    runs = {} if args.fresh else read(args.json)
     jobs = [(case, SWEEP_SEED) for case in sweep()] if args.sweep or not args.group else []
     if not args.sweep:
         cases = dict.fromkeys(case for name in args.group or GROUPS for case in GROUPS[name])
@@ -230,7 +229,14 @@ def main() -> None:
             print(f"\n{TITLES[group]}\n\n{markdown(rows)}")
         else:
             console.print(table(group, rows))
-    args.json.with_suffix(".svg").write_text(chart(drawn(groups)))
+    if rows := drawn(groups):
+        args.json.with_suffix(".svg").write_text(chart(rows))
+
+
+def read(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """The runs that a file holds, if they were as long as those of today."""
+    kept = json.loads(path.read_text()) if path.exists() else {"epochs": EPOCHS, "runs": []}
+    return {(run["case"], run["seed"]): run for run in kept["runs"]} if kept["epochs"] == EPOCHS else {}
 
 
 def write(path: Path, runs: dict[tuple[str, int], dict[str, Any]]) -> None:
