@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -18,6 +18,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
+from paceline.data import fashion_mnist
 
 BATCH = 64  # Samples of one worker and step.
 RATE = 0.02
@@ -33,11 +34,25 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*(layer for linear in hidden for layer in (linear, nn.ReLU())), last)
 
 
-def batches(rank: int, count: int = 64) -> list[tuple[Tensor, Tensor]]:
-    """Samples of a worker's own, whose classes a linear map could tell."""
-    truth = torch.randn(WIDTHS[0], WIDTHS[-1], generator=torch.Generator().manual_seed(1))
-    inputs = torch.randn(count, BATCH, WIDTHS[0], generator=torch.Generator().manual_seed(2 + rank))
-    return [(x, (x @ truth).argmax(1)) for x in inputs]
+def data() -> tuple[str, Tensor, Tensor]:
+    """Fashion-MNIST where it is installed, else ten clouds of points: how fast replicas move apart depends on what they learn."""
+    try:
+        found = fashion_mnist.load()
+    except fashion_mnist.NoData:
+        generator = torch.Generator().manual_seed(1)
+        labels = torch.randint(WIDTHS[-1], (10_000,), generator=generator)
+        centres = torch.randn(WIDTHS[-1], WIDTHS[0], generator=generator)
+        return "ten clouds of points", centres[labels] + 4 * torch.randn(len(labels), WIDTHS[0], generator=generator), labels
+    return "Fashion-MNIST", found.images.view(-1, WIDTHS[0]).float().div_(255).sub_(0.286).div_(0.353), found.labels.long()
+
+
+def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Minibatches of a worker's own."""
+    _, inputs, labels = data()
+    generator = torch.Generator().manual_seed(2 + rank)
+    while True:
+        chosen = torch.randint(len(labels), (BATCH,), generator=generator)
+        yield inputs[chosen], labels[chosen]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import chain, cycle, islice, repeat
+from itertools import chain, islice, repeat
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from statistics import mean
@@ -52,7 +52,7 @@ class Worker:
     def __init__(self, place: Place) -> None:
         torch.manual_seed(0)
         self.place, self.model = place, perceptron()
-        self.data = cycle(batches(place.rank))
+        self.data = batches(place.rank)
         self.trainees: dict[str, tuple[Trainee, torch.optim.Optimizer]] = {}
 
     def serve(self, connection: Connection) -> None:
