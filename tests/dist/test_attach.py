@@ -8,13 +8,13 @@ import warnings
 
 import pytest
 import torch
-from tests.dist import forked
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.dist.loading import EmptyShard
+from tests.dist import forked
 
 pytestmark = pytest.mark.dist
 
@@ -418,7 +418,10 @@ def test_a_state_that_cannot_be_resumed_from_is_refused():
 
     with session(pl.PeriodicAveraging()) as averaging:
         state = averaging.state_dict()
-    with session(pl.BlockMomentum()) as blocks, pytest.raises(ValueError, match="saved under PeriodicAveraging, this session runs BlockMomentum"):
+    with (
+        session(pl.BlockMomentum()) as blocks,
+        pytest.raises(ValueError, match="saved under PeriodicAveraging, this session runs BlockMomentum"),
+    ):
         blocks.load_state_dict(state)
     server = pl.ParameterServer(servers=1)
     with session(server, optimizer=False) as served, pytest.raises(ValueError, match="holds its parameters on servers"):

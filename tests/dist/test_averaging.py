@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.dist import forked
-from tests.dist.test_attach import attached, minibatches, task, vector
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.dist.attach import _plan
+from tests.dist import forked
+from tests.dist.test_attach import attached, minibatches, task, vector
 
 pytestmark = pytest.mark.dist
 
@@ -39,7 +39,9 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
         assert simulated.tolist() == vector_of_rank
 
 
-@pytest.mark.parametrize("name", ["averaging, delayed", "block momentum by one-bit, delayed", "diloco, streaming", "then", "then, from averaging"])
+@pytest.mark.parametrize(
+    "name", ["averaging, delayed", "block momentum by one-bit, delayed", "diloco, streaming", "then", "then, from averaging"]
+)
 @pytest.mark.parametrize("at", [5, 9])
 def test_a_session_saved_and_loaded_goes_on_as_if_unbroken(name, at, tmp_path):
     """Also while an exchange is under way."""
@@ -191,7 +193,7 @@ def test_what_a_loader_shows_of_an_epoch_decides_when_enough_was_seen():
     assert _plan(DataLoader(data, batch_size=10, drop_last=True), None, 1).steps_for(samples=205) == 21
     assert _plan(DataLoader(data, batch_size=10, sampler=drawn), None, 1).steps_for(samples=500) == 50
     assert _plan([1, 2, 3, 4], 2.0, 2) == pl.Plan(4, 2)
-    with pytest.raises(ValueError, match="Then must know the samples beforehand.*batch_size tell it"):
+    with pytest.raises(ValueError, match=r"Then must know the samples beforehand.*batch_size tell it"):
         _plan([1, 2, 3], None, 1).steps_for(samples=9, by="Then")
 
 

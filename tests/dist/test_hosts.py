@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from tests.dist import hosts
-from tests.dist.test_attach import ORDERED, task
 
 import paceline as pl
+from tests.dist import hosts
+from tests.dist.test_attach import ORDERED, task
 
 pytestmark = [pytest.mark.dist, pytest.mark.netns, pytest.mark.timeout(240)]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.dist import forked
 
 import paceline as pl
 from paceline.dist.job import Job
+from tests.dist import forked
 
 pytestmark = pytest.mark.dist
 

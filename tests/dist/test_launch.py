@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.test_attach import ORDERED, task
 
 import paceline as pl
+from tests.dist.test_attach import ORDERED, task
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 

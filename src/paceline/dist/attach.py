@@ -133,7 +133,11 @@ class Session:
         For another number of workers, give all ranks' states to `resized`.
         """
         drive(self.loop.replica.settle())
-        return {"strategy": type(self.strategy).__name__, "replica": self.loop.replica.state_dict(), "optimizer": copy.deepcopy(self.optimizer.state_dict())}
+        return {
+            "strategy": type(self.strategy).__name__,
+            "replica": self.loop.replica.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; before the first step."""
@@ -264,15 +268,21 @@ def _checked_optimizer(optimizer: torch.optim.Optimizer | None, flat: FlatModel,
             raise ValueError(f"attach(optimizer=None): workers take their own steps under {name} and need an optimizer")
         return torch.optim.SGD(flat.parameters, lr=0.0)
     if not strategy.steps_locally:
-        warnings.warn(f"{name} steps by its servers' rule: the optimizer's own settings have no effect; give attach(optimizer=None)", stacklevel=3)
+        warnings.warn(
+            f"{name} steps by its servers' rule: the optimizer's own settings have no effect; give attach(optimizer=None)", stacklevel=3
+        )
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for name, p in zip(flat.names, flat.parameters, strict=True):
         if id(p) not in held:
-            raise ValueError(f"the optimizer does not hold the parameter '{name}' of the model: build it from model.parameters(), or freeze it")
+            raise ValueError(
+                f"the optimizer does not hold the parameter '{name}' of the model: build it from model.parameters(), or freeze it"
+            )
     own = {id(p) for p in flat.parameters}
     for p in held.values():
         if p.requires_grad and id(p) not in own:
-            raise ValueError(f"the optimizer holds a parameter of shape {list(p.shape)} that is none of the model's: workers would not share it")
+            raise ValueError(
+                f"the optimizer holds a parameter of shape {list(p.shape)} that is none of the model's: workers would not share it"
+            )
     return optimizer
 
 

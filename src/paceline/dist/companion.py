@@ -87,7 +87,9 @@ def _address(store: dist.Store) -> dict[str, Any]:
         return {"tcp": [store.host, store.port]}
     if isinstance(store, dist.FileStore):
         return {"file": store.path}  # pyright: ignore
-    raise ValueError(f"servers cannot reach a {type(store).__name__}: start the job by torchrun or paceline run, or with a TCPStore or FileStore")
+    raise ValueError(
+        f"servers cannot reach a {type(store).__name__}: start the job by torchrun or paceline run, or with a TCPStore or FileStore"
+    )
 
 
 def _serve(plain: dict[str, Any]) -> None:

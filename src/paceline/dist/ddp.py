@@ -26,8 +26,8 @@ from paceline.codecs.power_sgd import FactorLink
 from paceline.collectives import Ballot, mean, mean_encoded, stripe_of
 from paceline.dist.job import Job
 from paceline.dist.lane import Lane
-from paceline.op import drive
 from paceline.memory import Memory
+from paceline.op import drive
 from paceline.strategies import AllReduceSGD
 from paceline.trace import Trace
 

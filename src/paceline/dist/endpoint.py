@@ -144,7 +144,9 @@ class ProcessEndpoint:
         if ranks == self.ranks:
             return self
         if self.rank not in ranks or not set(ranks) <= set(self.ranks) or self._open_group is None:
-            raise ValueError(f"rank {self.rank} asked for the group {list(ranks)}: it must be one of them, and they some of {list(self.ranks)}")
+            raise ValueError(
+                f"rank {self.rank} asked for the group {list(ranks)}: it must be one of them, and they some of {list(self.ranks)}"
+            )
         if ranks not in self._groups:
             self._groups[ranks] = self._open_group(ranks)
         return self._groups[ranks]

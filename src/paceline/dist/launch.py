@@ -97,4 +97,6 @@ def _check_free(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ClusterError(f"paceline run --port {port}: the port is in use ({error.strerror}); choose another or leave it out") from None
+            raise ClusterError(
+                f"paceline run --port {port}: the port is in use ({error.strerror}); choose another or leave it out"
+            ) from None

@@ -49,7 +49,9 @@ class Parts:
             raise ValueError(f"session.shard({type(self.loader).__name__}): the loader yielded no minibatch")
         if not filled:
             warnings.warn(
-                EmptyShard(f"rank {self.endpoint.rank} got no sample out of {seen} minibatches: they hold fewer than {self.workers} samples"),
+                EmptyShard(
+                    f"rank {self.endpoint.rank} got no sample out of {seen} minibatches: they hold fewer than {self.workers} samples"
+                ),
                 stacklevel=3,
             )
 
@@ -94,8 +96,8 @@ class Parts:
         """Where this worker's part of a minibatch of so many samples lies, and how many it may count."""
         if samples < self.workers and self.accumulate > 1:
             raise ValueError(
-                f"a minibatch of {samples} samples for {self.workers} workers, {self.accumulate} of which make a step: a sample would count twice; "
-                "let the loader drop it (drop_last=True), or give every worker at least one sample"
+                f"a minibatch of {samples} samples for {self.workers} workers, {self.accumulate} of which make a step: a sample would count "
+                "twice; let the loader drop it (drop_last=True), or give every worker at least one sample"
             )
         where = stripe_of(self.index, samples, self.workers)
         return (where, where.stop - where.start) if where.stop > where.start else (slice(0, 1), 0)
@@ -107,8 +109,8 @@ class Parts:
         for rank, other in zip(self.endpoint.ranks, everyones, strict=True):
             if not torch.equal(other, everyones[0]):
                 raise ValueError(
-                    f"session.shard: rank {rank} reads another first minibatch than rank {self.endpoint.ranks[0]}; every rank must iterate over "
-                    "the same global minibatches: give its shuffling one seed, and no DistributedSampler (this is one)"
+                    f"session.shard: rank {rank} reads another first minibatch than rank {self.endpoint.ranks[0]}; every rank must iterate "
+                    "over the same global minibatches: give its shuffling one seed, and no DistributedSampler (this is one)"
                 )
 
 
@@ -160,8 +162,14 @@ def samples_in(batch: Any) -> int:
     if isinstance(batch, Mapping):
         return samples_in(next(iter(batch.values())))
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return samples_in(batch[0]) if len(batch) and isinstance(batch[0], (Tensor, Mapping, Sequence)) and not isinstance(batch[0], str) else len(batch)
-    raise ValueError(f"session.shard: a minibatch of type {type(batch).__name__} has no length; use tensors, or tuples, lists and dicts of them")
+        return (
+            samples_in(batch[0])
+            if len(batch) and isinstance(batch[0], (Tensor, Mapping, Sequence)) and not isinstance(batch[0], str)
+            else len(batch)
+        )
+    raise ValueError(
+        f"session.shard: a minibatch of type {type(batch).__name__} has no length; use tensors, or tuples, lists and dicts of them"
+    )
 
 
 def _part(batch: Any, where: slice) -> Any:

@@ -35,7 +35,9 @@ class Wish(Op[Any]):
 class Loop:
     """Learner to the replica, driver to the strategy."""
 
-    def __init__(self, flat: FlatModel, endpoint: Endpoint, optimizer: SessionOptimizer, *, nonfinite: NonFinite, accumulate: int, plan: Plan) -> None:
+    def __init__(
+        self, flat: FlatModel, endpoint: Endpoint, optimizer: SessionOptimizer, *, nonfinite: NonFinite, accumulate: int, plan: Plan
+    ) -> None:
         self.flat, self.endpoint, self.accumulate = flat, endpoint, accumulate
         self.is_paused = False
         self.samples: float | None = None  # of the minibatches drawn since the last step; None: nobody counts them
@@ -93,7 +95,9 @@ class Loop:
             self._step_locally(scale, overflow)
         elif self.wish.kind == "gradient":
             if self.wish.each is not None:
-                raise RuntimeError(f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the last step")
+                raise RuntimeError(
+                    f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the last step"
+                )
             self._deliver_own(scale, overflow)
             self._fulfil_step(overflow)
         else:

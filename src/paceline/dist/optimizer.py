@@ -55,7 +55,9 @@ class SessionOptimizer(torch.optim.Optimizer):
 
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._is_stepping:
-            raise RuntimeError("optimizer.step() would go past the strategy: call session.step(), or session.optimizer.step() where one is needed")
+            raise RuntimeError(
+                "optimizer.step() would go past the strategy: call session.step(), or session.optimizer.step() where one is needed"
+            )
 
     def inner_step(self) -> None:
         """The user's own optimizer's step."""
@@ -68,7 +70,9 @@ class SessionOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The session's step."""
         if closure is not None:
-            raise ValueError("session.optimizer.step(closure): a closure would compute gradients behind the strategy's back; call backward() before")
+            raise ValueError(
+                "session.optimizer.step(closure): a closure would compute gradients behind the strategy's back; call backward() before"
+            )
         self._take(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
     def zero_grad(self, set_to_none: bool = True) -> None:

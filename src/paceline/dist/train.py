@@ -30,14 +30,13 @@ from paceline.dist.same_model import check_same_model, everything
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.flat import FlatModel
-from paceline.op import Op, drive
 from paceline.learner import TaskLearner
+from paceline.op import Op, drive
 from paceline.replica import NonFinite, Replica
 from paceline.run import Run
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
-
 
 T = TypeVar("T")
 
@@ -128,7 +127,9 @@ def train(
             raise ValueError(f"train(workers={workers}) under a launcher that started {os.environ['WORLD_SIZE']}: leave `workers` out")
         return _work(terms, progress)
     if workers is None or workers < 1:
-        raise ValueError(f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run or torchrun")
+        raise ValueError(
+            f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run or torchrun"
+        )
     return _fork(terms, workers, progress)
 
 
@@ -144,7 +145,9 @@ def _work(
     model = task.build()
     device = next(model.parameters()).device
     if store is not None and device.type != "cpu":
-        raise ValueError(f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for models there")
+        raise ValueError(
+            f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for models there"
+        )
     with Job(strategy, device=device, store=store, rank=rank, workers=workers, ordered=terms.ordered, timeout_s=terms.timeout_s) as job:
         trainee = Trainee(task, model, job.rank, job.workers)
         if job.workers > 1:
@@ -187,7 +190,11 @@ def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) ->
             if rank == 0:
                 _write(run.model, folder / "model")
         except BaseException as error:
-            story = {"error": f"{type(error).__name__}: {error}", "is_peer": isinstance(error, ClusterError), "trace": traceback.format_exc()}
+            story = {
+                "error": f"{type(error).__name__}: {error}",
+                "is_peer": isinstance(error, ClusterError),
+                "trace": traceback.format_exc(),
+            }
             (folder / f"error-{rank}.json").write_text(json.dumps(story))
             os._exit(1)
         os._exit(0)  # The parent's exit handlers are not this process's.
