@@ -96,8 +96,8 @@ class Parts:
         """Where this worker's part of a minibatch of so many samples lies, and how many it may count."""
         if samples < self.workers and self.accumulate > 1:
             raise ValueError(
-                f"a minibatch of {samples} samples for {self.workers} workers, {self.accumulate} of which make a step: a sample would count "
-                "twice; let the loader drop it (drop_last=True), or give every worker at least one sample"
+                f"a minibatch of {samples} samples for {self.workers} workers, {self.accumulate} of which make a step: a sample would "
+                "count twice; let the loader drop it (drop_last=True), or give every worker at least one sample"
             )
         where = stripe_of(self.index, samples, self.workers)
         return (where, where.stop - where.start) if where.stop > where.start else (slice(0, 1), 0)
