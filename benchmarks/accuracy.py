@@ -187,9 +187,9 @@ def drawn(groups: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     found = [
         row
         | {
-            "family": method.partition("(")[0].replace("Then", "after an epoch of AllReduceSGD"),
+            "family": method.partition("(")[0].replace("Then", "with a warm start"),
             "codec": next((codec for codec in codecs if codec in method), "none"),
-            "label": ", ".join(re.findall(r"(?:period|delay|warmup|fragments|nesterov|form)=[^,)]+", method)),
+            "label": ", ".join(re.findall(r"(?:period|delay|warmup|fragments|nesterov|form|bucket)=[^,)]+", method)),
         }
         for method, row in best.items()
     ]
