@@ -34,7 +34,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*(layer for linear in hidden for layer in (linear, nn.ReLU())), last)
 
 
-def data() -> tuple[str, Tensor, Tensor]:
+def data() -> tuple[Tensor, Tensor]:
     """Fashion-MNIST where it is installed, else ten clouds of points: how fast replicas move apart depends on what they learn."""
     try:
         found = fashion_mnist.load()
@@ -42,13 +42,13 @@ def data() -> tuple[str, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
         labels = torch.randint(WIDTHS[-1], (10_000,), generator=generator)
         centres = torch.randn(WIDTHS[-1], WIDTHS[0], generator=generator)
-        return "ten clouds of points", centres[labels] + 4 * torch.randn(len(labels), WIDTHS[0], generator=generator), labels
-    return "Fashion-MNIST", found.images.view(-1, WIDTHS[0]).float().div_(255).sub_(0.286).div_(0.353), found.labels.long()
+        return centres[labels] + 4 * torch.randn(len(labels), WIDTHS[0], generator=generator), labels
+    return found.images.view(-1, WIDTHS[0]).float().div_(255).sub_(0.286).div_(0.353), found.labels.long()
 
 
 def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Minibatches of a worker's own."""
-    _, inputs, labels = data()
+    inputs, labels = data()
     generator = torch.Generator().manual_seed(2 + rank)
     while True:
         chosen = torch.randint(len(labels), (BATCH,), generator=generator)

@@ -92,16 +92,16 @@ class Meeting:
     steps: int
     samples: float
     mean: Tensor  # The way that the worker has gone; in the end the mean of all ways.
-    sent: Tensor | None = None  # With a delay: the parameters and buffers at its beginning.
-    buffers: Tensor | None = None
+    sent: Tensor | None = None  # With a delay: the parameters that it came with,
+    buffers: Tensor | None = None  # and the buffers.
     state_names: Sequence[str] = ()  # The optimizer's vectors, if they are averaged too, one behind the other.
     state: Tensor | None = None
     state_mean: Tensor | None = None
     is_lost: bool = False  # The parameters were not finite and did not count.
-    going_on: float = 0.0  # How many have more data, of the meeting's total weight,
-    weight: float = 0.0
-    bad: str = ""  # whose values could not be told, if somebody's could not, and why, if this worker's.
-    complaint: str = ""
+    going_on: float = 0.0  # How many workers have more data.
+    weight: float = 0.0  # The samples behind the mean, of all workers.
+    bad: str = ""  # Whose values could not be told, if anybody's could not;
+    complaint: str = ""  # why, if they were this worker's.
     told: Sequence[Tensor] = ()  # The numbers and buffers of each.
 
     def saved(self) -> dict[str, Any]:
@@ -241,7 +241,9 @@ class Rounds:
             mine.sent, mine.buffers = w.params[where].to(m.start, copy=True), told[TOLD:].clone()
         own.losses, m.count = [0.0, 0.0], 0
         link = self._link and self._link[where]
-        self._pending = w.endpoint.exchange(lambda endpoint: self._meet(endpoint, mine, ballot, told, link), lambda met: met, kind="mean")
+        self._pending = w.endpoint.exchange(
+            lambda endpoint: self._meet(endpoint, mine, ballot, told, link), lambda meeting: meeting, kind="mean"
+        )
 
     async def _meet(self, endpoint: Endpoint, mine: Meeting, ballot: Ballot, told: Tensor, link: Link | None) -> Meeting:
         """Everything that goes over the wire at a meeting."""
