@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline import collectives
+from paceline.codecs import kernels
 from paceline.codecs.codec import Codec, Link
 from paceline.collectives import Ballot, stripe_of
 from paceline.endpoint import Endpoint
@@ -149,8 +150,9 @@ class Rounds:
         self._pending: Op[Meeting] | None = None
         if self._own.pending:
             self._pending = Ready("mean", Meeting.restored(self._own.pending, wide.device))
-        # One buffer for all meetings: fresh memory costs more than what is done with it.
+        # The same memory for all meetings: fresh memory costs more than what is done with it.
         self._room = torch.empty_like(wide[: max(s.stop - s.start for s in self.fragments)])
+        self._room_for_sent = torch.empty_like(self._room if method.delay else wide[:0])
         w.before_stop(self.settle)
 
     @property
@@ -238,7 +240,7 @@ class Rounds:
         numbers = [ballot.weight, *own.losses, w.endpoint.now(), 0.0, 0.0, w.lr]
         told = torch.cat([torch.tensor(numbers, dtype=torch.float64), w.flat.buffers()])
         if self.method.delay:
-            mine.sent, mine.buffers = w.params[where].to(m.start, copy=True), told[TOLD:].clone()
+            mine.sent, mine.buffers = self._room_for_sent[: way.numel()].copy_(w.params[where]), told[TOLD:].clone()
         own.losses, m.count = [0.0, 0.0], 0
         link = self._link and self._link[where]
         self._pending = w.endpoint.exchange(
@@ -290,7 +292,8 @@ class Rounds:
         if self._outer is not None or not is_alone:  # One worker's own mean changes nothing, not even by rounding.
             params = w.params[where]
             if mine.sent is not None and not mine.is_lost:  # What was learnt while the mean was under way stays on top of it.
-                params.copy_(m.start[where] + (params.to(m.start) - mine.sent))
+                since = torch.sub(params, mine.sent, out=mine.sent)
+                torch.add(m.start[where], since, out=params)
             else:
                 params.copy_(m.start[where])
         if not is_alone or self.method.optimizer_state == "reset":
@@ -335,7 +338,12 @@ class Rounds:
             warnings.warn(NonFiniteReplica(f"{what}; there was no synchronisation: {mine.complaint}"), stacklevel=2)
 
 
-def _squared_distance(params: Tensor, start: Tensor, mean: Tensor, size: int = 1 << 16) -> float:
-    """Of the way from `start` to `params` from the mean of all workers' ways; by pieces that stay in the processor's cache."""
-    pieces = zip(params.split(size), start.split(size), mean.split(size), strict=True)
+def _squared_distance(params: Tensor, start: Tensor, mean: Tensor) -> float:
+    """Of the way from `start` to `params` from the mean of all workers' ways."""
+    if params.device.type == "cpu" and start.dtype == torch.float32 and kernels.kernels_of("cpu"):
+        from paceline.codecs.kernels.vectors import squared_distance  # It takes numba, which may not be there.
+
+        return squared_distance(params, start, mean)
+    # By pieces that stay in the processor's cache.
+    pieces = zip(*(t.split(1 << 16) for t in (params, start, mean)), strict=True)
     return float(sum(torch.linalg.vector_norm((p - s).sub_(m)).double().square() for p, s, m in pieces))
