@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -222,14 +223,16 @@ class Rounds:
         j, m.next = m.next, (m.next + 1) % len(self.fragments)
         where = self.fragments[j]
         weight, own.seen[j] = w.samples - own.seen[j], w.samples
-        way = torch.sub(w.params[where], m.start[where], out=self._room[: where.stop - where.start])
-        mine = Meeting(j, w.k, m.count, weight, way)
+        numel = where.stop - where.start
+        way, sent = self._room[:numel], self._room_for_sent[:numel] if self.method.delay else None
+        is_sound = _set_out(w.params[where], m.start[where], way, sent)
+        mine = Meeting(j, w.k, m.count, weight, way, sent)
         if self.method.optimizer_state == "average":
             vectors = optimizer_vectors(w.flat, w.learner.optimizer)
             mine.state_names = list(vectors)
             mine.state = torch.cat([v[where] for v in vectors.values()]) if vectors else torch.empty(0)
         ballot = Ballot(weight, float(w.has_data(w.k + 1)), rank=w.rank)
-        if w.nonfinite != "pass" and not is_finite(way):
+        if w.nonfinite != "pass" and not is_sound and not way.isfinite().all():
             # It is overwritten by the others' mean, if they may go on without it.
             ballot.weight, ballot.bad, ballot.bad_rank = 0.0, float(w.nonfinite == "stop"), w.rank * float(w.nonfinite == "stop")
             way.zero_()
@@ -240,7 +243,7 @@ class Rounds:
         numbers = [ballot.weight, *own.losses, w.endpoint.now(), 0.0, 0.0, w.lr]
         told = torch.cat([torch.tensor(numbers, dtype=torch.float64), w.flat.buffers()])
         if self.method.delay:
-            mine.sent, mine.buffers = self._room_for_sent[: way.numel()].copy_(w.params[where]), told[TOLD:].clone()
+            mine.buffers = told[TOLD:].clone()
         own.losses, m.count = [0.0, 0.0], 0
         link = self._link and self._link[where]
         self._pending = w.endpoint.exchange(
@@ -285,17 +288,17 @@ class Rounds:
             return None
         where, is_alone = self.fragments[mine.fragment], w.workers == 1
         met = self._heard(mine)
+        params, sent = w.params[where], None if mine.is_lost else mine.sent
         if self._outer is not None:
             self._outer(where, mine.mean, met)
-        else:
-            m.start[where].add_(mine.mean)
-        if self._outer is not None or not is_alone:  # One worker's own mean changes nothing, not even by rounding.
-            params = w.params[where]
-            if mine.sent is not None and not mine.is_lost:  # What was learnt while the mean was under way stays on top of it.
-                since = torch.sub(params, mine.sent, out=mine.sent)
-                torch.add(m.start[where], since, out=params)
-            else:
+            if sent is None:
                 params.copy_(m.start[where])
+            else:
+                torch.add(m.start[where], torch.sub(params, sent, out=sent), out=params)
+        elif is_alone:  # One worker's own mean changes nothing, not even by rounding.
+            m.start[where].add_(mine.mean)
+        else:  # What was learnt while the mean was under way stays on top of it.
+            _merge(m.start[where], mine.mean, params, sent)
         if not is_alone or self.method.optimizer_state == "reset":
             self._set_optimizer_state(where, mine)
         if not is_alone:
@@ -338,12 +341,40 @@ class Rounds:
             warnings.warn(NonFiniteReplica(f"{what}; there was no synchronisation: {mine.complaint}"), stacklevel=2)
 
 
+def _set_out(params: Tensor, start: Tensor, way: Tensor, sent: Tensor | None) -> bool:
+    """way = params - start, and sent = params, if given; False if there may be NaN or infinity in the way."""
+    if (fused := _fused(params, start)) is not None:
+        return fused.set_out(params, start, way, sent)
+    torch.sub(params, start, out=way)
+    if sent is not None:
+        sent.copy_(params)
+    return is_finite(way)
+
+
+def _merge(start: Tensor, mean: Tensor, params: Tensor, sent: Tensor | None) -> None:
+    """start += mean, and params = start; or start + (params - sent), if something was `sent`."""
+    if (fused := _fused(params, start)) is not None:
+        return fused.merge(start, mean, params, sent)
+    start.add_(mean)
+    if sent is None:
+        params.copy_(start)
+    else:
+        torch.add(start, torch.sub(params, sent, out=sent), out=params)
+
+
 def _squared_distance(params: Tensor, start: Tensor, mean: Tensor) -> float:
     """Of the way from `start` to `params` from the mean of all workers' ways."""
-    if params.device.type == "cpu" and start.dtype == torch.float32 and kernels.kernels_of("cpu"):
-        from paceline.codecs.kernels.vectors import squared_distance  # It takes numba, which may not be there.
-
-        return squared_distance(params, start, mean)
+    if (fused := _fused(params, start)) is not None:
+        return fused.squared_distance(params, start, mean)
     # By pieces that stay in the processor's cache.
     pieces = zip(*(t.split(1 << 16) for t in (params, start, mean)), strict=True)
     return float(sum(torch.linalg.vector_norm((p - s).sub_(m)).double().square() for p, s, m in pieces))
+
+
+def _fused(params: Tensor, start: Tensor) -> ModuleType | None:
+    """What does all this in one pass each; None if there is nothing for these vectors."""
+    if params.device.type != "cpu" or start.dtype != torch.float32 or not kernels.kernels_of("cpu"):
+        return None
+    from paceline.codecs.kernels import vectors  # It takes numba, which may not be there.
+
+    return vectors

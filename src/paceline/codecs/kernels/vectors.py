@@ -1,16 +1,47 @@
-"""Passes over whole vectors that are not a codec's, on the CPU."""
+"""What a meeting does to whole vectors, each in one pass over memory, on the CPU.
+
+All vectors but the parameters are float32; the results have the bits that plain torch gives.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, share_out
-from paceline.codecs.kernels.lanes import LANES, add_up, full, load
+from paceline.codecs.kernels.lanes import LANES, add_up, full, load, store
 
-BLOCK = 4096  # Values whose squares are summed in single precision.
+BLOCK = 4096  # Values at a time; what is left of a vector is too little to matter.
+
+
+@compiled
+def _set_out(params: Any, start: Any, way: Any, sent: Any, sums: Any, first: int, last: int) -> bool:
+    for b in range(first, last):
+        total = full(ZERO)
+        for at in range(b * BLOCK, (b + 1) * BLOCK, LANES):
+            here = load(params, at)
+            gone = here - load(start, at)
+            total = total + gone
+            store(way, at, gone)
+            if sent is not None:
+                store(sent, at, here)
+        sums[b] = add_up(total)
+    return True
+
+
+@compiled
+def _merge(start: Any, mean: Any, params: Any, sent: Any, first: int, last: int) -> bool:
+    for at in range(first * BLOCK, last * BLOCK, LANES):
+        there = load(start, at) + load(mean, at)
+        store(start, at, there)
+        if sent is None:
+            store(params, at, there)
+        else:
+            store(params, at, there + (load(params, at) - load(sent, at)))
+    return True
 
 
 @compiled
@@ -24,15 +55,35 @@ def _squares(params: Any, start: Any, mean: Any, sums: Any, first: int, last: in
     return True
 
 
+def set_out(params: Tensor, start: Tensor, way: Tensor, sent: Tensor | None) -> bool:
+    """way = params - start, and sent = params, if given; False if a sum finds NaN or infinity in the way (or is too large itself)."""
+    p, s, w, t, sums, blocks = *_arrays(params, start, way, sent), np.zeros(len(params) // BLOCK + 1), len(params) // BLOCK
+    share_out(lambda first, last: _set_out(p, s, w, t, sums, first, last), blocks, len(params))
+    rest = slice(blocks * BLOCK, None)
+    sums[-1] = float(torch.sub(params[rest], start[rest], out=way[rest]).sum())
+    if sent is not None:
+        sent[rest].copy_(params[rest])
+    with np.errstate(invalid="ignore"):
+        return bool(np.isfinite(sums.sum()))
+
+
+def merge(start: Tensor, mean: Tensor, params: Tensor, sent: Tensor | None) -> None:
+    """start += mean, and params = start; or start + (params - sent), if something was `sent`."""
+    s, m, p, t, blocks = *_arrays(start, mean, params, sent), len(params) // BLOCK
+    share_out(lambda first, last: _merge(s, m, p, t, first, last), blocks, len(params))
+    rest = slice(blocks * BLOCK, None)
+    start[rest].add_(mean[rest])
+    params[rest].copy_(start[rest] if sent is None else start[rest] + (params[rest] - sent[rest]))
+
+
 def squared_distance(params: Tensor, start: Tensor, mean: Tensor) -> float:
-    """`|params - start - mean|^2`; the same bits however many threads there are."""
-    blocks, rest = divmod(params.numel(), BLOCK)
-    values = [as_array(t) for t in (params, start, mean)]
-    sums = np.zeros(blocks + 1)
-    share_out(lambda first, last: _squares(*values, sums, first, last), blocks, params.numel())
-    if rest:
-        ends = [np.zeros(BLOCK, v.dtype) for v in values]
-        for end, v in zip(ends, values, strict=True):
-            end[:rest] = v[-rest:]
-        _squares(*ends, sums[-1:], 0, 1)
+    """|params - start - mean|^2; the same bits however many threads there are."""
+    p, s, m, sums, blocks = *_arrays(params, start, mean), np.zeros(len(params) // BLOCK + 1), len(params) // BLOCK
+    share_out(lambda first, last: _squares(p, s, m, sums, first, last), blocks, len(params))
+    rest = slice(blocks * BLOCK, None)
+    sums[-1] = float((params[rest] - start[rest] - mean[rest]).square().sum())
     return float(sums.sum())
+
+
+def _arrays(*vectors: Tensor | None) -> list[Any]:
+    return [None if v is None else as_array(v) for v in vectors]
