@@ -10,7 +10,7 @@ import vl_convert
 from paceline.report.charts import COLOURS, log_ticks
 
 GREY = "#7d8590"  # Readable on white and on near-black.
-LEAST = 80.0  # Percent; what ends below is not drawn.
+LEAST = 85.0  # Percent; what ends below is not drawn.
 
 
 def chart(rows: Sequence[dict[str, Any]]) -> str:
