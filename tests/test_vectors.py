@@ -1,6 +1,8 @@
-"""Passes over whole vectors: the bits of plain torch, on any length, in every type, with any number of threads."""
+"""Passes over whole vectors: differences and sums with the bits of plain torch, in every length and type, with any number of threads."""
 
 from __future__ import annotations
+
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -58,16 +60,39 @@ def test_distance_is_that_of_double_precision(numel: int, dtype: torch.dtype) ->
     assert squared_distance(params, start, mean) == pytest.approx(float(exact), rel=1e-5)
 
 
-def test_distance_has_the_same_bits_with_any_number_of_threads() -> None:
-    given = vectors(1_000_003, torch.float32)
-    before, found = torch.get_num_threads(), set[float]()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.add(squared_distance(*given))
-    finally:
-        torch.set_num_threads(before)
-    assert len(found) == 1
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Generator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+LONG = 1_000_003  # Long enough to be shared out.
+
+
+def test_setting_out_with_any_number_of_threads(threads: int) -> None:
+    params, start, _ = vectors(LONG, torch.float32)
+    way, sent = torch.full((2, LONG), torch.nan)
+    assert set_out(params, start, way, sent)
+    assert torch.equal(way, params - start) and torch.equal(sent, params)
+    params[LONG // 2] = torch.nan
+    assert not set_out(params, start, way, sent)
+
+
+def test_merging_with_any_number_of_threads(threads: int) -> None:
+    params, start, mean = vectors(LONG, torch.float32)
+    sent = params.roll(1)
+    expected = (start + mean) + (params - sent)
+    merge(start, mean, params, sent)
+    assert torch.equal(params, expected)
+
+
+def test_distance_with_any_number_of_threads(threads: int) -> None:
+    given = vectors(LONG, torch.float32)
+    found = squared_distance(*given)
+    torch.set_num_threads(1)
+    assert found == squared_distance(*given)
 
 
 def test_distance_of_a_part_reads_only_that_part() -> None:

@@ -291,10 +291,7 @@ class Rounds:
         params, sent = w.params[where], None if mine.is_lost else mine.sent
         if self._outer is not None:
             self._outer(where, mine.mean, met)
-            if sent is None:
-                params.copy_(m.start[where])
-            else:
-                torch.add(m.start[where], torch.sub(params, sent, out=sent), out=params)
+            _take_over(m.start[where], params, sent)
         elif is_alone:  # One worker's own mean changes nothing, not even by rounding.
             m.start[where].add_(mine.mean)
         else:  # What was learnt while the mean was under way stays on top of it.
@@ -355,7 +352,11 @@ def _merge(start: Tensor, mean: Tensor, params: Tensor, sent: Tensor | None) -> 
     """start += mean, and params = start; or start + (params - sent), if something was `sent`."""
     if (fused := _fused(params, start)) is not None:
         return fused.merge(start, mean, params, sent)
-    start.add_(mean)
+    _take_over(start.add_(mean), params, sent)
+
+
+def _take_over(start: Tensor, params: Tensor, sent: Tensor | None) -> None:
+    """params = start; or start + (params - sent), if something was `sent`, which is used up."""
     if sent is None:
         params.copy_(start)
     else:
@@ -373,7 +374,7 @@ def _squared_distance(params: Tensor, start: Tensor, mean: Tensor) -> float:
 
 def _fused(params: Tensor, start: Tensor) -> ModuleType | None:
     """What does all this in one pass each; None if there is nothing for these vectors."""
-    if params.device.type != "cpu" or start.dtype != torch.float32 or not kernels.kernels_of("cpu"):
+    if params.device.type != "cpu" or start.dtype != torch.float32 or kernels.is_plain() or not kernels.kernels_of("cpu"):
         return None
     from paceline.codecs.kernels import vectors  # It takes numba, which may not be there.
 

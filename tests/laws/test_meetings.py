@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from paceline import AdaptiveAveraging, Cluster, DiLoCo, PeriodicAveraging, SlowMo, Task, Then, simulate
+from paceline.codecs import kernels
+from paceline.codecs.kernels import vectors
 from paceline.flat import FlatModel, on_top
 from tests.laws.tasks import close, numbers, params, regression, squared_error
 
@@ -48,6 +50,34 @@ def test_infinite_masks_and_largest_integers_stay_as_they_are(delay: int, batch:
     run = simulate(masked(batch=batch), PeriodicAveraging(period=4, delay=delay), Cluster(workers=4))
     assert torch.equal(run.model.mask, Masked().mask) and run.model.sentinel.item() == 2**63 - 1
     assert run.params.isfinite().all() and run.model.norm.running_var.isfinite().all()
+
+
+@pytest.mark.parametrize("strategy", [PeriodicAveraging(period=4, delay=2), SlowMo(period=4), DiLoCo(period=4, delay=2)], ids=str)
+def test_kernels_and_plain_torch_agree_to_the_bit(strategy: Any, monkeypatch: pytest.MonkeyPatch):
+    def run() -> Any:
+        return simulate(regression(steps=13, batch=12, samples=40, model=wide), strategy, Cluster(workers=3))
+
+    fused = run()
+    for name in ("set_out", "merge", "squared_distance"):
+        monkeypatch.delattr(vectors, name)
+    with kernels.plain():
+        plain = run()
+    assert torch.equal(fused.params, plain.params)
+    assert [s.divergence for s in fused.trace.syncs] == pytest.approx([s.divergence for s in plain.trace.syncs], rel=1e-4)
+
+
+def wide() -> nn.Module:
+    """In float32, and longer than a kernel's block."""
+    return nn.Sequential(Cast(torch.float32), nn.Linear(6, 600), nn.Tanh(), nn.Linear(600, 3), Cast(torch.float64))
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
 
 
 def test_only_statistics_travel():

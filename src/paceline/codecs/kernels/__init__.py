@@ -55,6 +55,10 @@ def plain() -> Generator[None]:
         _is_plain = before
 
 
+def is_plain() -> bool:
+    return _is_plain
+
+
 def encode(
     codec: Codec, x: Tensor, residual: Tensor | None = None, rng: torch.Generator | None = None, out: Tensor | None = None
 ) -> Tensor:

@@ -1,6 +1,7 @@
 """What a meeting does to whole vectors, each in one pass over memory, on the CPU.
 
-All vectors but the parameters are float32; the results have the bits that plain torch gives.
+All vectors but the parameters are float32.  Differences and merged vectors have the bits that plain torch gives; the distance is
+summed in an order of its own, the same with any number of threads.
 """
 
 from __future__ import annotations
