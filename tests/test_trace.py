@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import Cluster, ParameterServer, Trace, simulate
+from paceline import AllReduceSGD, Cluster, ParameterServer, Trace, simulate
 from paceline.trace import Evaluation, Point, Span, time_to_loss
 from tests.laws.tasks import quadratic
 
@@ -38,6 +41,58 @@ def test_a_whole_runs_trace_survives_a_file(tmp_path: Path):
     again = Trace.loads((tmp_path / "trace.json").read_text())
     assert again.digest() == trace.digest() and again.seconds == trace.seconds > 0
     assert again.staleness() == trace.staleness() and len(again.evaluations) == 3
+    assert again.staleness_counts == trace.staleness_counts
+
+
+def trace_of_updates(stale: list[int | None], keep: int | None = None, rank: int = 2) -> Trace:
+    trace = Trace(keep=keep)
+    for version, staleness in enumerate(stale):
+        trace.point(float(version), rank, version, 8, None, staleness)
+    return trace
+
+
+staleness = st.lists(st.none() | st.integers(0, 9) | counts)
+
+
+@given(staleness, st.none() | st.integers(1, 5))
+def test_every_update_is_counted_once_however_many_points_are_kept(stale: list[int | None], keep: int | None):
+    trace, updates = trace_of_updates(stale, keep), [s for s in stale if s is not None]
+    assert trace.staleness_counts == Counter(updates) and trace.staleness_counts.total() == len(updates)
+    assert trace.mean_staleness() == (sum(updates) / len(updates) if updates else None)
+    assert trace.staleness() == updates[len(updates) - len(trace.staleness()) :]
+
+
+@given(staleness, staleness, st.none() | st.integers(1, 5))
+def test_counts_of_staleness_survive_a_file_and_add_up_when_traces_are_merged(
+    stale: list[int | None], others: list[int | None], keep: int | None
+):
+    trace, other = trace_of_updates(stale, keep), Trace.loads(trace_of_updates(others, keep, rank=3).dumps())
+    assert other.staleness_counts == Counter(s for s in others if s is not None)
+    trace.merge(other)
+    assert trace.staleness_counts == Counter(s for s in stale + others if s is not None)
+    again = Trace.loads(trace.dumps())
+    assert again.staleness_counts == trace.staleness_counts and again.digest() == trace.digest()
+
+
+def test_updates_that_are_no_longer_kept_are_part_of_the_digest():
+    fresh, stale = trace_of_updates([0, 0, 1], keep=1), trace_of_updates([5, 0, 1], keep=1)
+    assert fresh.points == stale.points and fresh.digest() != stale.digest()
+
+
+def test_a_file_without_counts_of_staleness_is_read_and_its_points_counted():
+    raw = json.loads(trace_of_updates([0, None, 3, 3]).dumps())
+    del raw["staleness"]
+    assert Trace.loads(json.dumps(raw)).staleness_counts == {0: 1, 3: 2}
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_each_shard_counts_each_update_and_a_run_without_servers_none(servers: int):
+    task, cluster = quadratic(steps=5, batch=4), Cluster(workers=2)
+    trace = simulate(task, ParameterServer(servers=servers), cluster).trace
+    assert trace.staleness_counts.total() == sum(p.rank >= 2 for p in trace.points) == servers * 2 * 5
+    assert trace.mean_staleness() == sum(trace.staleness()) / len(trace.staleness())
+    trace = simulate(task, AllReduceSGD(), cluster).trace
+    assert trace.staleness_counts == {} and trace.mean_staleness() is None
 
 
 def test_a_loss_that_is_not_finite_survives():

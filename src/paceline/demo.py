@@ -83,4 +83,14 @@ def row(name: str, strategy: Strategy, run: Run, workers: int, speedup: float | 
     curve = [
         (e.time, sum(nbytes for stop, nbytes in sent if stop <= e.time) / workers, e.values["accuracy"]) for e in run.trace.evaluations
     ]
-    return Row(name, repr(strategy), run.final["accuracy"], run.seconds, sum(n for _, n in sent) / workers, speedup, curve, real)
+    return Row(
+        name,
+        repr(strategy),
+        run.final["accuracy"],
+        run.seconds,
+        sum(n for _, n in sent) / workers,
+        speedup,
+        curve,
+        real,
+        run.trace.staleness_counts,
+    )

@@ -6,7 +6,7 @@ Ranks count the workers first and the servers after them: worker i is rank i, se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -48,17 +48,24 @@ class Layout:
         return range(self.workers, self.size)
 
     def name(self, rank: int) -> str:
-        return f"worker {rank}" if rank < self.workers else f"server {rank - self.workers} (rank {rank})"
+        """Ranks beyond those of the beginning are workers that have joined."""
+        return f"server {rank - self.workers} (rank {rank})" if rank in self.server_ranks else f"worker {rank}"
 
 
 @dataclass(slots=True)
 class Message:
-    """What travels between two ranks: a kind, two small numbers and any tensors.  `src` is filled in by the receiver."""
+    """What travels between two ranks: a kind, some small numbers and any tensors.  `src` is filled in by the receiver.
+
+    `serial` says which of its sender's requests it is, or, of an answer, which it answers; `samples` and `steps` what is behind an
+    update.
+    """
 
     kind: str
     tensors: tuple[Tensor, ...] = ()
     version: int = 0
     samples: int = 0
+    serial: int = 0
+    steps: int = 0
     src: int = field(default=-1, compare=False)
 
     @property
@@ -90,6 +97,11 @@ class Endpoint(Protocol):
     @property
     def trace(self) -> Trace: ...
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds without an answer after which a message may have been lost; None: none ever is."""
+        ...
+
     def now(self) -> float:
         """Seconds since the job began; the only clock in the library."""
         ...
@@ -112,8 +124,16 @@ class Endpoint(Protocol):
 
     def send(self, dst: int, message: Message) -> Op[None]: ...
 
-    def recv(self, *, src: int | None = None, timeout: float | None = None) -> Op[Message]:
-        """The next message, from `src` if given; TimeoutError after `timeout` seconds."""
+    def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
+        """The next message, from `src` and of one of `kinds` if these are given; TimeoutError after `timeout` seconds."""
+        ...
+
+    def room(self, like: Tensor) -> Tensor:
+        """Memory for a tensor that is sent again and again, if possible without a copy; see `is_read`."""
+        ...
+
+    def is_read(self, x: Tensor) -> bool:
+        """Whether what lies in `room` was sent and may not have been read yet, so that it must not be written to."""
         ...
 
     def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:

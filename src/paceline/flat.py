@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from paceline.rows import rows
+
 BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -57,6 +59,8 @@ class FlatModel:
                 view = self.params[self.where(i)].view(p.shape)
                 view.copy_(p)
                 p.data = view
+        self.keeps_rows = False  # Whether sparse gradients are welcome,
+        self._rows: dict[int, Tensor] = {}  # and which rows of them were the last.
         self.buckets = self._cut(bucket_bytes)
         self.bucket_of = {i: b for b in self.buckets for i in b.parameters}
 
@@ -95,10 +99,31 @@ class FlatModel:
             view.zero_()
         elif grad is not view:
             if grad.is_sparse:
-                raise ValueError(
-                    f"parameter '{self.names[index]}' has a sparse gradient, which this strategy cannot exchange (sparse=False)"
-                )
-            view.copy_(grad)
+                self._collect_rows(index, view, grad)
+            else:
+                view.copy_(grad)
+
+    def _collect_rows(self, index: int, view: Tensor, grad: Tensor) -> None:
+        if not self.keeps_rows or grad.sparse_dim() != 1:
+            raise ValueError(
+                f"parameter '{self.names[index]}' has a sparse gradient, which this strategy cannot exchange (sparse=False); a parameter "
+                "server with sparse=True can, if it is sparse by rows"
+            )
+        grad = grad.coalesce()
+        if index in self._rows:
+            view[self._rows[index]] = 0.0
+        else:
+            view.zero_()
+        self._rows[index] = grad.indices()[0]
+        view[self._rows[index]] = grad.values()
+
+    def touched(self) -> Tensor:
+        """What of the gradient may not be zero: rows of sparse gradients, and all of the others, as `rows` has it."""
+        return torch.cat([self._runs(i, p) for i, p in enumerate(self.parameters) if p.numel()])
+
+    def _runs(self, index: int, p: Tensor) -> Tensor:
+        start = self.offsets[index]
+        return rows(start, p.numel() // p.shape[0], self._rows[index]) if index in self._rows else torch.tensor([[start, p.numel()]])
 
     def collect_all(self) -> None:
         """The same for all of them at once."""

@@ -23,6 +23,7 @@ class Learner(Protocol):
     """What a replica asks for while it trains."""
 
     flat: FlatModel
+    is_shared_out: bool  # Whether any worker can work on any part of a minibatch; otherwise each has data of its own.
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -53,6 +54,8 @@ class Learner(Protocol):
 
 class TaskLearner:
     """What our own training loops have in common, on real processes and in the simulator: the task's data and optimizer."""
+
+    is_shared_out = True
 
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from paceline.codecs import CODECS, Codec
+from paceline.server.gates import GATES, Gate
 from paceline.server.rules import RULES, Rule
 from paceline.strategies import STRATEGIES
 from paceline.strategy import Strategy, spelled
@@ -42,6 +43,11 @@ def codec(name: str, **settings: Any) -> Codec:
 def rule(name: str, **settings: Any) -> Rule:
     """A parameter server's rule by its name."""
     return _named("rule", RULES, name, settings)
+
+
+def gate(name: str, **settings: Any) -> Gate:
+    """A parameter server's gate by its name."""
+    return _named("gate", GATES, name, settings)
 
 
 def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:

@@ -59,6 +59,8 @@ class Replica:
         self.is_counted = True  # whether samples are counted, or every step as one
         self.skipped = 0  # steps left out because of a NaN
         self.at_step: Callable[[int], None] = lambda k: None  # what the driver does before each step
+        self.seat: int | None = None  # whose part of the minibatch it works on; None: its own
+        self._announced = -1  # the last step of which the driver was told
         self.deployed: Tensor | None = None
         self._since_mean = 0.0
         self._since_buffers = 0.0
@@ -104,7 +106,7 @@ class Replica:
         empty = 0
         while not self._over:
             if self.k < self._end:
-                self.at_step(self.k)
+                self._announce(self.k)
             yield self.k
             self.k += 1
             empty = 0 if self._behind_update else empty + 1
@@ -117,9 +119,47 @@ class Replica:
     def steps_alone(self) -> Iterator[int]:
         """Count steps until this worker's own data ends, whatever the others do."""
         while self.has_data(self.k):
-            self.at_step(self.k)
+            self._announce(self.k)
             yield self.k
             self.k += 1
+
+    def turn(self) -> bool:
+        """Go on to this worker's own next step; False if it has no data for one."""
+        following = self._announced + 1
+        if not self.has_data(following):
+            return False
+        self.k = following
+        self._announce(following)
+        return True
+
+    def begin_at(self, step: int) -> None:
+        """Go on where another worker was, whose part of the data this one takes over."""
+        self.k, self._announced = step, step - 1
+
+    def turn_to(self, step: int, seat: int) -> None:
+        """Go on to a part of any minibatch, as it was handed out to this worker."""
+        for k in range(self._announced + 1, step + 1):  # The driver hears of every step once, however far this goes ahead.
+            self._announce(k)
+        self.k, self.seat = step, seat
+
+    def _announce(self, k: int) -> None:
+        self._announced = k
+        self.at_step(k)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has come to its first step."""
+        return self._announced >= 0
+
+    @property
+    def last_step(self) -> int | None:
+        """The step before which the run, or this part of it, ends; None if nobody knows."""
+        return min((n for n in (self._end, self.plan.steps) if n is not None and n < inf), default=None)  # pyright: ignore
+
+    @property
+    def seats(self) -> int:
+        """Into how many parts each minibatch is cut."""
+        return self.endpoint.layout.workers
 
     def end(self) -> None:
         """Let `steps` count no further: no worker has data left, as all of them know alike."""
@@ -360,7 +400,7 @@ class Replica:
         """Go back to where `state_dict` was taken; before the strategy starts."""
         if state["params"].numel() != self.params.numel():
             raise ValueError(f"the saved model has {state['params'].numel()} parameters, this one {self.params.numel()}")
-        self.k, self.samples = state["k"], state["samples"]
+        self.k, self.samples, self._announced = state["k"], state["samples"], state["k"] - 1
         self._since_mean, self._since_buffers = state["since_mean"], state["since_buffers"]
         self.params.copy_(state["params"])
         for mine, saved in zip(self.flat.model.buffers(), state["buffers"], strict=True):

@@ -107,14 +107,15 @@ class Trainee:
     def has_data(self, step: int) -> bool:
         return step < self.task.total_steps
 
-    def draw(self, step: int) -> Batch | None:
-        """This worker's part of the step's minibatch; None if there is none left or it is empty."""
+    def draw(self, step: int, seat: int | None = None) -> Batch | None:
+        """This worker's part of the step's minibatch, or that of another seat; None if there is none left or it is empty."""
         if not self.has_data(step):
             return None
         if self.task.schedule is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * self.task.schedule(step)
-        part = self.task.part(step, 0, 1) if self._is_whole else self.task.part(step, self.rank, self.workers)
+        mine = self.rank if seat is None else seat
+        part = self.task.part(step, 0, 1) if self._is_whole else self.task.part(step, mine, self.workers)
         return part if len(part[0]) else None
 
     def share(self, whole: bool) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,8 @@ class Trace:
         self.sent: dict[int, int] = defaultdict(int)  # by rank; of all spans, kept or not
         self.spans: list[Span] = []
         self.points: list[Point] = [] if points is None else points
+        # How many updates were how stale, of all points, kept or not; an update that goes to several shards counts at each.
+        self.staleness_counts: Counter[int] = Counter(p.staleness for p in self.points if p.staleness is not None)
         self.syncs: list[Sync] = []
         self.evaluations: list[Evaluation] = []
 
@@ -79,6 +82,8 @@ class Trace:
 
     def point(self, time: float, rank: int, step: int, samples: int, loss: float | None, staleness: int | None = None) -> None:
         self.points.append(Point(time, rank, step, samples, loss, staleness))
+        if staleness is not None:
+            self.staleness_counts[staleness] += 1
         if self.keep is not None and len(self.points) > 2 * self.keep:
             del self.points[: self.keep]
 
@@ -94,6 +99,7 @@ class Trace:
         """Take in what another rank wrote, keeping the order of time."""
         for rank, nbytes in other.sent.items():
             self.sent[rank] += nbytes
+        self.staleness_counts.update(other.staleness_counts)
         self.spans = sorted(self.spans + other.spans, key=lambda s: (s.stop, s.rank))
         self.points = sorted(self.points + other.points, key=lambda p: (p.time, p.rank))
         self.syncs = sorted(self.syncs + other.syncs, key=lambda s: (s.time, s.rank))
@@ -129,16 +135,34 @@ class Trace:
         return sum(periods) / len(periods) if periods else None
 
     def staleness(self) -> list[int]:
+        """Of each update whose point is still kept; `staleness_counts` knows of all."""
         return [p.staleness for p in self.points if p.staleness is not None]
+
+    def mean_staleness(self) -> float | None:
+        """Over all updates, kept or not; None without servers.
+
+        >>> trace = Trace(keep=1)
+        >>> for version, staleness in enumerate([0, 1, 2, 3]): trace.point(1.0, 2, version, 8, None, staleness)
+        >>> trace.staleness(), trace.mean_staleness()
+        ([2, 3], 1.5)
+        """
+        return mean(self.staleness_counts)
 
     def dumps(self) -> str:
         """All of it as JSON; equal traces give equal text."""
-        parts = {"sent": self.sent, "spans": self.spans, "points": self.points, "syncs": self.syncs, "evaluations": self.evaluations}
+        parts = {
+            "sent": self.sent,
+            "staleness": dict(sorted(self.staleness_counts.items())),
+            "spans": self.spans,
+            "points": self.points,
+            "syncs": self.syncs,
+            "evaluations": self.evaluations,
+        }
         return json.dumps(parts, separators=(",", ":"))
 
     @classmethod
     def loads(cls, text: str) -> Trace:
-        """Read what `dumps` wrote.
+        """Read what `dumps` wrote, now or before it kept counts of staleness: those are then the points' own.
 
         >>> trace = Trace(); trace.point(1.5, 0, 9, 90, 0.4); Trace.loads(trace.dumps()).points[0].loss
         0.4
@@ -146,6 +170,8 @@ class Trace:
         raw = json.loads(text)
         trace = cls([Point(*p) for p in raw["points"]])
         trace.sent.update({int(rank): nbytes for rank, nbytes in raw["sent"].items()})
+        if "staleness" in raw:
+            trace.staleness_counts = Counter({int(staleness): n for staleness, n in raw["staleness"].items()})
         trace.spans = [Span(*s) for s in raw["spans"]]
         trace.syncs = [Sync(*s) for s in raw["syncs"]]
         trace.evaluations = [Evaluation(*e) for e in raw["evaluations"]]
@@ -170,3 +196,13 @@ def time_to_loss(trace: Trace, target: float) -> float | None:
     1.5
     """
     return next((p.time for p in trace.points if p.loss is not None and p.loss <= target), None)
+
+
+def mean(counts: Mapping[int, int]) -> float | None:
+    """Of numbers that occur so many times each; None if there are none.
+
+    >>> mean({0: 3, 4: 1}), mean({})
+    (1.0, None)
+    """
+    total = sum(counts.values())
+    return sum(number * n for number, n in counts.items()) / total if total else None

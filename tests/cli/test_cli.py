@@ -21,7 +21,7 @@ def test_the_commands_and_their_flags_are_these():
     group = typer.main.get_command(cli.app)
     found = {name: sorted(flag for p in command.params for flag in p.opts) for name, command in group.commands.items()}
     assert found == {
-        "run": ["--module", "--port", "--restarts", "--workers", "-m", "-n", "script"],
+        "run": ["--module", "--port", "--replacements", "--restarts", "--workers", "-m", "-n", "script"],
         "demo": ["--epochs", "--report"],
         "strategies": ["--json", "name"],
         "codecs": ["--json", "name"],

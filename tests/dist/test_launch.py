@@ -221,3 +221,49 @@ def test_a_server_applies_every_push_once_on_real_processes():
     for server in (3, 4):
         assert [p.step for p in updates if p.rank == server] == list(range(3 * 22))
     assert torch.isfinite(run.params).all()
+
+
+REPLACED = """
+import os, signal, sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import paceline as pl
+
+folder, victim, samples = Path(sys.argv[1]), int(sys.argv[2]), 48
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.total = nn.Parameter(torch.zeros(samples))
+
+
+model, loader = Sum(), [torch.eye(samples)[i : i + 6] for i in range(0, samples, 6)]
+with pl.attach(model, None, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1)) as session:
+    for epoch in range(3):
+        for step, batch in enumerate(session.shard(loader)):
+            model.zero_grad()
+            (-(batch @ model.total).sum()).backward()
+            session.step()
+            marker = folder / "died"
+            if session.rank == victim and epoch == 1 and step == 4 and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+if session.rank == (victim + 1) % 3:
+    (folder / "total").write_text(" ".join(str(v) for v in model.total.tolist()))
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_is_replaced_and_its_part_of_the_data_is_done_once(victim: int, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(REPLACED)
+    done = launch("-n", "3", "--replacements", "2", str(script), str(tmp_path), str(victim), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"rank {victim} was killed by SIGKILL; another takes its place" in done.stderr
+    assert (tmp_path / "died").exists()
+    assert (tmp_path / "total").read_text().split() == ["3.0"] * 48
+    assert not _left_of(tmp_path)

@@ -11,20 +11,34 @@ import torch
 from torch import nn
 
 from paceline import (
+    ASGD,
     AdaComm,
+    Adagrad,
+    Adam,
     AdaptiveAveraging,
     AllReduceSGD,
+    AsyncDiLoCo,
+    AsyncMomentum,
     BlockMomentum,
+    Compensated,
     DecreasingAveraging,
+    DelayCompensated,
     DiLoCo,
+    Downpour,
+    Every,
     Fp16,
     Fp32,
+    Momentum,
     OneBit,
     ParameterServer,
     PeriodicAveraging,
+    Quorum,
     Replicated,
+    Scaled,
     Sgd,
     SlowMo,
+    SoftSync,
+    StaleSynchronous,
     Then,
 )
 from paceline.codecs import (
@@ -107,6 +121,16 @@ SETTLES: dict[str, int | None] = {name: 40 for name in CODECS} | {
 
 RULES: dict[str, Rule] = {
     "sgd": Sgd(lr=0.05),
+    "momentum": Momentum(lr=0.05),
+    "momentum of Nesterov, unit gain": Momentum(lr=0.05, nesterov=True, unit_gain=True),
+    "adagrad": Adagrad(lr=0.05),
+    "adam": Adam(lr=0.05),
+    "scaled": Scaled(Adagrad(lr=0.05)),
+    "every 3": Every(Momentum(lr=0.05), 3),
+    "quorum": Quorum(Momentum(lr=0.7, nesterov=True), 2),
+    "compensated": Compensated(Sgd(lr=0.05), lam=0.5),
+    "compensated, adaptive": Compensated(Momentum(lr=0.05), lam=2.0, adaptive=True),
+    "scaled and every 2": Scaled(Every(Compensated(Sgd(lr=0.05)), 2), by="1/(tau+1)"),
 }
 
 
@@ -158,8 +182,8 @@ def gathered(codec: Codec) -> Callable[[int, int, int, int], int]:
 
 
 def served(numel: int, workers: int, steps: int, rank: int) -> int:
-    """A push of all parameters at every step; the first worker brings the first value too."""
-    return 4 * numel * (steps + (rank == 0))
+    """A push of all parameters at every step, and the wish for a part of each minibatch; the first worker brings the first value."""
+    return 4 * numel * (steps + (rank == 0)) + 24 * (steps + 1)
 
 
 STRATEGIES: dict[str, Case] = {
@@ -206,13 +230,34 @@ STRATEGIES: dict[str, Case] = {
     "parameter-server": Case(
         ParameterServer(rule=Sgd(lr=0.05)), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
     ),
+    "parameter-server by one-bit": Case(
+        ParameterServer(rule=Sgd(lr=0.05), codec=OneBit(), pulls=OneBit()),
+        None,
+        plain=lambda params: torch.optim.SGD(params, lr=0.05),
+        agrees=False,
+    ),
     "parameter-server of 1": Case(
         ParameterServer(rule=Sgd(lr=0.05), servers=1), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
     ),
+    "asgd": Case(ASGD(period=2), None, alone="rounding", agrees=False),
+    "asgd, pipelined": Case(ASGD(period=2, pipeline=True, ramp=3), None, agrees=False),
+    "downpour": Case(
+        Downpour(local_lr=0.0), None, plain=lambda params: torch.optim.Adagrad(params, lr=0.01), alone="rounding", agrees=False
+    ),
+    "downpour, seldom": Case(Downpour(push=3, fetch=2), None, agrees=False),
+    "soft-sync": Case(SoftSync(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False),
+    "stale-synchronous": Case(
+        StaleSynchronous(lr=0.05, bound=1), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
+    ),
+    "delay-compensated": Case(DelayCompensated(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False),
+    "async-momentum": Case(
+        AsyncMomentum(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), alone="rounding", agrees=False
+    ),
+    "async-diloco": Case(AsyncDiLoCo(period=4, delay=1), None, agrees=False),
 }
 # Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
 # is the outer loop in test_lattice.
-OTHER = ("block-momentum", "slow-mo", "diloco", "then, delayed")
+OTHER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco")
 ALONE = {name: case for name, case in STRATEGIES.items() if not name.startswith(OTHER) or name == "block-momentum, kept"}
 ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.is_ordered}
 

@@ -10,7 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, BlockMomentum, Cluster, Fp32, OneBit, ParameterServer, PeriodicAveraging, Rule, Sgd, Task, simulate
+from paceline import (
+    AllReduceSGD,
+    BlockMomentum,
+    Cluster,
+    Fp32,
+    Memory,
+    OneBit,
+    ParameterServer,
+    PeriodicAveraging,
+    Push,
+    Rule,
+    Sgd,
+    Task,
+    simulate,
+)
 from paceline.strategy import Strategy
 from tests.laws.every import RULES
 from tests.laws.tasks import OPTIMIZERS, close, instant, numbers, params, quadratic, regression, same, trained_alone, vector
@@ -283,9 +297,12 @@ class Recording(Rule):
     rule: Rule
     updates: list[Tensor]
 
-    def apply(self, value: Tensor, update: Tensor, *, staleness: int) -> None:
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
         self.updates.append(update.clone())
-        self.rule.apply(value, update, staleness=staleness)
+        return self.rule.apply(value, update, m, push)
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def test_the_server_holds_its_first_value_less_all_that_was_pushed():
@@ -324,12 +341,16 @@ def test_mean_staleness_is_the_number_of_other_workers(compute: list[float]):
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_a_rule_does_to_slices_what_it_does_to_the_whole(rule: Rule, staleness: int):
     whole, parts, update = numbers(100), numbers(100), numbers(100, seed=1)
-    kept = update.clone()
-    for _ in range(3):
-        rule.apply(whole, update, staleness=staleness)
-        for where in (slice(0, 33), slice(33, 90), slice(90, 100)):
-            rule.apply(parts[where], update[where], staleness=staleness)
-    assert same(whole, parts) and same(update, kept) and not same(whole, numbers(100))
+    stripes, push = (slice(0, 33), slice(33, 90), slice(90, 100)), Push(staleness=staleness)
+    m, each = Memory(**rule.memory(whole)), [Memory(**rule.memory(parts[where])) for where in stripes]
+    rule.pulled(whole, m, 0)
+    for where, own in zip(stripes, each, strict=True):
+        rule.pulled(parts[where], own, 0)
+    for _ in range(6):
+        rule.apply(whole, update.clone(), m, push)
+        for where, own in zip(stripes, each, strict=True):
+            rule.apply(parts[where], update[where].clone(), own, push)
+    assert same(whole, parts) and not same(whole, numbers(100))
 
 
 @every_optimizer

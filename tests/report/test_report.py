@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from paceline import AllReduceSGD, Cluster, ParameterServer, demo, simulate
 from paceline.report import Row, charts, html, text
 from paceline.report.row import best
+from tests.laws.tasks import quadratic
 
 NAN = float("nan")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -25,6 +27,7 @@ def rising(seconds: float, nbytes: float, points: int = 20) -> list[tuple[float,
 
 ALLREDUCE = Row("AllReduceSGD", "AllReduceSGD", 0.97, 180.0, 69e6, 1.0, rising(180.0, 69e6))
 BLOCK = Row("block momentum", "BlockMomentum(period=64)", 0.96, 14.0, 1.1e6, 12.9, rising(14.0, 1.1e6))
+STALE = Row("server", "ParameterServer(servers=2)", 0.96, 60.0, 20e6, 3.0, rising(60.0, 20e6), staleness={0: 1, 3: 8, 7: 1})
 REAL = Row("block momentum", "BlockMomentum(period=64)", 0.95, 2.5, 1.1e6, None, rising(2.5, 1.1e6), real=True)
 
 
@@ -84,6 +87,10 @@ def lines_in(drawing: ElementTree.Element) -> list[str]:
     ]
 
 
+def bars_in(drawing: ElementTree.Element) -> list[ElementTree.Element]:
+    return [path for group in drawing.iter(f"{SVG}g") if "mark-rect" in group.get("class", "") for path in group.iter(f"{SVG}path")]
+
+
 def words_in(drawing: ElementTree.Element) -> set[str]:
     return {"".join(word.itertext()) for word in drawing.iter(f"{SVG}text")}
 
@@ -124,8 +131,15 @@ def test_real_processes_are_never_compared_with_virtual_seconds():
 def test_words_of_the_user_are_escaped_wherever_they_appear():
     bad = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>{{ 7 * 7 }}&amp;"
     parsed = page(
-        [Row(bad, bad + "()()", NAN, 1.0, 1.0, 1.0), Row("[bold]x[/]", bad, 0.9, 1.0, 1.0, 1.0, rising(1.0, 1.0))], bad, {bad: bad}, [bad]
+        [
+            Row(bad, bad + "()()", NAN, 1.0, 1.0, 1.0, staleness={0: 1}),
+            Row("[bold]x[/]", bad, 0.9, 1.0, 1.0, 1.0, rising(1.0, 1.0)),
+        ],
+        bad,
+        {bad: bad},
+        [bad],
     )
+    assert f"Staleness of the updates of {bad}, a histogram" in [attributes.get("aria-label") for _, attributes in parsed.tags]
     assert not {tag for tag, _ in parsed.tags} & {"script", "img"}
     assert not [name for _, attributes in parsed.tags for name in attributes if name.startswith("on")]
     assert parsed.table_rows[1][0] == bad + bad + "()()"
@@ -134,7 +148,7 @@ def test_words_of_the_user_are_escaped_wherever_they_appear():
 
 
 def test_the_page_loads_nothing_and_runs_nothing():
-    parsed = page([ALLREDUCE, BLOCK, REAL])
+    parsed = page([ALLREDUCE, BLOCK, STALE, REAL])
     assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "image", "iframe", "object", "use", "foreignobject"}
     assert not re.search(r"@import|url\(", parsed.source)
     addresses = re.findall(r'(\S+)="https?://', parsed.source)
@@ -143,7 +157,7 @@ def test_the_page_loads_nothing_and_runs_nothing():
 
 
 def test_drawings_cannot_clash_because_they_hold_no_ids():
-    assert not [attributes["id"] for _, attributes in page([ALLREDUCE, BLOCK, REAL]).tags if "id" in attributes]
+    assert not [attributes["id"] for _, attributes in page([ALLREDUCE, BLOCK, STALE, REAL]).tags if "id" in attributes]
 
 
 def test_no_rows_make_a_page_that_says_so():
@@ -181,7 +195,10 @@ def test_a_line_of_many_points_is_thinned_to_five_hundred_and_keeps_its_ends():
 
 
 def test_many_methods_with_many_points_stay_below_a_megabyte(tmp_path: Path):
-    rows = [Row(f"method {i}", "S", 0.9, 10.0 + i, 1e6 + i, 1.0, rising(10.0 + i, 1e6 + i, points=3000)) for i in range(60)]
+    stale = dict.fromkeys(range(3000), 2)
+    rows = [
+        Row(f"method {i}", "S", 0.9, 10.0 + i, 1e6 + i, 1.0, rising(10.0 + i, 1e6 + i, points=3000), staleness=stale) for i in range(60)
+    ]
     html.write(tmp_path / "report.html", "Sixty methods", rows, {"seed": "0"}, [])
     assert 10_000 < (tmp_path / "report.html").stat().st_size < 1_000_000
 
@@ -191,6 +208,69 @@ def test_a_page_is_small_enough_to_mail_and_the_same_every_time(tmp_path: Path):
         html.write(tmp_path / name, "Twice \udcff", [ALLREDUCE, BLOCK], {"torch": "2"}, [])
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert (tmp_path / "a.html").stat().st_size < 60_000
+
+
+def test_staleness_has_a_column_and_a_histogram_for_each_row_that_has_servers():
+    parsed = page([ALLREDUCE, STALE, BLOCK])
+    assert [row[5] for row in parsed.table_rows] == ["staleness", "-", "3.1 (max 7)", "-"]
+    assert "staleness" in printed([ALLREDUCE, STALE]) and "3.1 (max 7)" in printed([ALLREDUCE, STALE])
+    *lines, histogram = parsed.drawings
+    assert len(lines) == 2 and not any(bars_in(drawing) for drawing in lines)
+    assert [bar.get("fill") for bar in bars_in(histogram)] == [charts.swatch(1).colour] * 3
+    assert {"staleness", "updates"} <= words_in(histogram)
+    assert "10 updates, mean 3.1 (max 7)" in parsed.source
+
+
+@pytest.mark.parametrize("stale", [{}, {0: 0}])
+def test_without_servers_or_updates_there_is_neither_column_nor_chart(stale: dict[int, int]):
+    idle = Row("idle", "Idle", 0.9, 1.0, 1.0, 1.0, rising(1.0, 1.0), staleness=stale)
+    plain = Row("idle", "Idle", 0.9, 1.0, 1.0, 1.0, rising(1.0, 1.0))
+    assert page([ALLREDUCE, idle]).source == page([ALLREDUCE, plain]).source
+    assert printed([ALLREDUCE, idle]) == printed([ALLREDUCE, plain])
+    assert "taleness" not in page([ALLREDUCE, idle]).source + printed([ALLREDUCE, idle])
+    assert len(page([ALLREDUCE, idle, STALE]).drawings) == 3
+
+
+def test_what_staleness_is_is_said_once():
+    real = Row("server", "ParameterServer", 0.9, 1.0, 1.0, None, rising(1.0, 1.0), real=True, staleness={0: 1})
+    parsed = page([STALE, real])
+    assert parsed.source.count("how many versions") == 1 and len([d for d in parsed.drawings if bars_in(d)]) == 2
+    parsed = page([ALLREDUCE, real])
+    assert parsed.source.count("how many versions") == 1
+    assert [len(row) for row in parsed.table_rows] == [5, 5, 6, 6]
+
+
+@pytest.mark.parametrize("stale", [{0: 500}, {3: 1}, {10**6: 1}, dict.fromkeys(range(5000), 1), {7: 10**6, 900: 1}, {2**53: 1, 0: 1}])
+def test_a_histogram_of_one_value_or_of_thousands_can_be_read(stale: dict[int, int]):
+    drawing = ElementTree.fromstring(charts.staleness(stale, "#2b9348") or "")
+    assert "NaN" not in ElementTree.tostring(drawing, "unicode")
+    corners = [[float(x) for x in re.findall(r"-?[\d.]+(?:e-?\d+)?", bar.attrib["d"])] for bar in bars_in(drawing)]
+    assert 1 <= len(corners) <= charts.BARS
+    # M x,y h width v height h -width Z: narrower than a sixth of the chart, wide and high enough to be seen, and within it.
+    for x, y, width, height, *_ in corners:
+        assert 2 <= width <= 250 / 6 and abs(height) >= 0.5
+        assert 0 <= x <= x + width <= 250 and 0 <= min(y, y + height) <= max(y, y + height) <= 120
+    ticks = words_in(drawing) - {"staleness", "updates"}
+    assert 4 <= len(ticks) <= 16
+
+
+@given(st.dictionaries(st.integers(0, 50) | st.integers(0, 2**53), st.integers(0, 10**9)).filter(lambda counts: any(counts.values())))
+def test_bars_hold_every_update_once(counts: dict[int, int]):
+    width, found = charts.bars(counts)
+    assert sum(found.values()) == sum(counts.values())
+    assert all(n == sum(counts.get(number, 0) for number in counts if first <= number < first + width) for first, n in found.items())
+    assert max(found) // width < charts.BARS and all(first % width == 0 for first in found)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_run_on_servers_gives_its_row_the_counts_of_its_trace(real: bool):
+    task = quadratic(steps=5, batch=4, evaluate=lambda model: {"accuracy": 0.5}, evaluate_every=5)
+    strategy = ParameterServer(servers=2)
+    run = simulate(task, strategy, Cluster(workers=2))
+    row = demo.row("server", strategy, run, 2, None, real=real)
+    assert row.staleness == run.trace.staleness_counts and row.updates == len(run.trace.staleness()) == 2 * 2 * 5
+    row = demo.row("plain", AllReduceSGD(), simulate(task, AllReduceSGD(), Cluster(workers=2)), 2, None, real=real)
+    assert row.updates == 0
 
 
 @pytest.mark.parametrize("colour", charts.COLOURS)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from paceline import registry
 from paceline.dist.job import Job
-from paceline.dist.loading import Parts, samples_in
+from paceline.dist.loading import ByCollectives, ByStore, Parts, samples_in
 from paceline.dist.loop import Loop
 from paceline.dist.optimizer import SessionOptimizer
-from paceline.dist.same_model import check_same_model, everything
+from paceline.dist.same_model import check_like_first, check_same_model, everything
 from paceline.flat import BUCKET_BYTES, FlatModel
 from paceline.op import drive
 from paceline.plan import Plan
@@ -39,6 +39,8 @@ class Session:
         self.job, self.loop, self.strategy = job, loop, strategy
         self.optimizer = optimizer
         self._is_open = True
+        self._passes = 0
+        self._done = loop.replica.k * loop.accumulate  # Minibatches of which a worker that died has done this one's part.
 
     @property
     def rank(self) -> int:
@@ -90,8 +92,13 @@ class Session:
                 yield batch
             return
         drive(self.loop.replica.settle())  # Or it would meet the exchanges below, where only some ranks have just saved their state.
+        agreement = ByStore(self.job.store, self.rank, self._passes) if self.strategy.is_elastic else ByCollectives(self.job.endpoint)
+        self._passes += 1
+        parts = Parts(loader, self.rank, self.workers, agreement, accumulate=self.loop.accumulate, is_whole=is_whole)
+        if trains():
+            self._done = parts.skip(self._done)
         try:
-            for part, samples in Parts(loader, self.job.endpoint, accumulate=self.loop.accumulate, is_whole=is_whole):
+            for part, samples in parts:
                 if trains():
                     self.count(samples)
                     yield part
@@ -221,7 +228,9 @@ def attach(
     job = Job(strategy, device=flat.params.device, ordered=ordered, timeout_s=timeout_s)
     wrapped: SessionOptimizer | None = None
     try:
-        if job.workers > 1:
+        if strategy.is_elastic:  # Its parameters come from the servers, which have the first one's.
+            check_like_first(job.rank, flat, job.store, values=initial == "equal")
+        elif job.workers > 1:
             if initial == "broadcast":
                 for _, values in everything(model):
                     job.endpoint.broadcast(values, 0).wait()
@@ -232,6 +241,7 @@ def attach(
 
         wrapped = SessionOptimizer(optimizer, take)
         loop = Loop(flat, job.endpoint, wrapped, nonfinite=nonfinite, accumulate=accumulate, plan=plan)
+        loop.replica.seat = job.rank
         loop.start(strategy)
     except BaseException:
         if wrapped is not None:

@@ -1,7 +1,8 @@
 """Companions: the processes that hold a parameter server's shards.
 
-Worker 0 starts them, so that four launched workers are four workers and nobody counts servers.  A companion lives as long as
-its standard input is open: it cannot outlive the worker that started it.
+The first worker of each host starts those of the host, so that four launched workers are four workers and nobody counts servers.  A
+companion lives for as long as its standard input is open, and no longer than there are workers.  That is a pipe of the worker that
+started it; or of a launcher that replaces dead workers, and then the job goes on without the one that started it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -24,17 +26,33 @@ from paceline.op import drive
 from paceline.server.shard import Shard
 from paceline.strategy import Strategy
 
+SETTINGS = "PACELINE_COMPANION"  # The variable that tells a companion what to serve.
+GRACE_S = 60.0  # How long shards wait for another worker in the place of one that died.
 FAILED = 70  # A worker's exit code when its companion failed (sysexits: internal software error).
 
 
 class Companions:
-    """The servers of a job, as worker 0 keeps them."""
+    """The servers on one host, as the worker keeps them that has started them.
+
+    `workers` are the processes of this host's workers, by rank; `life` is a launcher's pipe.
+    """
 
     def __init__(
-        self, strategy: Strategy, layout: Layout, store: dist.Store, prefix: str, *, epoch: float, bind: str, timeout_s: float
+        self,
+        strategy: Strategy,
+        layout: Layout,
+        ranks: Sequence[int],
+        store: dist.Store,
+        prefix: str,
+        *,
+        epoch: float,
+        bind: str,
+        timeout_s: float,
+        workers: Mapping[int, int],
+        life: int | None,
     ) -> None:
         self._closing = False
-        self._layout = layout
+        self._layout, self._life = layout, life
         plain: dict[str, Any] = {
             "strategy": registry.to_plain(strategy),
             "layout": [layout.workers, layout.servers],
@@ -44,21 +62,21 @@ class Companions:
             "epoch": epoch,
             "bind": bind,
             "timeout_s": timeout_s,
+            "workers": list(workers.items()),
+            "is_open": strategy.is_elastic,
+            "grace_s": GRACE_S if life is not None else 0.0,
         }
-        self._processes = {rank: self._start({**plain, "rank": rank}) for rank in layout.server_ranks}
+        self._processes = {rank: self._start({**plain, "rank": rank}) for rank in ranks}
         for rank, process in self._processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"companion-{rank}", daemon=True).start()
 
     def _start(self, plain: dict[str, Any]) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", SETTINGS: json.dumps(plain)}
         # In a session of its own: a signal to the worker's group (Ctrl-C, a launcher's SIGTERM) is the worker's to answer, and a
         # server that ended before it would look like the cause.
         command = [sys.executable, "-m", "paceline.dist.companion"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(plain).encode() + b"\n")
-        process.stdin.flush()
-        return process
+        stdin = subprocess.PIPE if self._life is None else self._life
+        return subprocess.Popen(command, stdin=stdin, env=environment, start_new_session=True)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -76,8 +94,8 @@ class Companions:
         """Whatever they do, end them."""
         self._closing = True
         for process in self._processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
+            if process.stdin is not None:
+                process.stdin.close()
             process.kill()
             process.wait()
 
@@ -101,13 +119,17 @@ def _serve(plain: dict[str, Any]) -> None:
     rank, layout = plain["rank"], Layout(*plain["layout"])
     strategy: Strategy = registry.from_plain(plain["strategy"])
     store = dist.PrefixStore(plain["prefix"], base)
-    with closing(Mailbox(store, rank, layout.size, bind=plain["bind"], timeout_s=plain["timeout_s"])) as mailbox:
+    is_open = plain["is_open"]
+    with closing(Mailbox(store, rank, layout.size, bind=plain["bind"], timeout_s=plain["timeout_s"], is_open=is_open)) as mailbox:
+        if is_open:
+            for worker, pid in plain["workers"]:
+                mailbox.watch(worker, pid)
         endpoint = ProcessEndpoint(rank, layout, Clock(plain["epoch"]), open_mailbox=lambda: mailbox)
-        drive(strategy.server(Shard(endpoint)))
+        drive(strategy.server(Shard(endpoint, grace_s=plain["grace_s"])))
         store.set(f"trace/{rank}", endpoint.trace.dumps())
 
 
-def _die_with_parent() -> None:
+def _die_with_starter() -> None:
     # Not through sys.stdin, whose lock a thread must not hold when the interpreter shuts down.
     while os.read(0, 4096):
         pass
@@ -116,9 +138,8 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with open(0, "rb", buffering=0, closefd=False) as stdin:
-        plain = json.loads(stdin.readline())
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    plain = json.loads(os.environ.pop(SETTINGS))
+    threading.Thread(target=_die_with_starter, daemon=True).start()
     try:
         _serve(plain)
     except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 T = TypeVar("T")
 
+PATIENCE_S = 5.0
 ANY_LINK = network.Link(bandwidth=1.0, latency=0.0)  # Only the bytes of a collective's cost are asked for here.
 
 
@@ -91,7 +92,9 @@ class Work(Op[T]):
 
 
 class ProcessEndpoint:
-    """One process's hold on its job.  `group` is None for a worker on its own and for servers."""
+    """One process's hold on its job.  `group` is None for a worker on its own, for servers, and for those who only talk to these."""
+
+    patience = PATIENCE_S
 
     def __init__(
         self,
@@ -162,8 +165,14 @@ class ProcessEndpoint:
     def send(self, dst: int, message: Message) -> Op[None]:
         return Watched(self.mailbox.send(dst, message), self, message.nbytes)
 
-    def recv(self, *, src: int | None = None, timeout: float | None = None) -> Op[Message]:
-        return Watched(self.mailbox.recv(src, timeout), self, 0)
+    def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
+        return Watched(self.mailbox.recv(src, timeout, kinds), self, 0)
+
+    def room(self, like: Tensor) -> Tensor:
+        return self.mailbox.room(like) if like.device.type == "cpu" else torch.empty_like(like)
+
+    def is_read(self, x: Tensor) -> bool:
+        return x.device.type == "cpu" and self.mailbox.is_read(x)
 
     def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)

@@ -61,7 +61,10 @@ class Job:
         ordered: bool = False,
         apart: bool = False,
         timeout_s: float = 1800.0,
+        life: int | None = None,
     ) -> None:
+        """`life` is a pipe of a launcher that replaces dead workers: servers live for as long as it is open."""
+        self._life = life if life is not None or "PACELINE_LIFE" not in os.environ else int(os.environ["PACELINE_LIFE"])
         self._timeout_s, self._device, self._own_group, self._folder = timeout_s, device, False, None
         self._companions: Companions | None = None
         self._apart: dist.ProcessGroup | None = None
@@ -69,27 +72,29 @@ class Job:
         self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
         self.endpoint: ProcessEndpoint
         try:
-            self._join(device, store, rank, workers)
+            self._join(device, store, rank, workers, alone=strategy.is_elastic)
             self._open(strategy, ordered, apart)
         except BaseException:
             self.close(failed=True)
             raise
 
     def _open(self, strategy: Strategy, ordered: bool, apart: bool) -> None:
-        self.layout = Layout(self.workers, strategy.servers)
         self.store = dist.PrefixStore(self._prefix, self._base)
-        epoch = float(self._agree("epoch", repr(time.time())))
+        life = self.store.add(f"lives/{self.rank}", 1) if strategy.is_elastic else 1
+        epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
         self._hosts = self._everyones("host", _host())
-        self.is_one_host = len(set(self._hosts)) == 1
+        hosts = [[r for r in range(self.workers) if self._hosts[r] == h] for h in dict.fromkeys(self._hosts)]
+        self.is_one_host = len(hosts) == 1
         self.bind = "127.0.0.1" if self.is_one_host else self._own_address()
         self._clock, self._ordered = Clock(epoch), ordered
-        if strategy.servers and self.rank == 0:
-            self._companions = Companions(
-                strategy, self.layout, self._base, self._prefix, epoch=epoch, bind=self.bind, timeout_s=self._timeout_s
-            )
+        self.layout = Layout(self.workers, max(strategy.servers, len(hosts)) if strategy.servers else 0)
+        if strategy.servers:
+            self._serve(strategy, hosts, epoch)
+        if strategy.is_elastic:
+            self._open_alone(life)
+            return
         # Through shared memory a collective is carried on by whoever waits for it; a GPU has streams of its own.
         self.lane = None if self.is_one_host or self._device.type != "cpu" else Lane()
-        hosts = [[r for r in range(self.workers) if self._hosts[r] == h] for h in dict.fromkeys(self._hosts)]
         by_host = 1 < len(hosts) < self.workers and self.lane is not None and not ordered
         group = self._group_of_all(apart or self.lane is not None)
         if by_host:
@@ -113,11 +118,39 @@ class Job:
             trace=Trace(keep=SPANS_KEPT),
         )
 
+    def _serve(self, strategy: Strategy, hosts: list[list[int]], epoch: float) -> None:
+        """Start the shards of this host, if this is the worker to do it, and has not died since it did."""
+        pids = [int(pid) for pid in self._everyones("pid", str(os.getpid()))]
+        own = next(i for i, ranks in enumerate(hosts) if self.rank in ranks)
+        if self.rank == hosts[own][0] and not self.store.check([f"served/{own}"]):
+            self._companions = Companions(
+                strategy,
+                self.layout,
+                [rank for j, rank in enumerate(self.layout.server_ranks) if j % len(hosts) == own],
+                self._base,
+                self._prefix,
+                epoch=epoch,
+                bind=self.bind,
+                timeout_s=self._timeout_s,
+                workers={rank: pids[rank] for rank in hosts[own]},
+                life=self._life,
+            )
+            self.store.set(f"served/{own}", "")
+
+    def _open_alone(self, life: int) -> None:
+        """A worker that talks to servers alone: it may die and another take its place, which nobody has seen before."""
+        self.lane = None
+        rank = self.rank if life == 1 else self.layout.size + self.store.add("joined", 1) - 1
+        self.endpoint = ProcessEndpoint(
+            rank, self.layout, self._clock, open_mailbox=lambda: self._open_mailbox(rank), trace=Trace(keep=SPANS_KEPT)
+        )
+
     def server_traces(self) -> list[Trace]:
-        """What the servers did, once all workers have left them; on worker 0, which keeps them."""
-        if self._companions is None:
+        """What the servers did, once all workers have left them; on the first worker."""
+        if not self.layout.servers or self.rank:
             return []
-        self._companions.wait()
+        if self._companions is not None:
+            self._companions.wait()
         return [Trace.loads(self.store.get(f"trace/{server}").decode()) for server in self.layout.server_ranks]
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
@@ -160,7 +193,7 @@ class Job:
         self._apart = group
         return group
 
-    def _join(self, device: torch.device, store: dist.Store | None, rank: int | None, workers: int | None) -> None:
+    def _join(self, device: torch.device, store: dist.Store | None, rank: int | None, workers: int | None, *, alone: bool) -> None:
         if not dist.is_initialized():
             if store is None and under_launcher():
                 store, rank, workers = _launched()
@@ -169,7 +202,7 @@ class Job:
                 store, rank, workers = dist.FileStore(str(Path(self._folder.name, "store"))), 0, 1
             assert rank is not None and workers is not None
             self.rank, self.workers, self._base = rank, workers, _unwrapped(store)
-            if workers == 1:
+            if workers == 1 or alone:
                 return
             # A prefix of its own: a second job of the same processes must not find the first one's addresses.
             store = dist.PrefixStore(f"{self._prefix}/torch", self._base)
@@ -190,16 +223,11 @@ class Job:
                 mine = _address_towards(other)
         return mine
 
-    def _open_mailbox(self) -> Mailbox:
+    def _open_mailbox(self, rank: int | None = None) -> Mailbox:
         from paceline.dist.mailbox import Mailbox
 
-        return Mailbox(self.store, self.rank, self.layout.size, bind=self.bind, timeout_s=self._timeout_s)
-
-    def _agree(self, key: str, value: str) -> str:
-        """Rank 0's value, on every rank."""
-        if self.rank == 0:
-            self.store.set(key, value)
-        return self.store.get(key).decode()
+        mine, is_open = self.rank if rank is None else rank, rank is not None
+        return Mailbox(self.store, mine, self.layout.size, bind=self.bind, timeout_s=self._timeout_s, is_open=is_open)
 
     def _everyones(self, key: str, value: str) -> list[str]:
         self.store.set(f"{key}/{self.rank}", value)

@@ -8,22 +8,32 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import ClusterError
 
+LIFE = "PACELINE_LIFE"  # The variable with the pipe that servers of replaceable workers live by.
 PEER_ERRORS = ("PeerLost", "ClusterError")  # What a rank says whose own fault it was not.
 
 
-def launch(command: Sequence[str], workers: int, *, port: int = 0, is_module: bool = False, restarts: int = 0) -> None:
-    """Run a script (or module) with its arguments on `workers` processes of this machine; ClusterError if one of them fails."""
+def launch(
+    command: Sequence[str], workers: int, *, port: int = 0, is_module: bool = False, restarts: int = 0, replacements: int | None = None
+) -> None:
+    """Run a script (or module) with its arguments on `workers` processes of this machine; ClusterError if one of them fails.
+
+    With a number of `replacements`, a worker that is killed is no failure: so many are started anew while the others go on, as
+    methods on a parameter server can.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,6 +47,14 @@ def launch(command: Sequence[str], workers: int, *, port: int = 0, is_module: bo
         _check_free(port)
     # As torchrun does: N processes with all cores each would fight for them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    entry = ["-u", "-m", "paceline.dist.entry", str(os.getpid()), "module" if is_module else "script", *command]
+    if replacements is not None:
+        if restarts or replacements < 0:
+            raise ValueError(
+                f"paceline run --restarts {restarts} --replacements {replacements}: either all workers are started again after a failure, "
+                "or 0 or more of them one by one"
+            )
+        return Replacing(entry, workers, port).run(replacements)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="paceline-run-") as folder:
         config = LaunchConfig(
@@ -53,13 +71,99 @@ def launch(command: Sequence[str], workers: int, *, port: int = 0, is_module: bo
             local_addr="127.0.0.1",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        entry = ["-u", "-m", "paceline.dist.entry", str(os.getpid()), "module" if is_module else "script", *command]
         try:
             elastic_launch(config, sys.executable)(*entry)
         except ChildFailedError as error:
             raise ClusterError(_first_cause(error.failures)) from None
         except SignalException as stopped:
             raise ClusterError(f"paceline run got {signal.Signals(stopped.sigval).name}; all workers were stopped") from None
+
+
+class Replacing:
+    """Local workers, each of which can be replaced by another.  Torch's agent starts all anew when one ends."""
+
+    def __init__(self, entry: Sequence[str], workers: int, port: int) -> None:
+        self.entry, self.workers, self.port = entry, workers, port
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def run(self, replacements: int) -> None:
+        from torch.distributed import TCPStore
+
+        life, hold = os.pipe()  # Servers live for as long as it is open, whichever worker has started them.
+        store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
+        with tempfile.TemporaryDirectory(prefix="paceline-run-") as folder, _signals_raised():
+            try:
+                for rank in range(self.workers):
+                    self._start(rank, store.port, life, folder)
+                self._watch(replacements, lambda rank: self._start(rank, store.port, life, folder), folder)
+            except _Signalled as stopped:
+                raise ClusterError(f"paceline run got {signal.Signals(stopped.number).name}; all workers were stopped") from None
+            finally:
+                os.close(life)
+                os.close(hold)
+                for process in self.processes.values():
+                    process.kill()
+                    process.wait()
+
+    def _start(self, rank: int, port: int, life: int, folder: str) -> None:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.workers, "LOCAL_WORLD_SIZE": self.workers, "GROUP_RANK": 0}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, LIFE: life}
+        place |= {"TORCHELASTIC_ERROR_FILE": Path(folder, f"error-{rank}.json")}
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        self.processes[rank] = subprocess.Popen([sys.executable, *self.entry], env=environment, pass_fds=[life])
+
+    def _watch(self, replacements: int, start: Callable[[int], None], folder: str) -> None:
+        alive, ended = set(self.processes), 0
+        while alive:
+            pidfds = {os.pidfd_open(self.processes[rank].pid): rank for rank in alive}
+            try:
+                ready, _, _ = select.select(list(pidfds), [], [])
+            finally:
+                for pidfd in pidfds:
+                    os.close(pidfd)
+            for rank in sorted(pidfds[pidfd] for pidfd in ready):
+                code = self.processes[rank].wait()
+                alive.discard(rank)
+                if not code:
+                    ended += 1
+                elif code > 0 or (not alive and not ended and not replacements):
+                    failure = Failure(self.processes[rank].pid, code, str(Path(folder, f"error-{rank}.json")))
+                    raise ClusterError(_first_cause({rank: failure}))
+                elif replacements and not ended:
+                    replacements -= 1
+                    print(f"paceline: rank {rank} was killed by {signal.Signals(-code).name}; another takes its place", file=sys.stderr)
+                    start(rank)
+                    alive.add(rank)
+
+
+class Failure(NamedTuple):
+    """A worker's end, as torch's agent would tell it."""
+
+    pid: int
+    exitcode: int
+    error_file: str
+    timestamp: int = 0
+
+
+class _Signalled(Exception):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _signals_raised() -> Generator[None]:
+    """Ctrl-C and a polite request to end, as an exception."""
+
+    def stop(number: int, _: object) -> None:
+        raise _Signalled(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _first_cause(failures: dict[int, Any]) -> str:

@@ -10,11 +10,12 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from paceline.collectives import stripe_of
@@ -25,6 +26,63 @@ class EmptyShard(RuntimeWarning):
     """A worker got no data at all."""
 
 
+class Agreement(Protocol):
+    """How ranks that iterate over the same minibatches make sure of it."""
+
+    def check_same(self, digest: bytes) -> None:
+        """Raise ValueError if this rank reads another first minibatch than others."""
+        ...
+
+    def seed(self) -> int:
+        """A number to shuffle by, the same on every rank."""
+        ...
+
+
+class ByCollectives:
+    """Among ranks that are all there."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+
+    def check_same(self, digest: bytes) -> None:
+        ranks = self.endpoint.ranks
+        everyones = self.endpoint.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).wait()
+        for rank, other in zip(ranks, everyones, strict=True):
+            if not torch.equal(other, everyones[0]):
+                raise _different(rank, ranks[0])
+
+    def seed(self) -> int:
+        return int(self.endpoint.broadcast(_drawn_seed(), self.endpoint.ranks[0]).wait())
+
+
+class ByStore:
+    """Among ranks that come and go: who begins its `number`-th pass first decides."""
+
+    def __init__(self, store: Store, rank: int, number: int) -> None:
+        self.store, self.rank, self.prefix = store, rank, f"pass/{number}"
+
+    def check_same(self, digest: bytes) -> None:
+        mine = f"{digest.hex()} {self.rank}"
+        first, rank = self.store.compare_set(f"{self.prefix}/first", "", mine).decode().split()
+        if first != digest.hex():
+            raise _different(self.rank, int(rank))
+
+    def seed(self) -> int:
+        return int(self.store.compare_set(f"{self.prefix}/seed", "", str(int(_drawn_seed()))).decode())
+
+
+def _drawn_seed() -> Tensor:
+    return torch.randint(2**62, (1,), dtype=torch.int64)
+
+
+def _different(rank: int, other: int) -> ValueError:
+    """Ranks that read different minibatches would train on some samples twice and on others never."""
+    return ValueError(
+        f"session.shard: rank {rank} reads another first minibatch than rank {other}; every rank must iterate over the same global "
+        "minibatches: give its shuffling one seed, and no DistributedSampler (this is one)"
+    )
+
+
 class Parts:
     """This worker's part of each minibatch, with how many samples it has.
 
@@ -33,11 +91,30 @@ class Parts:
     """
 
     def __init__(
-        self, loader: Iterable[Any], endpoint: Endpoint, *, accumulate: int = 1, is_whole: Callable[[], bool] = lambda: False
+        self,
+        loader: Iterable[Any],
+        index: int,
+        workers: int,
+        agreement: Agreement,
+        *,
+        accumulate: int = 1,
+        is_whole: Callable[[], bool] = lambda: False,
     ) -> None:
         """While `is_whole`, every worker gets every minibatch as it is."""
-        self.loader, self.endpoint, self.accumulate, self.is_whole = loader, endpoint, accumulate, is_whole
-        self.index, self.workers = list(endpoint.ranks).index(endpoint.rank), len(endpoint.ranks)
+        self.loader, self.agreement, self.accumulate, self.is_whole = loader, agreement, accumulate, is_whole
+        self.index, self.workers, self.skipped = index, workers, 0
+
+    def skip(self, most: int) -> int:
+        """Leave out up to so many minibatches at the beginning, without reading them if possible; how many are then left to skip."""
+        if most:
+            try:
+                length = len(self.loader)  # pyright: ignore[reportArgumentType]
+            except TypeError:
+                raise ValueError(
+                    f"session.shard({type(self.loader).__name__}): to go on where a dead worker was, the loader must have a length"
+                ) from None
+            self.skipped = min(most, length)
+        return most - self.skipped
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         filled = seen = 0
@@ -45,13 +122,11 @@ class Parts:
             seen += 1
             filled += samples > 0
             yield part, samples
-        if not seen:
+        if not seen and not self.skipped:
             raise ValueError(f"session.shard({type(self.loader).__name__}): the loader yielded no minibatch")
-        if not filled:
+        if not filled and not self.skipped:
             warnings.warn(
-                EmptyShard(
-                    f"rank {self.endpoint.rank} got no sample out of {seen} minibatches: they hold fewer than {self.workers} samples"
-                ),
+                EmptyShard(f"rank {self.index} got no sample out of {seen} minibatches: they hold fewer than {self.workers} samples"),
                 stacklevel=3,
             )
 
@@ -86,6 +161,8 @@ class Parts:
         for i, batch in enumerate(self.loader):
             if i == 0:
                 self.check_same(batch)
+            if i < self.skipped:
+                continue
             if self.is_whole():
                 yield batch, samples_in(batch)
                 continue
@@ -104,14 +181,7 @@ class Parts:
 
     def check_same(self, first: Any) -> None:
         """Ranks that read different minibatches would train on some samples twice and on others never."""
-        mine = torch.frombuffer(bytearray(hashlib.sha256(_bytes(first)).digest()), dtype=torch.uint8)
-        everyones = self.endpoint.all_gather(mine).wait()
-        for rank, other in zip(self.endpoint.ranks, everyones, strict=True):
-            if not torch.equal(other, everyones[0]):
-                raise ValueError(
-                    f"session.shard: rank {rank} reads another first minibatch than rank {self.endpoint.ranks[0]}; every rank must iterate "
-                    "over the same global minibatches: give its shuffling one seed, and no DistributedSampler (this is one)"
-                )
+        self.agreement.check_same(hashlib.sha256(_bytes(first)).digest())
 
 
 class _PartsOfIndices:
@@ -124,8 +194,7 @@ class _PartsOfIndices:
         self._seed = None
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
             # Without a generator torch draws a seed from the process's own, which the ranks need not share.
-            seed = torch.randint(2**62, (1,), dtype=torch.int64)
-            self._seed = int(parts.endpoint.broadcast(seed, parts.endpoint.ranks[0]).wait())
+            self._seed = parts.agreement.seed()
 
     def __iter__(self) -> Iterator[list[int]]:
         assert self.batch_sampler is not None
@@ -134,7 +203,7 @@ class _PartsOfIndices:
         if first is None:
             return
         self.parts.check_same(torch.tensor(list(first)))
-        for indices in chain([first], batches):
+        for indices in islice(chain([first], batches), self.parts.skipped, None):
             whole = self.parts.is_whole()
             where, samples = (slice(None), len(indices)) if whole else self.parts.stripe(len(indices))
             self.counts.append((samples, whole))

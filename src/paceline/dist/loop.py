@@ -35,6 +35,8 @@ class Wish(Op[Any]):
 class Loop:
     """Learner to the replica, driver to the strategy."""
 
+    is_shared_out = False
+
     def __init__(
         self, flat: FlatModel, endpoint: Endpoint, optimizer: SessionOptimizer, *, nonfinite: NonFinite, accumulate: int, plan: Plan
     ) -> None:

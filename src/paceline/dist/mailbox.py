@@ -1,7 +1,8 @@
 """Mailbox: a rank's letters to and from the other ranks of its job, over ZeroMQ.
 
 Every rank binds one PULL socket and pushes to the others' over TCP, encrypted and authenticated by CURVE with a key pair
-made for this rank of this job; a key that no rank has published in the store gets nothing through.  The mailbox is as
+made for this rank of this job; a key that no rank has published in the store gets nothing through.  Large tensors for a rank of the
+same host lie in memory that it can map (`parcels`), and only where they lie travels.  The mailbox is as
 trustworthy as that store: whoever can write there can join the job.  A letter is delivered once or, if a connection
 breaks on the way, not at all; letters between two ranks keep their order.
 """
@@ -13,10 +14,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Literal, TypeVar, get_args
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 import torch
@@ -26,9 +28,10 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from paceline.dist.parcels import Place, Receiver, Sender, here
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
-from paceline.op import Op
+from paceline.op import Op, Ready
 
 T = TypeVar("T")
 
@@ -39,8 +42,14 @@ NAMES: dict[torch.dtype, Name] = {dtype: name for name, dtype in DTYPES.items()}
 
 # Smaller tensors are copied: up to here, lending a buffer to ZeroMQ and hearing of its return costs more.
 COPY_BELOW = 2**20
+# From here on it is worth telling a rank of the same host where a tensor lies, instead of sending it.
+PARCEL_FROM = 2**16
 # Letters of one peer that may wait unread; then its awaited sends slow down to the reader's pace and spare its memory.
 UNREAD = 16
+# Bytes of parcels that one reader may have been told of and not opened, before awaited sends to it do the same.
+UNREAD_NBYTES = 2**29
+# Seconds without a word of a dead process after which no more is expected, whatever others may have on its way to this one.
+LAST_WORDS_S = 1.0
 KEYS = "mail/key/"  # Where the store keeps the rank that a public key belongs to.
 
 
@@ -49,7 +58,23 @@ class _Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     src: int
     version: int
     samples: int
-    tensors: tuple[tuple[Name, Shape], ...]
+    serial: int
+    steps: int
+    tensors: tuple[tuple[Name, Shape, Place | None], ...]
+
+
+class _Peer(NamedTuple):
+    """What a rank has published of itself: the address of its mailbox, its key, its process and its host."""
+
+    address: str
+    key: str
+    pid: int
+    host: str
+
+    @classmethod
+    def of(cls, store: Store, rank: int) -> _Peer:
+        address, key, pid, host = store.get(f"mail/{rank}").decode().split(" ")
+        return cls(address, key, int(pid), host)
 
 
 class _Begun(Op[T]):
@@ -72,11 +97,13 @@ class _Door(threading.Thread):
     authenticator takes a thread too, with an asyncio loop in it, and never hears of strangers who offer no key.
     """
 
-    def __init__(self, inbox: zmq.SyncSocket, store: Store, size: int, refuse: Callable[[str], None], name: str) -> None:
+    def __init__(
+        self, inbox: zmq.SyncSocket, store: Store, size: float, peers: dict[int, _Peer], refuse: Callable[[str], None], name: str
+    ) -> None:
         super().__init__(name=name, daemon=True)
         # A store that one thread blocks on makes the other wait; torch before 2.8 has no clone().
         self._store: Store = getattr(store, "clone", lambda: store)()
-        self._size, self._refuse = size, refuse
+        self._size, self._peers, self._refuse = size, peers, refuse
         self._admitted: dict[bytes, bytes] = {}
         self._asked = inbox.context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
@@ -103,7 +130,10 @@ class _Door(threading.Thread):
         try:
             # Once every rank is known nobody else can be admitted, and strangers cost the store nothing.
             if key not in self._admitted and len(self._admitted) < self._size and self._store.check([KEYS + key.hex()]):
-                self._admitted[key] = self._store.get(KEYS + key.hex())
+                rank = int(self._store.get(KEYS + key.hex()))
+                if 0 <= rank < self._size and self._store.check([f"mail/{rank}"]):
+                    self._peers[rank] = _Peer.of(self._store, rank)
+                    self._admitted[key] = str(rank).encode()
         except RuntimeError as error:  # The store's; 300 lets the peer try again.
             status, reason = b"300", f"the store could not be asked about its key: {error}"
         if key in self._admitted:
@@ -117,21 +147,38 @@ class Mailbox:
     """What arrives for `rank` of `size`, and the way to the others; for the process and thread that made it.
 
     `store` holds one mailbox a rank: give each job a PrefixStore of its own.  `bind` is this machine's address or interface.
-    `timeout_s` bounds every wait that names no time of its own, `max_nbytes` every tensor, the same at all ranks.
+    `timeout_s` bounds every wait that names no time of its own, `max_nbytes` every tensor, the same at all ranks.  If it `is_open`,
+    other ranks may join the first ones, and the last that is heard of a process of this host is a message of the kind "gone".
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, bind: str = "127.0.0.1", timeout_s: float = 60, max_nbytes: int | None = None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        bind: str = "127.0.0.1",
+        timeout_s: float = 60,
+        max_nbytes: int | None = None,
+        is_open: bool = False,
     ) -> None:
-        if not 0 <= rank < size:
+        if not 0 <= rank < (math.inf if is_open else size):
             raise ValueError(f"Mailbox(rank={rank}, size={size}): a rank counts from 0 and is below the size")
-        self.rank, self.size, self.timeout_s, self.max_nbytes = rank, size, timeout_s, max_nbytes
+        self.rank, self.timeout_s, self.max_nbytes, self.is_open = rank, timeout_s, max_nbytes, is_open
+        self.size: float = math.inf if is_open else size
         self.refused = 0
         self.last_refusal: str | None = None
         self._refusing, self._store, self._pid = threading.Lock(), store, os.getpid()
         self._public, self._secret = zmq.curve_keypair()
         self._arrived: deque[Message] = deque()
+        self._peers: dict[int, _Peer] = {}
         self._outboxes: dict[int, zmq.SyncSocket] = {}
+        self._here = here()
+        self._near: dict[int, Receiver | None] = {}  # How ranks of this host are read; None: it is elsewhere.
+        self._parcels = Sender()
+        self._watched: dict[int, int] = {}  # The ranks whose processes are watched, by their pidfds.
+        self._gone: set[int] = set()
+        self._poller = zmq.Poller()
         self._context = zmq.Context()
         self._context.linger = 0
         endpoint = f"tcp://[{bind}]:*" if ":" in bind else f"tcp://{bind}:*"
@@ -143,14 +190,15 @@ class Mailbox:
         self._inbox.handshake_ivl = 5_000  # A stranger that connects and says nothing.
         if max_nbytes is not None:
             self._inbox.maxmsgsize = max_nbytes + 2**16  # CURVE adds a nonce and a MAC, and the header is a frame too.
-        self._door = _Door(self._inbox, store, size, self._refuse, f"mailbox-{rank}-door")
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._door = _Door(self._inbox, store, self.size, self._peers, self._refuse, f"mailbox-{rank}-door")
         self._door.start()
         try:
             self._inbox.bind(endpoint)
             self.address = self._inbox.get_string(zmq.LAST_ENDPOINT)
             if self.address.startswith(("tcp://0.0.0.0:", "tcp://[::]:")):
                 raise ValueError(f"Mailbox(bind={bind!r}): name the one address at which the other ranks reach this one")
-            entry = f"{self.address} {self._public.decode()}"
+            entry = f"{self.address} {self._public.decode()} {os.getpid()} {self._here}"
             if store.compare_set(f"mail/{rank}", "", entry) != entry.encode():
                 raise ValueError(f"Mailbox(rank={rank}): the store has a mailbox of this rank; give each job a PrefixStore of its own")
             store.set(KEYS + z85.decode(self._public).hex(), str(rank))
@@ -159,34 +207,83 @@ class Mailbox:
             raise
 
     def send(self, dst: int, message: Message) -> Op[None]:
-        """Begin to send; once it was awaited the tensors may be overwritten, whether or not they have arrived."""
+        """Begin to send; once it was awaited the tensors may be overwritten, whether or not they have arrived, but for `room`."""
         self._check_call("send", dst)
-        flat = [_flat_bytes(tensor, self.max_nbytes) for tensor in message.tensors]
-        forms = tuple[tuple[Name, Shape], ...]((NAMES[tensor.dtype], tuple(tensor.shape)) for tensor in message.tensors)
-        header = _Header(message.kind, self.rank, message.version, message.samples, forms)
-        socket = self._outbox(dst)
+        for tensor in message.tensors:
+            self._check_tensor(tensor)
+        if dst in self._gone:
+            return Ready("send", None)
+        socket, is_near = self._outbox(dst), self._reader(dst) is not None
+        places = [self._parcels.pack(t, dst) if is_near and t.nbytes >= PARCEL_FROM else None for t in message.tensors]
+        forms = tuple[tuple[Name, Shape, Place | None], ...](
+            (NAMES[tensor.dtype], tuple(tensor.shape), place) for tensor, place in zip(message.tensors, places, strict=True)
+        )
+        header = _Header(message.kind, self.rank, message.version, message.samples, message.serial, message.steps, forms)
+        flat = [(_flat_bytes(tensor), tensor) for tensor, place in zip(message.tensors, places, strict=True) if place is None]
         socket.send(msgspec.msgpack.encode(header), zmq.SNDMORE if flat else 0)
         lent: list[zmq.MessageTracker] = []
-        for i, (raw, tensor) in enumerate(zip(flat, message.tensors, strict=True), start=1):
+        for i, (raw, tensor) in enumerate(flat, start=1):
             tracker = socket.send(raw.numpy().data, zmq.SNDMORE if i < len(flat) else 0, copy=False, track=True)
             if raw.data_ptr() == tensor.data_ptr() and not tracker.done:
                 lent.append(tracker)
-        return _Begun("send", partial(self._get_back, zmq.MessageTracker(*lent), dst, message.kind, time.monotonic() + self.timeout_s))
+        # However large it is, a message need not be opened before its sender goes on, if all others have been.
+        packed = sum(place.nbytes for place in places if place is not None)
+        unread = max(UNREAD_NBYTES, packed) if packed else math.inf
+        deadline = time.monotonic() + self.timeout_s
+        return _Begun("send", partial(self._get_back, zmq.MessageTracker(*lent), unread, dst, message.kind, deadline))
 
-    def recv(self, src: int | None = None, timeout: float | None = None) -> Op[Message]:
-        """The next message when it is waited for, from `src` if given; its tensors own their memory and may be written to."""
+    def recv(self, src: int | None = None, timeout: float | None = None, kinds: Collection[str] | None = None) -> Op[Message]:
+        """The next message when it is waited for, from `src` and of one of `kinds` if given.
+
+        Its tensors may be written to, but for those that lie in their sender's `room`.
+        """
         self._check_call("recv", src)
         limit = self.timeout_s if timeout is None else timeout
-        return _Begun("recv", partial(self._next, src, limit, time.monotonic() + limit))
+        return _Begun("recv", partial(self._next, src, kinds, limit, time.monotonic() + limit))
+
+    def room(self, like: Tensor) -> Tensor:
+        """Memory for a tensor that ranks of this host read without a copy once it was sent: see `is_read`."""
+        self._check_call("room")
+        if self._here and like.nbytes >= PARCEL_FROM:
+            with suppress(OSError):  # There may be no memory for it that others can map.
+                return self._parcels.room(like.nbytes).view(like.dtype).view(like.shape)
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def is_read(self, x: Tensor) -> bool:
+        """Whether another rank may still read what was sent out of `room`, so that it must not be written to."""
+        self._check_call("is_read")
+        return self._parcels.is_lent(x)
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Hear of it when a process of this host has ended that was, or is to be, a rank."""
+        if rank in self._gone or rank in self._watched.values():
+            return
+        try:
+            watched = os.pidfd_open(pid)
+        except ProcessLookupError:
+            watched = os.eventfd(1)  # It has ended already, which is to be heard of in the same way.
+        except (AttributeError, OSError):  # There are systems without.
+            return
+        self._watched[watched] = rank
+        self._poller.register(watched, zmq.POLLIN)
 
     def close(self, linger_s: float = 5) -> None:
-        """Flush what was sent, and lose what a peer has not taken in after `linger_s` seconds; leave no thread or port behind."""
+        """Flush what was sent, and lose what a peer has not taken in after `linger_s` seconds; leave no thread, port or file behind."""
         if self._context.closed:
             return
         self._check_call("close")
+        deadline = time.monotonic() + linger_s
         for socket in self._outboxes.values():
             socket.close(linger=math.ceil(1000 * linger_s))
+        # A parcel can be opened only while its sender is there.  Who waits for this takes in what others wait to see opened.
+        while time.monotonic() < deadline and (self._take(0) or self._parcels.unread()):
+            self._take(0.002)
         self._inbox.close(linger=0)
+        for watched in self._watched:
+            os.close(watched)
+        self._parcels.close()
+        self._arrived.clear()
+        self._near.clear()
         self._context.term()
         self._door.join()
 
@@ -195,6 +292,12 @@ class Mailbox:
             raise RuntimeError(f"{call}: rank {self.rank}'s mailbox is closed, or not of this process ({self._pid}, not {os.getpid()})")
         if rank is not None and not 0 <= rank < self.size:
             raise ValueError(f"{call}: rank {rank} is none of this job's, which are 0 to {self.size - 1}")
+
+    def _check_tensor(self, tensor: Tensor) -> None:
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"send of a {tensor.dtype} tensor: a mailbox carries {', '.join(DTYPES)}")
+        if self.max_nbytes is not None and tensor.nbytes > self.max_nbytes:
+            raise ValueError(f"send of a tensor of {tensor.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}")
 
     def _refuse(self, reason: str) -> None:
         with self._refusing:  # The door refuses too.
@@ -212,88 +315,164 @@ class Mailbox:
         socket.sndhwm = 0
         return socket
 
+    def _peer(self, rank: int) -> _Peer:
+        if rank not in self._peers:
+            try:
+                self._peers[rank] = _Peer.of(self._store, rank)
+            except RuntimeError as error:
+                raise ClusterError(f"rank {self.rank} found no mailbox of rank {rank} in the store: {error}") from error
+        return self._peers[rank]
+
     def _outbox(self, dst: int) -> zmq.SyncSocket:
         if dst not in self._outboxes:
-            try:
-                address, key = self._store.get(f"mail/{dst}").decode().split(" ")
-            except RuntimeError as error:
-                raise ClusterError(f"rank {self.rank} found no mailbox of rank {dst} in the store: {error}") from error
-            socket = self._socket(zmq.PUSH, address)
-            socket.curve_serverkey = key.encode()
-            socket.connect(address)
+            peer = self._peer(dst)
+            socket = self._socket(zmq.PUSH, peer.address)
+            socket.curve_serverkey = peer.key.encode()
+            socket.connect(peer.address)
             self._outboxes[dst] = socket
         return self._outboxes[dst]
 
-    def _get_back(self, lent: zmq.MessageTracker, dst: int, kind: str, deadline: float) -> None:
+    def _reader(self, rank: int) -> Receiver | None:
+        """How to read what lies in a rank's own memory, if it is on this host: and then it can read what lies in ours."""
+        if rank not in self._near:
+            peer = self._peer(rank)
+            is_near = bool(self._here) and peer.host == self._here
+            self._near[rank] = Receiver(peer.pid) if is_near else None
+            if is_near and self.is_open and rank != self.rank:
+                self.watch(rank, peer.pid)
+        return self._near[rank]
+
+    def _get_back(self, lent: zmq.MessageTracker, unread: float, dst: int, kind: str, deadline: float) -> None:
         self._check_call("send")
-        while not lent.done:
+        while not lent.done or self._parcels.unread(dst) > unread:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ClusterError(f"rank {self.rank} could not send '{kind}' to rank {dst} within {self.timeout_s:g} s")
             with suppress(zmq.NotDone):
                 lent.wait(min(left, 0.02))
-                return
-            while self._take(0):
-                pass  # Were two ranks both to wait here without reading, neither would go on.
+            # Were two ranks both to wait here without reading, neither would go on.
+            while self._take(0.001 if lent.done else 0):
+                pass
 
-    def _next(self, src: int | None, limit: float, deadline: float) -> Message:
+    def _next(self, src: int | None, kinds: Collection[str] | None, limit: float, deadline: float) -> Message:
         self._check_call("recv")
         while True:
             for i, message in enumerate(self._arrived):
-                if src is None or message.src == src:
+                if (src is None or message.src == src) and (kinds is None or message.kind in kinds):
                     del self._arrived[i]
                     return message
             if not self._take(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"rank {self.rank} waited {limit:g} s for a message from {'any rank' if src is None else f'rank {src}'}")
 
     def _take(self, timeout_s: float) -> bool:
-        """Take in one message, good or bad; False if none came in time."""
-        if not self._inbox.poll(math.ceil(1000 * min(timeout_s, 1e6))):
-            return False
+        """Take in a message, good or bad, or somebody's end; False if there was none in time."""
+        ready = dict(self._poller.poll(math.ceil(1000 * min(timeout_s, 1e6))))
+        ended = [watched for watched in self._watched if watched in ready]
+        for watched in ended:
+            self._bury(watched)
+        if ready and not ended:
+            self._take_in()
+        return bool(ready)
+
+    def _take_in(self) -> Message | None:
         try:
             frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:  # A connection that breaks within a message makes the socket readable, and there is nothing.
-            return True
+            return None
         try:
-            self._arrived.append(_read(frames, self.size))
+            message = self._read(frames)
         except (msgspec.MsgspecError, ValueError) as error:
             self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}")
-        return True
+            return None
+        self._arrived.append(message)
+        return message
+
+    def _bury(self, watched: int) -> None:
+        """A process has ended: hear what it has said before, free what it was still to read, and drop what is for it."""
+        rank = self._watched[watched]
+        end = time.monotonic() + LAST_WORDS_S
+        # Once more after the kernel has been asked: what has left it since then is in the inbox.
+        while time.monotonic() < end and (self._inbox.poll(0) or _is_under_way(self.address) or self._inbox.poll(0)):
+            if self._inbox.poll(1) and (message := self._take_in()) is not None and message.src == rank:
+                end = time.monotonic() + LAST_WORDS_S
+        del self._watched[watched]
+        self._poller.unregister(watched)
+        os.close(watched)
+        self._gone.add(rank)
+        self._near[rank] = None
+        self._parcels.take_back(rank)
+        if rank in self._outboxes:
+            self._outboxes.pop(rank).close(linger=0)
+        self._arrived.append(Message("gone", src=rank))
+
+    def _read(self, frames: Sequence[zmq.Frame]) -> Message:
+        """The message in these frames, or an error that says what is wrong with them."""
+        header = msgspec.msgpack.decode(frames[0].buffer, type=_Header)
+        if header.kind == "gone":
+            raise ValueError("it says that somebody is gone, which a mailbox finds out by itself")
+        # The key that CURVE has verified says who wrote: a header cannot speak for another rank, or for none.
+        if not 0 <= header.src < self.size or str(header.src) != frames[0].get("User-Id"):
+            raise ValueError(f"its header says that it is from rank {header.src}")
+        if header.src in self._gone:
+            raise ValueError("it came after the end of its sender")
+        sent = [form for form in header.tensors if form[2] is None]
+        if len(sent) != len(frames) - 1:
+            raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
+        rest = iter(frames[1:])
+        reader = self._reader(header.src)  # Even if there is nothing to read: from now on it is watched.
+        tensors = tuple(
+            _in_frame(next(rest), name, shape) if place is None else self._in_parcel(reader, place, name, shape)
+            for name, shape, place in header.tensors
+        )
+        return Message(header.kind, tensors, header.version, header.samples, header.serial, header.steps, header.src)
+
+    def _in_parcel(self, reader: Receiver | None, place: Place, name: Name, shape: tuple[int, ...]) -> Tensor:
+        if reader is None:
+            raise ValueError("it tells of a tensor in memory of its sender, which is not on this host")
+        if self.max_nbytes is not None and place.nbytes > self.max_nbytes:
+            raise ValueError(f"it tells of a tensor of {place.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}")
+        _check_form(name, shape, place.nbytes)
+        return _typed(reader.open(place), name, shape)
 
 
-def _flat_bytes(tensor: Tensor, max_nbytes: int | None) -> Tensor:
+def _is_under_way(address: str) -> bool:
+    """Whether the kernel has bytes for an address of this host that nobody has read, or an end that nobody has seen."""
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    lines: list[str] = []
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            lines += Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+    connections = [line.split()[1:5] for line in lines]
+    # 08 is CLOSE_WAIT: all that the other end had to say is here, and whoever reads it has not come to its end.
+    return any(
+        port in (mine[-5:], theirs[-5:]) and (state == "08" or queues != "00000000:00000000") for mine, theirs, state, queues in connections
+    )
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
     """The tensor's own memory as bytes; a copy's if it is not contiguous or not on the CPU."""
-    if tensor.dtype not in NAMES:
-        raise ValueError(f"send of a {tensor.dtype} tensor: a mailbox carries {', '.join(DTYPES)}")
-    if max_nbytes is not None and tensor.nbytes > max_nbytes:
-        raise ValueError(f"send of a tensor of {tensor.nbytes} bytes: this mailbox was made with max_nbytes={max_nbytes}")
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def _read(frames: Sequence[zmq.Frame], size: int) -> Message:
-    """The message in these frames, or an error that says what is wrong with them."""
-    header = msgspec.msgpack.decode(frames[0].buffer, type=_Header)
-    # The key that CURVE has verified says who wrote: a header cannot speak for another rank, or for none.
-    if not 0 <= header.src < size or str(header.src) != frames[0].get("User-Id"):
-        raise ValueError(f"its header says that it is from rank {header.src}")
-    if len(header.tensors) != len(frames) - 1:
-        raise ValueError(f"its header announces {len(header.tensors)} tensors and {len(frames) - 1} came")
-    tensors = tuple(_tensor(frame, name, shape) for (name, shape), frame in zip(header.tensors, frames[1:], strict=True))
-    return Message(header.kind, tensors, header.version, header.samples, header.src)
-
-
-def _tensor(frame: zmq.Frame, name: Name, shape: tuple[int, ...]) -> Tensor:
+def _in_frame(frame: zmq.Frame, name: Name, shape: tuple[int, ...]) -> Tensor:
     """The frame's memory as a tensor, which keeps the frame alive."""
-    dtype = DTYPES[name]
-    if math.prod(shape) * dtype.itemsize != len(frame):
-        raise ValueError(f"a {name} tensor of shape {shape} came with {len(frame)} bytes")
+    _check_form(name, shape, len(frame))
+    if len(frame) == 0:
+        return torch.empty(shape, dtype=DTYPES[name])
+    raw = torch.frombuffer(frame.buffer, dtype=torch.uint8)
+    # ZeroMQ packs small frames into one buffer, wherever they fall.
+    return _typed(raw if raw.data_ptr() % DTYPES[name].itemsize == 0 else raw.clone(), name, shape)
+
+
+def _check_form(name: Name, shape: tuple[int, ...], nbytes: int) -> None:
+    if math.prod(shape) * DTYPES[name].itemsize != nbytes:
+        raise ValueError(f"a {name} tensor of shape {shape} came with {nbytes} bytes")
     # torch computes the strides of an empty tensor too, and they must not overflow.
     if math.prod(max(1, n) for n in shape) >= 2**63:
         raise ValueError(f"an empty tensor of shape {shape} has no strides")
-    if len(frame) == 0:
-        return torch.empty(shape, dtype=dtype)
-    raw = torch.frombuffer(frame.buffer, dtype=torch.uint8)
-    if dtype is torch.bool and raw.max() > 1:
+
+
+def _typed(raw: Tensor, name: Name, shape: tuple[int, ...]) -> Tensor:
+    if name == "bool" and raw.max() > 1:
         raise ValueError("a bool tensor came with bytes other than 0 and 1")
-    # ZeroMQ packs small frames into one buffer, wherever they fall.
-    return (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape)
+    return raw.view(DTYPES[name]).view(shape)

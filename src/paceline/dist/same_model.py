@@ -31,6 +31,23 @@ def check_same_model(endpoint: Endpoint, flat: FlatModel, store: Store) -> None:
             )
 
 
+def check_like_first(rank: int, flat: FlatModel, store: Store, *, values: bool = True) -> None:
+    """The same where ranks come and go: each compares itself, before its first step, with what the first to come has left in the store."""
+    mine: list[list[object]] = [[n, list(t.shape), str(t.dtype), int(_fingerprint(t)) if values else 0] for n, t in everything(flat.model)]
+    first, theirs = json.loads(store.compare_set("model", "", json.dumps([rank, mine])))
+    for own, other in zip(mine, theirs, strict=False):
+        if own[:3] != other[:3]:
+            raise ValueError(f"the models differ: rank {first} has {_spelled(other[:3])}, rank {rank} has {_spelled(own[:3])}")
+    if len(mine) != len(theirs):
+        raise ValueError(f"the models differ: rank {first} has {len(theirs)} parameters and buffers, rank {rank} has {len(mine)}")
+    for own, other in zip(mine, theirs, strict=True):
+        if own != other:
+            raise ValueError(
+                f"rank {rank} starts from other values of '{own[0]}' than rank {first}: build the model after the same "
+                "torch.manual_seed on every rank, or give attach(initial='broadcast')"
+            )
+
+
 def everything(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All that a model starts from: parameters, frozen ones too, and buffers."""
     return [(n, t.detach()) for n, t in (*model.named_parameters(), *model.named_buffers())]

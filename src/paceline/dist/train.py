@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from paceline.dist.backward import BucketHooks, Each
 from paceline.dist.job import Job, under_launcher
-from paceline.dist.same_model import check_same_model, everything
+from paceline.dist.same_model import check_like_first, check_same_model, everything
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.flat import FlatModel
@@ -73,7 +73,7 @@ class ProcessLearner(TaskLearner):
 
     def _backward(self, replica: Replica, each: Each | None) -> bool:
         """Compute the next minibatch's gradient, handing its buckets to `each`; whether there was one."""
-        batch = self.trainee.draw(replica.k)
+        batch = self.trainee.draw(replica.k, replica.seat)
         replica.begin(0 if batch is None else len(batch[0]))
         if batch is None:
             return False
@@ -108,6 +108,7 @@ class Terms:
     nonfinite: NonFinite
     ordered: bool
     timeout_s: float
+    replacements: int = 0
 
 
 def train(
@@ -118,10 +119,14 @@ def train(
     nonfinite: NonFinite = "skip",
     ordered: bool = False,
     timeout_s: float = 1800.0,
+    replacements: int = 3,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
-    """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each."""
-    terms = Terms(task, strategy, nonfinite, ordered, timeout_s)
+    """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each.
+
+    Where workers run free (on a parameter server) the others go on if one is killed, and up to `replacements` are started anew.
+    """
+    terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements)
     if under_launcher():
         if workers is not None and workers != int(os.environ.get("WORLD_SIZE", workers)):
             raise ValueError(f"train(workers={workers}) under a launcher that started {os.environ['WORLD_SIZE']}: leave `workers` out")
@@ -139,8 +144,10 @@ def _work(
     store: dist.Store | None = None,
     rank: int | None = None,
     workers: int | None = None,
+    life: int | None = None,
+    begun: Callable[[], None] = lambda: None,
 ) -> Run:
-    """This process's part, from joining the others to the end."""
+    """This process's part, from joining the others, which is then `begun`, to the end."""
     task, strategy = terms.task, terms.strategy
     model = task.build()
     device = next(model.parameters()).device
@@ -148,9 +155,13 @@ def _work(
         raise ValueError(
             f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for models there"
         )
-    with Job(strategy, device=device, store=store, rank=rank, workers=workers, ordered=terms.ordered, timeout_s=terms.timeout_s) as job:
-        trainee = Trainee(task, model, job.rank, job.workers)
-        if job.workers > 1:
+    place: dict[str, Any] = {"device": device, "store": store, "rank": rank, "workers": workers, "life": life}
+    with Job(strategy, **place, ordered=terms.ordered, timeout_s=terms.timeout_s) as job:
+        begun()
+        trainee = Trainee(task, model, job.endpoint.rank, job.workers)
+        if strategy.is_elastic:
+            check_like_first(job.rank, trainee.flat, job.store)
+        elif job.workers > 1:
             check_same_model(job.endpoint, trainee.flat, job.store)
         replica = Replica(job.endpoint, ProcessLearner(trainee, job.endpoint), nonfinite=terms.nonfinite, plan=task.plan)
 
@@ -176,19 +187,22 @@ def _work(
 
 def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) -> Run:
     context = multiprocessing.get_context("fork")
-    steps = np.frombuffer(mmap(-1, 8), dtype=np.int64)  # Anonymous memory that forked workers share: rank 0's step.
+    # Anonymous memory that forked workers share: who has joined the others, and rank 0's step.
+    shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
+    life, hold = os.pipe()  # Servers live for as long as it is open, whichever worker has started them.
 
     def report(k: int) -> None:
-        steps[0] = k
+        shared[-1] = k
 
     def child(rank: int, folder: Path) -> None:
         torch.set_num_threads(1)  # A forked process must not enter the thread pool of its parent, which did not come along.
         try:
             store = dist.FileStore(str(folder / "store"))
-            run = _work(terms, report if rank == 0 else None, store, rank, workers)
+            pipe = life if terms.strategy.is_elastic else None
+            run = _work(terms, report if rank == 0 else None, store, rank, workers, pipe, lambda: shared.__setitem__(rank, 1))
             (folder / f"trace-{rank}.json").write_text(run.trace.dumps())
-            if rank == 0:
-                _write(run.model, folder / "model")
+            if rank == 0 or terms.strategy.is_elastic:  # The first may be killed, and then another's is as good.
+                _write(run.model, folder / f"model-{rank}")
         except BaseException as error:
             story = {
                 "error": f"{type(error).__name__}: {error}",
@@ -201,23 +215,31 @@ def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) ->
 
     with tempfile.TemporaryDirectory(prefix="paceline-") as name:
         folder = Path(name)
-        processes = [context.Process(target=child, args=(rank, folder), name=f"worker-{rank}") for rank in range(workers)]
+        processes: dict[int, Any] = {}  # The last one of each rank.
+
+        def start(rank: int) -> None:
+            processes[rank] = context.Process(target=child, args=(rank, folder), name=f"worker-{rank}")
+            processes[rank].start()
+
         try:
-            for process in processes:
-                process.start()
-            _watch(processes, folder, steps, progress)
+            for rank in range(workers):
+                start(rank)
+            replacements = terms.replacements if terms.strategy.is_elastic else None
+            _watch(processes, start, folder, replacements, shared, progress)
         finally:
-            for process in processes:
+            os.close(life)
+            os.close(hold)
+            for process in processes.values():
                 if process.is_alive():
                     process.kill()
                 process.join()
                 process.close()
         trace = Trace()
-        for rank in range(workers):
-            trace.merge(Trace.loads((folder / f"trace-{rank}.json").read_text()))
+        for path in sorted(folder.glob("trace-*.json")):
+            trace.merge(Trace.loads(path.read_text()))
         model = terms.task.build()
         flat = FlatModel(model)
-        _read(model, folder / "model")
+        _read(model, min(folder.glob("model-*"), key=lambda path: int(path.name.removeprefix("model-"))))
         return Run(model, flat.params.clone(), trace, [])
 
 
@@ -234,17 +256,36 @@ def _read(model: nn.Module, path: Path) -> None:
             values.copy_(torch.frombuffer(bytearray(file.read(values.nbytes)), dtype=values.dtype).view(values.shape))
 
 
-def _watch(processes: list[Any], folder: Path, steps: Any, progress: Callable[[int], None] | None) -> None:
-    """Wait for all of them; on the first failure say whose it was."""
-    alive = {p.sentinel: (rank, p) for rank, p in enumerate(processes)}
+def _watch(
+    processes: dict[int, Any],
+    start: Callable[[int], None],
+    folder: Path,
+    replacements: int | None,
+    shared: Any,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Wait for all of them; on the first failure say whose it was.
+
+    With a number of `replacements`, who is killed is no failure: so many are started anew, unless others are already done, and after
+    that the rest goes on without them, if all had joined by then.
+    """
+    alive, ended = {p.sentinel: rank for rank, p in processes.items()}, 0
     while alive:
         for sentinel in wait(list(alive), timeout=0.1):
-            rank, process = alive.pop(sentinel)  # pyright: ignore[reportArgumentType]
+            rank = alive.pop(sentinel)  # pyright: ignore[reportArgumentType]
+            process = processes[rank]
             process.join()
-            if process.exitcode:
-                raise ClusterError(_cause(processes, rank, folder))
+            if not process.exitcode:
+                ended += 1
+            elif process.exitcode > 0 or replacements is None or (not replacements and not (shared[rank] and (alive or ended))):
+                raise ClusterError(_cause(list(processes.values()), rank, folder))
+            elif replacements and not ended:
+                replacements -= 1
+                process.close()
+                start(rank)
+                alive[processes[rank].sentinel] = rank
         if progress is not None:
-            progress(int(steps[0]))
+            progress(int(shared[-1]))
 
 
 def _cause(processes: list[Any], rank: int, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Accuracy against time and against bytes, as static SVG drawn by Vega-Lite without a browser or a network.
+"""Accuracy against time and against bytes, and how stale updates were, as static SVG drawn by Vega-Lite without a browser or a network.
 
 The drawings hold no words of the user's: a line is known by its colour, its dash and the mark at its end, and whoever sets the
 chart on a page names them with `swatch`.  Text and axes take the colour of the page, so one drawing serves light and dark.
@@ -7,7 +7,7 @@ chart on a page names them with `swatch`.  Text and axes take the colour of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ MARKS = (
 )
 POINTS_PER_LINE = 500
 POINTS_PER_CHART = 8000
+BARS = 40
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,82 @@ def accuracy_over_bytes(rows: Sequence[Row]) -> Drawing | None:
     # 25000000 is written 25 MB, as in the table.
     label = "datum.value == 0 ? '0' : replace(format(datum.value, '~s'), regexp('([a-zA-Z]?)$'), ' $1B')"
     return _draw(lines, x_title="bytes sent per worker", x_label=label)
+
+
+def staleness(counts: Mapping[int, int], colour: str) -> str | None:
+    """What share of the updates was how stale, as an SVG; None if there were no updates."""
+    total = sum(counts.values())
+    if not total:
+        return None
+    width, updates = bars(counts)
+    # From 0, where the first update of every run is, and never so short that a single bar fills the chart.
+    low, high = min(0, *updates), max(max(updates), 7 * width) + width
+    tick = round_step(high - low, most=8)
+    # A straggler's one update among thousands is what the chart is looked at for: no bar is too low to be seen.
+    lowest = max(updates.values()) / 100
+    spec: dict[str, Any] = {
+        "width": 250,
+        "height": 120,
+        "data": {
+            # A bar stands around the whole numbers it counts: 3 from 2.5 to 3.5.
+            "values": [{"from": first - 0.5, "to": first + width - 0.5, "share": max(n, lowest) / total} for first, n in updates.items()]
+        },
+        "mark": {"type": "bar", "color": colour, "binSpacing": 1, "aria": False},
+        "encoding": {
+            "x": {
+                "field": "from",
+                "type": "quantitative",
+                "bin": "binned",
+                "scale": {"domain": [low - 0.5, high - 0.5], "nice": False},
+                "axis": {
+                    "title": "staleness",
+                    "values": list(range(-(-low // tick) * tick, high, tick)),
+                    "labelExpr": "datum.value == 0 ? '0' : format(datum.value, '~s')",
+                    "grid": False,
+                },
+            },
+            "x2": {"field": "to"},
+            "y": {
+                "field": "share",
+                "type": "quantitative",
+                "scale": {"nice": 3},
+                # As wide as 100%, so that charts below one another stand in line.
+                "axis": {"title": "updates", "format": "~%", "tickCount": 3, "minExtent": 38},
+            },
+        },
+    }
+    return _svg(spec)
+
+
+def bars(counts: Mapping[int, int]) -> tuple[int, dict[int, int]]:
+    """How many numbers each bar of a histogram stands for, and by the first of them how often they occur; the empty bars are left out.
+
+    >>> bars({0: 5, 1: 2, 7: 1})
+    (1, {0: 5, 1: 2, 7: 1})
+    >>> bars({0: 5, 3: 2, 99: 1})
+    (5, {0: 7, 95: 1})
+    """
+    numbers = [number for number, n in counts.items() if n]
+    width = round_step(max(numbers) - min(0, *numbers) + 1, most=BARS)
+    found: dict[int, int] = {}
+    for number in sorted(numbers):
+        first = number // width * width
+        found[first] = found.get(first, 0) + counts[number]
+    return width, found
+
+
+def round_step(length: int, most: int) -> int:
+    """The smallest of 1, 2, 5, 10, 20, ... of which at most so many cover the length.
+
+    >>> round_step(40, most=40), round_step(41, most=40), round_step(1000, most=8)
+    (1, 2, 200)
+    """
+    power = 1
+    while True:
+        for step in (power, 2 * power, 5 * power):
+            if step * most >= length:
+                return step
+        power *= 10
 
 
 def finite(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -150,8 +227,6 @@ def _draw(lines: list[list[tuple[float, float]]], *, x_title: str, x_label: str)
     spec: dict[str, Any] = {
         "width": 440,
         "height": 300,
-        "padding": {"left": 2, "right": 8, "top": 8, "bottom": 2},
-        "background": None,
         "layer": [
             {
                 "data": {"values": [{"line": i, "x": x, "y": y} for i in shown for x, y in lines[i]]},
@@ -164,26 +239,32 @@ def _draw(lines: list[list[tuple[float, float]]], *, x_title: str, x_label: str)
                 "encoding": {**encoding, "shape": mark},
             },
         ],
-        "config": {
-            "aria": False,
-            "view": {"stroke": None},
-            "axis": {
-                "domainColor": "currentColor",
-                "domainOpacity": 0.5,
-                "tickColor": "currentColor",
-                "tickOpacity": 0.5,
-                "tickSize": 4,
-                "gridColor": "currentColor",
-                "gridOpacity": 0.1,
-                "labelColor": "currentColor",
-                "labelFontSize": 12,
-                "labelPadding": 4,
-                "titleColor": "currentColor",
-                "titleFontSize": 12.5,
-                "titleFontWeight": "normal",
-                "titlePadding": 10,
-            },
-        },
+    }
+    return Drawing(_svg(spec), frozenset(shown))
+
+
+def _svg(spec: dict[str, Any]) -> str:
+    """A drawing that takes the page's colour for its words and axes."""
+    axis = {
+        "domainColor": "currentColor",
+        "domainOpacity": 0.5,
+        "tickColor": "currentColor",
+        "tickOpacity": 0.5,
+        "tickSize": 4,
+        "gridColor": "currentColor",
+        "gridOpacity": 0.1,
+        "labelColor": "currentColor",
+        "labelFontSize": 12,
+        "labelPadding": 4,
+        "titleColor": "currentColor",
+        "titleFontSize": 12.5,
+        "titleFontWeight": "normal",
+        "titlePadding": 10,
+    }
+    frame = {
+        "padding": {"left": 2, "right": 8, "top": 8, "bottom": 2},
+        "background": None,
+        "config": {"aria": False, "view": {"stroke": None}, "axis": axis},
     }
     # An empty list of allowed addresses: nothing is ever fetched.
-    return Drawing(vl_convert.vegalite_to_svg(spec, allowed_base_urls=[]), frozenset(shown))
+    return vl_convert.vegalite_to_svg(spec | frame, allowed_base_urls=[])

@@ -33,19 +33,28 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """How stale the updates of one line's servers were, drawn in its colour."""
+
+    line: Line
+    svg: Markup
+
+
+@dataclass(frozen=True)
 class Section:
-    """Rows whose seconds may be compared with each other, and their drawings."""
+    """Rows whose seconds may be compared with each other, and their drawings; histograms of those that have servers."""
 
     heading: str
     clock: str
     lines: list[Line]
     figures: list[Figure]
+    histograms: list[Histogram]
 
 
 def render(title: str, rows: Sequence[Row], facts: Mapping[str, str], notes: Sequence[str]) -> str:
     """The page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(seconds=text.seconds, nbytes=text.nbytes, percent=text.percent, factor=text.factor)
+    environment.filters.update(seconds=text.seconds, nbytes=text.nbytes, percent=text.percent, factor=text.factor, staleness=text.staleness)
     template = environment.from_string((files("paceline.report") / "page.html.jinja").read_text(encoding="utf-8"))
     virtual, real = [r for r in rows if not r.real], [r for r in rows if r.real]
     sections = [_section("Simulated", "virtual time", virtual), _section("Real processes", "wall time", real)]
@@ -71,4 +80,7 @@ def _section(heading: str, clock: str, rows: list[Row]) -> Section:
         for subject, drawing in drawings.items()
         if drawing is not None
     ]
-    return Section(heading, clock, lines, figures)
+    histograms = [
+        Histogram(line, Markup(svg)) for line in lines if (svg := charts.staleness(line.row.staleness, line.swatch.colour)) is not None
+    ]
+    return Section(heading, clock, lines, figures, histograms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -12,6 +12,7 @@ class Row:
     """`curve` holds (seconds, bytes per worker so far, accuracy) at each evaluation.
 
     `real` rows come from real processes: their seconds are wall time and are never set beside virtual seconds.
+    `staleness` says how many updates were how stale; it is empty for a method without servers.
     """
 
     name: str
@@ -22,6 +23,12 @@ class Row:
     speedup: float | None
     curve: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
     real: bool = False
+    staleness: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def updates(self) -> int:
+        """How many the servers had, one that goes to several shards counted at each."""
+        return sum(self.staleness.values())
 
 
 def best(rows: Sequence[Row]) -> set[tuple[int, str]]:

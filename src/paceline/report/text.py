@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from paceline.report.row import Row, best
+from paceline.trace import mean
 
 MISSING = "-"
 
@@ -72,13 +73,27 @@ def factor(value: float | None) -> str:
     return f"{_three_digits(value)}x"
 
 
+def staleness(counts: Mapping[int, int]) -> str:
+    """The mean and the largest.
+
+    >>> staleness({0: 1, 3: 8, 7: 1}), staleness({0: 999, 2: 1}), staleness({250: 1, 4096: 1}), staleness({})
+    ('3.1 (max 7)', '<0.1 (max 2)', '2,173 (max 4,096)', '-')
+    """
+    middle = mean(counts)
+    if middle is None:
+        return MISSING
+    figure = "<0.1" if 0 < middle < 0.05 else f"{middle:,.{1 if middle < 99.95 else 0}f}"
+    return f"{figure} (max {max(number for number, n in counts.items() if n):,})"
+
+
 def table(rows: Sequence[Row], title: str | None = None) -> Table:
     """One line a method, the best figure of each column in bold, rows from real processes apart at the end."""
     kinds = {row.real for row in rows}
     clock = "wall time" if kinds == {True} else "time" if kinds == {True, False} else "virtual time"
     out = Table(title=None if title is None else Text(title), title_justify="left")
     out.add_column("method", no_wrap=True)
-    for heading in ("accuracy", clock, "bytes per worker", "speed-up over AllReduceSGD"):
+    has_staleness = any(row.updates for row in rows)
+    for heading in ("accuracy", clock, "bytes per worker", "speed-up over AllReduceSGD", *(["staleness"] if has_staleness else [])):
         out.add_column(heading, justify="right")
     winners = best(rows)
     ordered = sorted(enumerate(rows), key=lambda pair: pair[1].real)
@@ -96,6 +111,7 @@ def table(rows: Sequence[Row], title: str | None = None) -> Table:
                     ("seconds", seconds(row.seconds) + apart),
                     ("bytes_per_worker", nbytes(row.bytes_per_worker)),
                     ("speedup", factor(row.speedup)),
+                    *([("staleness", staleness(row.staleness))] if has_staleness else []),
                 )
             ),
         )

@@ -1,7 +1,32 @@
-"""The parameter server: shards that hold slices of a model, rules that update them, and the store that workers see."""
+"""The parameter server: shards that hold slices of a model, rules that update them, gates that say when, and the store that workers see."""
 
-from paceline.server.rules import RULES, Rule, Sgd
+from paceline.server.gates import GATES, Bound, Free, Gate, RoundRobin
+from paceline.server.rules import RULES, Adagrad, Adam, Compensated, Every, Momentum, Push, Quorum, Rule, Scaled, Sgd
+from paceline.server.served import Served
 from paceline.server.shard import Shard
 from paceline.server.store import Store
+from paceline.server.tickets import Ticket, Tickets
 
-__all__ = ["RULES", "Rule", "Sgd", "Shard", "Store"]
+__all__ = [
+    "GATES",
+    "RULES",
+    "Adagrad",
+    "Adam",
+    "Bound",
+    "Compensated",
+    "Every",
+    "Free",
+    "Gate",
+    "Momentum",
+    "Push",
+    "Quorum",
+    "RoundRobin",
+    "Rule",
+    "Scaled",
+    "Served",
+    "Sgd",
+    "Shard",
+    "Store",
+    "Ticket",
+    "Tickets",
+]

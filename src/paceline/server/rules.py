@@ -1,19 +1,94 @@
-"""Rules: what an arriving update does to the value that a shard holds."""
+"""Rules: what an arriving update does to the value that a shard holds.
+
+A rule is a frozen dataclass of settings; what it remembers lies in the shard's memory, so that one rule serves many shards.  Some
+wrap another: `Scaled(Every(4, Momentum()))` shrinks stale updates, takes the mean of every four and gives that to a momentum.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
+from types import ModuleType
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
+
+from paceline.codecs import kernels
+from paceline.memory import Memory
+
+
+def fused_for(value: Tensor, update: Tensor) -> ModuleType | None:
+    """The kernels that do a rule's work in one pass; None if there are none for such vectors."""
+    if (
+        value.device.type != "cpu"
+        or value.dtype not in (torch.float32, torch.float64)
+        or update.dtype != value.dtype
+        or not update.is_contiguous()
+        or kernels.is_plain()
+        or not kernels.kernels_of("cpu")
+    ):
+        return None
+    from paceline.server import kernels as fused  # They take numba, which may not be there.
+
+    return fused
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a shard knows of an update: who sent it, how many samples are behind it, and how many versions have been made since the
+    sender read the value."""
+
+    src: int = 0
+    samples: float = 1.0
+    staleness: int = 0
+    workers: int = 1  # that are there
+    time: float = 0.0
 
 
 class Rule(ABC):
-    """A frozen dataclass of settings; what it remembers lies in the shard's memory."""
+    """How a shard's value changes by an update; see `Adagrad` for one that remembers and `Scaled` for one that wraps another."""
+
+    def memory(self, value: Tensor) -> dict[str, Any]:
+        """What it remembers at the beginning."""
+        return {}
 
     @abstractmethod
-    def apply(self, value: Tensor, update: Tensor, *, staleness: int) -> None:
-        """Change `value` in place.  `staleness` counts the updates applied since the sender read it."""
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        """Change `value` in place, if the time has come; whether it has.  `update` may be overwritten."""
+
+    def flush(self, value: Tensor, m: Memory) -> bool:
+        """Apply what is still held back, as nothing more will come; whether there was anything."""
+        return False
+
+    def due(self, m: Memory) -> float | None:
+        """When `tick` wants to be called, if by then nothing else has happened."""
+        return None
+
+    def tick(self, value: Tensor, m: Memory, now: float, workers: int) -> bool:
+        """Apply what was held back, if its time has come or as many workers as are there now make it complete; whether it was."""
+        return False
+
+    def pulled(self, value: Tensor, m: Memory, src: int) -> None:  # noqa: B027 (most rules have nothing to do)
+        """A worker is being sent the value."""
+
+    def forget(self, m: Memory, src: int) -> None:  # noqa: B027
+        """A worker is gone for good."""
+
+    def _check(self, is_right: bool, **given: Any) -> None:
+        if not is_right:
+            told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"{type(self).__name__}({told}): {self.NEEDS}")
+
+    NEEDS: ClassVar[str] = "the learning rate must be positive"
+    holds_answers: ClassVar[bool] = False  # Whether a sender is answered only once its update was applied.
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether an update of some values alone can be applied to these and to what is remembered of them."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -23,11 +98,258 @@ class Sgd(Rule):
     lr: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"Sgd(lr={self.lr}): the learning rate must be positive")
+        self._check(0 < self.lr < inf, lr=self.lr)
 
-    def apply(self, value: Tensor, update: Tensor, *, staleness: int) -> None:
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
         value.add_(update, alpha=-self.lr)
+        return True
 
 
-RULES: tuple[type[Rule], ...] = (Sgd,)
+@dataclass(frozen=True)
+class Momentum(Rule):
+    """One velocity for all workers, which every push advances: v = momentum * v + gradient; value -= lr * v.
+
+    With `unit_gain` v = momentum * v + (1 - momentum) * gradient.  Asynchrony is like a momentum of 1 - 1/workers by itself, so
+    many workers want less of it.
+    """
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    unit_gain: bool = False
+    NEEDS: ClassVar[str] = "the learning rate must be positive, and momentum lies in [0, 1)"
+
+    def __post_init__(self) -> None:
+        self._check(0 < self.lr < inf and 0 <= self.momentum < 1, lr=self.lr, momentum=self.momentum)
+
+    def memory(self, value: Tensor) -> dict[str, Any]:
+        return {"velocity": torch.zeros_like(value)}
+
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        gain = 1 - self.momentum if self.unit_gain else 1.0
+        if not self.momentum:
+            value.add_(update, alpha=-self.lr)
+            return True
+        if (fused := fused_for(value, update)) is not None:
+            fused.momentum(value, update, m.velocity, self.lr, self.momentum, gain, self.nesterov)
+            return True
+        m.velocity.mul_(self.momentum).add_(update, alpha=gain)
+        if self.nesterov:
+            value.add_(update, alpha=-self.lr * gain).add_(m.velocity, alpha=-self.lr * self.momentum)
+        else:
+            value.add_(m.velocity, alpha=-self.lr)
+        return True
+
+
+@dataclass(frozen=True)
+class Adagrad(Rule):
+    """Downpour's: every value has a rate of its own, lr over the root of the sum of its squared gradients."""
+
+    lr: float = 0.01
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        self._check(0 < self.lr < inf and self.eps >= 0, lr=self.lr, eps=self.eps)
+
+    def memory(self, value: Tensor) -> dict[str, Any]:
+        return {"squares": torch.zeros_like(value)}
+
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        if (fused := fused_for(value, update)) is not None:
+            fused.adagrad(value, update, m.squares, self.lr, self.eps)
+            return True
+        m.squares.addcmul_(update, update)
+        value.addcdiv_(update, m.squares.sqrt().add_(self.eps), value=-self.lr)
+        return True
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """torch's Adam on the shard, without weight decay."""
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    NEEDS: ClassVar[str] = "the learning rate must be positive, and both betas lie in [0, 1)"
+
+    def __post_init__(self) -> None:
+        self._check(0 < self.lr < inf and all(0 <= beta < 1 for beta in self.betas), lr=self.lr, betas=self.betas)
+
+    def memory(self, value: Tensor) -> dict[str, Any]:
+        return {"mean": torch.zeros_like(value), "square": torch.zeros_like(value), "steps": 0}
+
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        first, second = self.betas
+        m.steps += 1
+        if (fused := fused_for(value, update)) is not None:
+            fused.adam(value, update, m.mean, m.square, self.betas, m.steps, self.lr, self.eps)
+            return True
+        m.mean.lerp_(update, 1 - first)
+        m.square.mul_(second).addcmul_(update, update, value=1 - second)
+        root = m.square.sqrt().div_((1 - second**m.steps) ** 0.5).add_(self.eps)
+        value.addcdiv_(m.mean, root, value=-self.lr / (1 - first**m.steps))
+        return True
+
+
+@dataclass(frozen=True)
+class Wrapper(Rule):
+    """What rules that do something to an update before another rule gets it have in common."""
+
+    rule: Rule = Sgd()
+
+    def memory(self, value: Tensor) -> dict[str, Any]:
+        return {"inner": Memory(**self.rule.memory(value))}
+
+    @property
+    def is_elementwise(self) -> bool:
+        return isinstance(self, Scaled) and self.rule.is_elementwise
+
+    def flush(self, value: Tensor, m: Memory) -> bool:
+        return self.rule.flush(value, m.inner)
+
+    def pulled(self, value: Tensor, m: Memory, src: int) -> None:
+        self.rule.pulled(value, m.inner, src)
+
+    def forget(self, m: Memory, src: int) -> None:
+        self.rule.forget(m.inner, src)
+
+
+SCALES: dict[str, Callable[[int], float]] = {
+    "1/tau": lambda tau: 1 / max(1, tau),
+    "1/(tau+1)": lambda tau: 1 / (tau + 1),
+}
+
+
+@dataclass(frozen=True)
+class Scaled(Wrapper):
+    """An update counts for the less the staler it is: 1/staleness, from a staleness of 1 on (Zhang et al. 2016), or 1/(staleness + 1)."""
+
+    by: Literal["1/tau", "1/(tau+1)"] = "1/tau"
+    NEEDS: ClassVar[str] = f"the scale is one of {', '.join(map(repr, SCALES))}"
+
+    def __post_init__(self) -> None:
+        self._check(self.by in SCALES, by=self.by)
+
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        scale = SCALES[self.by](push.staleness)
+        return self.rule.apply(value, update if scale == 1 else update.mul_(scale), m.inner, push)
+
+
+@dataclass(frozen=True)
+class Every(Wrapper):
+    """Only the mean of every `n` updates, whoever they are from, is applied: softsync.  At the end, that of those there are."""
+
+    n: int = 1
+    NEEDS: ClassVar[str] = "at least 1 update makes a new value"
+
+    def __post_init__(self) -> None:
+        self._check(self.n >= 1, n=self.n)
+
+    def memory(self, value: Tensor) -> dict[str, Any]:
+        return {**super().memory(value), "sum": torch.zeros_like(value), "count": 0}
+
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        if self.n == 1:
+            return self.rule.apply(value, update, m.inner, push)
+        m.sum.add_(update)
+        m.count += 1
+        return m.count >= self.n and self._apply_mean(value, m, push)
+
+    def flush(self, value: Tensor, m: Memory) -> bool:
+        applied = bool(m.count) and self._apply_mean(value, m, Push())
+        return super().flush(value, m) or applied
+
+    def _apply_mean(self, value: Tensor, m: Memory, push: Push) -> bool:
+        applied = self.rule.apply(value, m.sum.div_(m.count), m.inner, push)
+        m.sum.zero_()
+        m.count = 0
+        return applied
+
+
+@dataclass(frozen=True)
+class Quorum(Wrapper):
+    """Updates are gathered until `least` are there (a majority of the workers, unless given) and `grace` seconds more have passed, or
+    all workers' are; their mean, weighted by samples, is applied, and only then are their senders answered."""
+
+    least: int | None = None
+    grace: float = 0.0
+    holds_answers: ClassVar[bool] = True
+    NEEDS: ClassVar[str] = "at least 1 update makes a quorum, and the grace is no less than 0 s"
+
+    def __post_init__(self) -> None:
+        self._check((self.least is None or self.least >= 1) and 0 <= self.grace < inf, least=self.least, grace=self.grace)
+
+    def memory(self, value: Tensor) -> dict[str, Any]:
+        return {**super().memory(value), "sum": torch.zeros_like(value), "weight": 0.0, "srcs": [], "until": None}
+
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        m.sum.add_(update, alpha=push.samples)
+        m.weight += push.samples
+        m.srcs.append(push.src)
+        return self.tick(value, m, push.time, push.workers)
+
+    def due(self, m: Memory) -> float | None:
+        return m.until
+
+    def tick(self, value: Tensor, m: Memory, now: float, workers: int) -> bool:
+        if m.until is None and m.srcs and len(m.srcs) >= min(self.least or workers // 2 + 1, workers):
+            m.until = now + self.grace
+        if m.until is None or (now < m.until and len(set(m.srcs)) < workers):
+            return False
+        return self._apply_mean(value, m)
+
+    def flush(self, value: Tensor, m: Memory) -> bool:
+        applied = bool(m.srcs) and self._apply_mean(value, m)
+        return super().flush(value, m) or applied
+
+    def _apply_mean(self, value: Tensor, m: Memory) -> bool:
+        applied = self.rule.apply(value, m.sum.div_(m.weight), m.inner, Push())
+        m.sum.zero_()
+        m.weight, m.srcs, m.until = 0.0, [], None
+        return applied
+
+
+@dataclass(frozen=True)
+class Compensated(Wrapper):
+    """DC-ASGD (Zheng et al. 2017): a late gradient, corrected for how far the value has moved since its sender read it.
+
+    g + lam * g * g * (value - value read).  With `adaptive`, lam is divided by the root of a moving mean of g * g, value by value.
+    """
+
+    lam: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+    eps: float = 1e-7
+    NEEDS: ClassVar[str] = "lam is at least 0, and the decay of the mean square lies in [0, 1)"
+
+    def __post_init__(self) -> None:
+        self._check(0 <= self.lam < inf and 0 <= self.decay < 1, lam=self.lam, decay=self.decay)
+
+    def memory(self, value: Tensor) -> dict[str, Any]:
+        squares = {"squares": torch.zeros_like(value)} if self.adaptive else {}
+        return {**super().memory(value), **squares, "read": {}}
+
+    def pulled(self, value: Tensor, m: Memory, src: int) -> None:
+        super().pulled(value, m, src)
+        if src in m.read:
+            m.read[src].copy_(value)
+        else:
+            m.read[src] = value.clone()
+
+    def forget(self, m: Memory, src: int) -> None:
+        super().forget(m, src)
+        m.read.pop(src, None)
+
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        if self.adaptive:
+            m.squares.mul_(self.decay).addcmul_(update, update, value=1 - self.decay)
+        if self.lam and push.staleness and push.src in m.read:
+            if (fused := fused_for(value, update)) is not None:
+                fused.compensate(update, value, m.read[push.src], self.lam, m.squares if self.adaptive else None, self.eps)
+                return self.rule.apply(value, update, m.inner, push)
+            lam = self.lam / (m.squares + self.eps).sqrt_() if self.adaptive else self.lam
+            update = update + update.square().mul_(value - m.read[push.src]).mul_(lam)
+        return self.rule.apply(value, update, m.inner, push)
+
+
+RULES: tuple[type[Rule], ...] = (Sgd, Momentum, Adagrad, Adam, Scaled, Every, Quorum, Compensated)

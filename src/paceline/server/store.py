@@ -1,62 +1,261 @@
-"""Store: all shards as a worker sees them, one vector to pull and to push to."""
+"""Store: all shards as a worker sees them, one vector to pull and to push to, and the work that they share out."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
+
+import torch
 from torch import Tensor
 
+from paceline.codecs import kernels
+from paceline.codecs.codec import Codec
 from paceline.collectives import stripe_of
 from paceline.endpoint import Message
+from paceline.errors import ClusterError
 from paceline.op import Op
-from paceline.replica import Replica
+from paceline.replica import Ended, Replica
+from paceline.rows import positions, within
+from paceline.server.tickets import Ticket
+
+# What requests are answered by.
+ALIVE = ("again", "bring", "wait", "refused", "ended", "gone")
+VALUES, HEARD, TICKETS = ("value", *ALIVE), ("heard", *ALIVE), ("tickets", "idle", "over", "gone")
+SILENCES = 12  # So many times a worker asks again before it gives up a shard that says nothing at all.
 
 
 class Store:
     """A worker's view of the parameter server.
 
     Shards act independently: at one moment they may have seen different numbers of updates, so `versions` has one entry a
-    shard, and every push says which version of that shard it was computed from.
+    shard, and every push says which version of that shard it was computed from.  `codec` encodes what is pushed, with what a
+    message leaves out said in the next; `pulls`, by which the shards say what has changed.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, *, codec: Codec | None = None, pulls: Codec | None = None) -> None:
         self.replica = replica
         self.endpoint = replica.endpoint
         self.shards = list(self.endpoint.layout.server_ranks)
-        self.slices = [stripe_of(j, replica.params.numel(), len(self.shards)) for j in range(len(self.shards))]
         if len(self.shards) > replica.params.numel():
             raise ValueError(
                 f"{len(self.shards)} servers for {replica.params.numel()} parameters: there must be at least one parameter a shard"
             )
+        unit = 1 if codec is None else codec.unit
+        self.slices = [stripe_of(j, replica.params.numel(), len(self.shards), unit=unit) for j in range(len(self.shards))]
         self.versions = [0] * len(self.shards)
-        self.value = replica.params.clone()
-        self._started = False
+        self._value: Tensor | None = None
+        self._link, self._pulls = replica.link(codec), pulls
+        self._joined = False
+        self._serial = 0
+        self._begin_at = replica.k
+        self._hand: deque[Ticket] = deque()  # What this worker is to work on next.
+        self._ahead = 1  # How many tickets it wants to have at hand while it works.
+        self._drawn: Message | None = None  # The request for more that was not answered yet.
+        self._steps = 0  # begun since the last push
 
-    def pull(self) -> Op[Tensor]:
-        """The parameters as the shards hold them now."""
-        return self.endpoint.spawn(self._ask("pull", None), kind="pull")
+    @property
+    def value(self) -> Tensor:
+        """What the shards held when they were last asked; where a worker keeps that elsewhere, there is no such vector."""
+        if self._value is None:
+            self._value = self.replica.params.clone()
+        return self._value
 
-    def exchange(self, g: Tensor) -> Op[Tensor]:
-        """Push a gradient and pull what the shards hold after it, in one round trip."""
-        return self.endpoint.spawn(self._ask("push", g), kind="exchange")
+    def pull(self, into: Tensor | None = None) -> Op[Tensor]:
+        """The parameters as the shards hold them now; in `value`, unless they are to go `into` another vector."""
+        return self.endpoint.spawn(self._ask("pull", None, into=into), kind="pull")
 
-    async def leave(self) -> None:
-        """Say goodbye, so that the shards know when the last worker is done."""
+    def push(self, update: Tensor, samples: float | None = None, *, runs: Tensor | None = None) -> Op[None]:
+        """Let the shards have an update, and do not wait for what they make of it.
+
+        Unless `samples` says otherwise, those of the last minibatch are behind it.  `runs` says which parts of it alone matter.
+        """
+        return self.endpoint.spawn(self._push(update, samples, runs), kind="push")
+
+    async def _push(self, update: Tensor, samples: float | None, runs: Tensor | None) -> None:
+        messages = self._messages("push", update, samples, runs)
+        await self._send(messages)
+        for rank, message in zip(self.shards, messages, strict=True):
+            await self._answer(rank, message, HEARD)
+
+    def exchange(
+        self, update: Tensor, samples: float | None = None, *, into: Tensor | None = None, runs: Tensor | None = None
+    ) -> Op[Tensor]:
+        """Push an update and pull what the shards hold after it, in one round trip.
+
+        With `runs` only these parts of the update travel, and back only what has changed since this worker last asked.
+        """
+        return self.endpoint.spawn(self._ask("exchange", update, samples, into, runs), kind="exchange")
+
+    async def leave(self, into: Tensor | None = None) -> Tensor:
+        """Say goodbye; what the shards hold in the end, once all workers have."""
+        value = await self._ask("leave", None, into=into)
         for rank in self.shards:
-            await self.endpoint.send(rank, Message("leave"))
+            await self.endpoint.send(rank, Message("bye"))
+        return value
 
-    async def _ask(self, kind: str, g: Tensor | None) -> Tensor:
-        if not self._started and self.endpoint.rank == 0:
-            for rank, where in zip(self.shards, self.slices, strict=True):
-                await self.endpoint.send(rank, Message("start", (self.value[where],)))
-        self._started = True
-        samples = int(self.replica.samples_at_hand) if g is not None else 0
-        sends = [
-            self.endpoint.send(rank, Message(kind, () if g is None else (g[where],), version, samples))
-            for rank, where, version in zip(self.shards, self.slices, self.versions, strict=True)
-        ]
+    # Work.
+
+    async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
+        """Turn to the next minibatch; False if there is none left for anybody.
+
+        If there is nothing to do for now, as others have the last ones, a worker waits, to take over should one of them die.  What it
+        has not pushed until then it must push `before_waiting`.
+        """
+        w = self.replica
+        if not w.learner.is_shared_out:  # The user's loop has data of its own.
+            if w.turn():
+                self._steps += 1
+                return True
+            if before_waiting is not None and self._steps:
+                await before_waiting()
+            return False
+        if not self._hand and not await self._draw(before_waiting):
+            return False
+        w.turn_to(*self._hand.popleft())
+        self._steps += 1
+        if self._drawn is None and len(self._hand) < self._ahead:
+            await self._ask_for_tickets(self._ahead - len(self._hand))
+        return True
+
+    async def _ask_for_tickets(self, wanted: int) -> None:
+        end = self.replica.last_step
+        assert end is not None
+        extent = torch.tensor([self._begin_at, end, self.replica.seats])
+        self._drawn = Message("draw", (extent,), samples=wanted, serial=self._next_serial())
+        await self.endpoint.send(self.shards[0], self._drawn)
+
+    async def _draw(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
+        await self._join()
+        was_asked, began, is_resting = self._drawn is not None, self.endpoint.now(), False
+        if not was_asked:
+            await self._ask_for_tickets(1)
+        while True:
+            assert self._drawn is not None
+            answer = await self._answer(self.shards[0], self._drawn, TICKETS)
+            if answer.kind != "idle":
+                break
+            self._ahead = 1
+            if before_waiting is not None and self._steps:
+                await before_waiting()
+            for rank in self.shards:
+                await self.endpoint.send(rank, Message("rest"))
+            is_resting = True
+        self._drawn = None
+        if answer.kind == "over":
+            if before_waiting is not None and self._steps:
+                await before_waiting()
+            return False
+        if is_resting:
+            for rank in self.shards:
+                await self.endpoint.send(rank, Message("wake"))
+        elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
+            self._ahead = min(2 * self._ahead, 64)
+        self._hand.extend(Ticket(int(step), int(seat)) for step, seat in answer.tensors[0])
+        return True
+
+    # Messages.
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    async def _join(self) -> None:
+        """The first worker brings the model along."""
+        if not self._joined:
+            self._joined = True
+            if self.endpoint.rank == 0:
+                await self._bring()
+
+    async def _bring(self) -> None:
+        for rank, where in zip(self.shards, self.slices, strict=True):
+            await self.endpoint.send(rank, Message("start", (self.replica.params[where],)))
+
+    def _messages(self, kind: str, update: Tensor | None, samples: float | None = None, runs: Tensor | None = None) -> list[Message]:
+        """What to send to each shard."""
+        seen = int(self.replica.samples_at_hand if samples is None else samples) if update is not None else 0
+        parts = [()] * len(self.shards) if update is None else [self._said(update, where, runs) for where in self.slices]
+        serial, steps = self._next_serial(), 0
+        if update is not None:
+            steps, self._steps = self._steps, 0
+        return [Message(kind, part, version, seen, serial, steps) for part, version in zip(parts, self.versions, strict=True)]
+
+    async def _send(self, messages: list[Message]) -> None:
+        await self._join()
+        sends = [self.endpoint.send(rank, message) for rank, message in zip(self.shards, messages, strict=True)]
         for send in sends:
             await send
+
+    def _said(self, update: Tensor, where: slice, runs: Tensor | None) -> tuple[Tensor, ...]:
+        if runs is not None:
+            mine = within(runs, where)
+            return update[where][positions(mine)], mine
+        return (update[where] if self._link is None else self._link[where].encode(update[where]),)
+
+    async def _ask(
+        self, kind: str, update: Tensor | None, samples: float | None = None, into: Tensor | None = None, runs: Tensor | None = None
+    ) -> Tensor:
+        if kind == "pull" and not self._joined and self.endpoint.rank not in self.endpoint.layout.worker_ranks:
+            kind = "join"
+        messages = self._messages(kind, update, samples, runs)
+        for message in messages:
+            if kind == "join":
+                message.samples = self.replica.seat or 0
+            elif kind == "leave":  # Whether that means that all work is done.
+                message.steps = int(self.replica.learner.is_shared_out)
+        await self._send(messages)
         for j, (rank, where) in enumerate(zip(self.shards, self.slices, strict=True)):
-            answer = await self.endpoint.recv(src=rank)
-            self.value[where] = answer.tensors[0]
-            self.versions[j] = answer.version
-        return self.value
+            answer = await self._answer(rank, messages[j], VALUES)
+            if kind == "join" and j == 0 and answer.steps:
+                self.replica.begin_at(answer.steps)
+            self._take(answer, j, where, into)
+            del answer  # It may lie in the shard's own memory, which is not to be kept.
+        return self.value if into is None else into
+
+    def _take(self, answer: Message, shard: int, where: slice, into: Tensor | None) -> None:
+        """What a shard holds, or what of it has changed."""
+        values, *runs = answer.tensors
+        target = (self.value if into is None else into)[where]
+        if runs:
+            target[positions(runs[0])] = values
+        elif self._pulls is not None:  # What this worker was told is what the next answer is the difference to.
+            if values.dtype == torch.uint8:
+                kernels.add(self._pulls, values, self.value[where], 1.0, False)
+            else:
+                self.value[where] = values
+            if into is not None:
+                target.copy_(self.value[where])
+        else:
+            target.copy_(values)
+        self.versions[shard] = answer.version
+
+    async def _answer(self, rank: int, asked: Message, kinds: Collection[str]) -> Message:
+        """What a shard answers to a request, which is repeated if it was lost."""
+        silences, name = 0, self.endpoint.layout.name(rank)
+        while True:
+            try:
+                answer = await self.endpoint.recv(src=rank, kinds=kinds, timeout=self.endpoint.patience)
+            except TimeoutError:
+                silences += 1
+                if silences > SILENCES:
+                    said = f"{name} has not answered a '{asked.kind}' of worker {self.endpoint.rank}: it is gone, or stuck"
+                    raise ClusterError(said) from None
+                # What is large is sent again only if it has not been heard.
+                is_large = asked.kind in ("push", "exchange")
+                await self.endpoint.send(rank, Message(f"ask {asked.kind}", serial=asked.serial) if is_large else asked)
+                continue
+            silences = 0
+            if answer.kind == "gone":
+                raise ClusterError(f"{name} is gone, and with it a part of the model")
+            if answer.kind == "ended":  # It came too late.
+                raise Ended
+            if answer.kind == "bring":
+                await self._bring()
+            elif answer.kind == "refused":
+                why = bytes(answer.tensors[0].tolist()).decode(errors="replace")
+                raise ClusterError(f"{name} refused a request of worker {self.endpoint.rank}: {why}")
+            elif answer.serial != asked.serial:
+                continue  # What was asked twice may be answered twice.
+            elif answer.kind == "again":
+                await self.endpoint.send(rank, asked)
+            elif answer.kind != "wait":
+                return answer

@@ -35,7 +35,8 @@ class Constant(Compute):
     each: float | str | Sequence[float | str] = "10ms"
 
     def seconds(self, rank: int, measured: float, rng: Random) -> float:
-        chosen = self.each if isinstance(self.each, (str, int, float)) else self.each[rank]
+        # Who joins later is like those who were there before.
+        chosen = self.each if isinstance(self.each, (str, int, float)) else self.each[rank % len(self.each)]
         return units.seconds(chosen)
 
     def check(self, workers: int) -> None:

@@ -6,8 +6,9 @@ A rank has one processor and one full-duplex network card; whatever needs one of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from paceline.errors import ClusterError
 from paceline.op import Op, and_then
 from paceline.sim import network
 from paceline.sim.cluster import Cluster
+from paceline.sim.faults import Faults
 from paceline.sim.simulator import SimOp, Simulator
 from paceline.trace import Trace
 
@@ -62,17 +64,39 @@ class Group:
     meetings: dict[int | str, Meeting] = field(default_factory=dict[int | str, Meeting])
 
 
+class Receiver(NamedTuple):
+    """Somebody who waits for a message: from whom and of which kinds, None for any."""
+
+    src: int | None
+    kinds: Collection[str] | None
+    op: SimOp[Message]
+
+    def wants(self, message: Message) -> bool:
+        return self.src in (None, message.src) and (self.kinds is None or message.kind in self.kinds)
+
+
 class World:
     """What all simulated ranks share: the simulator, the cluster, who is busy until when, and who meets whom."""
 
-    def __init__(self, simulator: Simulator, cluster: Cluster, layout: Layout, *, strict: bool) -> None:
+    def __init__(
+        self,
+        simulator: Simulator,
+        cluster: Cluster,
+        layout: Layout,
+        *,
+        strict: bool,
+        faults: Faults = Faults(),  # noqa: B008 (frozen)
+    ) -> None:
         self.simulator, self.cluster, self.layout, self.strict = simulator, _in_numbers(cluster), layout, strict
-        self.names = [layout.name(rank) for rank in range(layout.size)]
-        self.processor_free = [0.0] * layout.size
-        self.sending_free = [0.0] * layout.size
-        self.receiving_free = [0.0] * layout.size
-        self.inboxes: list[deque[Message]] = [deque() for _ in range(layout.size)]
-        self.receivers: list[list[tuple[int | None, SimOp[Message]]]] = [[] for _ in range(layout.size)]
+        self.faults, self._chance = faults, Random(f"{cluster.seed}/faults")
+        size = layout.size + len(faults.joins)
+        self.names = [layout.name(rank) for rank in range(size)]
+        self.processor_free = [0.0] * size
+        self.sending_free = [0.0] * size
+        self.receiving_free = [0.0] * size
+        self.inboxes: list[deque[Message]] = [deque() for _ in range(size)]
+        self.receivers: list[list[Receiver]] = [[] for _ in range(size)]
+        self.dead: dict[int, float] = {}  # since when
         self._groups: dict[tuple[int, ...], Group] = {}
         self._usual_link = None if cluster.links else cluster.link(0, 0)
 
@@ -84,6 +108,29 @@ class World:
     def link(self, a: int, b: int) -> network.Link:
         return self._usual_link or self.cluster.link(a, b)
 
+    def times(self) -> int:
+        """How often a message arrives."""
+        faults, chance = self.faults, self._chance
+        return 1 if not faults.is_lossy else 0 if chance.random() < faults.lost else 2 if chance.random() < faults.doubled else 1
+
+    def kill(self, rank: int) -> None:
+        """Let a worker die, if it still lives; the servers will notice."""
+        if self.simulator.kill(rank):
+            self.dead[rank] = self.simulator.now
+            self.receivers[rank].clear()
+            self.inboxes[rank].clear()
+            for server in self.layout.server_ranks:
+                self.simulator.at(self.simulator.now + self.faults.notice, self.deliver, server, Message("gone", src=rank))
+
+    def deliver(self, dst: int, message: Message) -> None:
+        receivers = self.receivers[dst]
+        for i, receiver in enumerate(receivers):
+            if receiver.wants(message):
+                del receivers[i]
+                self.simulator.finish(receiver.op, message)
+                return
+        self.inboxes[dst].append(message)
+
 
 class SimEndpoint:
     """One rank's hold on the simulated world."""
@@ -93,6 +140,7 @@ class SimEndpoint:
         self.ranks = tuple(world.layout.worker_ranks if ranks is None else ranks)
         self.layout = world.layout
         self.hosts: Sequence[Sequence[int]] | None = None
+        self.patience = world.faults.patience if world.faults.is_lossy else None
         self._simulator = world.simulator
         self._group = world.group(self.ranks)
         self._channel: int | None = None  # The collectives of a channel are numbered apart.
@@ -141,8 +189,8 @@ class SimEndpoint:
 
     def send(self, dst: int, message: Message) -> Op[None]:
         world, simulator, rank = self.world, self._simulator, self.rank
-        if not 0 <= dst < world.layout.size or dst == rank:
-            raise ValueError(f"rank {rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {world.layout.size - 1}, not itself")
+        if not 0 <= dst < len(world.names) or dst == rank:
+            raise ValueError(f"rank {rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {len(world.names) - 1}, not itself")
         link, nbytes = world.link(rank, dst), message.nbytes
         start = max(simulator.now, world.sending_free[rank], world.receiving_free[dst])
         stop = start + nbytes / link.bandwidth
@@ -150,9 +198,10 @@ class SimEndpoint:
         simulator.trace.span(rank, "send", start, stop, nbytes)
         op = simulator.op("send", rank, " of '", message.kind, "' to ", world.names[dst])
         snapshot = [t.clone() for t in message.tensors]
-        sent = Message(message.kind, tuple(snapshot), message.version, message.samples, rank)
-        simulator.at(stop + link.latency, self._deliver, dst, sent)
-        simulator.at(stop, self._sent, op, message.tensors, snapshot)
+        sent = replace(message, tensors=tuple(snapshot), src=rank)
+        simulator.at(stop, self._sent, op, message.tensors, snapshot)  # Before the receiver has it, who may write to it.
+        for _ in range(world.times()):
+            simulator.at(stop + link.latency, self._arrive, dst, sent, stop)
         return op
 
     def _sent(self, op: SimOp[None], given: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
@@ -160,32 +209,36 @@ class SimEndpoint:
             _check_untouched(op, given, snapshot)
         self._simulator.finish(op)
 
-    def _deliver(self, dst: int, message: Message) -> None:
-        receivers = self.world.receivers[dst]
-        for i, (src, op) in enumerate(receivers):
-            if src is None or src == message.src:
-                del receivers[i]
-                self._simulator.finish(op, message)
-                return
-        self.world.inboxes[dst].append(message)
+    def _arrive(self, dst: int, message: Message, sent: float) -> None:
+        """Unless its sender died before all of it was sent, or its receiver is dead."""
+        dead = self.world.dead
+        if not dead or (dst not in dead and dead.get(self.rank, sent) >= sent):
+            self.world.deliver(dst, message)
 
-    def recv(self, *, src: int | None = None, timeout: float | None = None) -> Op[Message]:
+    def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
         simulator, inbox = self._simulator, self.world.inboxes[self.rank]
         op = simulator.op("a message", self.rank) if src is None else simulator.op("a message", self.rank, " from ", self.world.names[src])
+        receiver = Receiver(src, kinds, op)
         for i, message in enumerate(inbox):
-            if src is None or src == message.src:
+            if receiver.wants(message):
                 del inbox[i]
                 simulator.finish(op, message)
                 return op
-        self.world.receivers[self.rank].append((src, op))
+        self.world.receivers[self.rank].append(receiver)
         if timeout is not None:
-            simulator.at(simulator.now + timeout, self._time_out, op, src, timeout)
+            simulator.at(simulator.now + timeout, self._time_out, receiver, timeout)
         return op
 
-    def _time_out(self, op: SimOp[Message], src: int | None, timeout: float) -> None:
-        if not op.done:
-            self.world.receivers[self.rank].remove((src, op))
-            self._simulator.finish(op, error=TimeoutError(f"rank {self.rank} waited {timeout:g} s for {op!r}"))
+    def _time_out(self, receiver: Receiver, timeout: float) -> None:
+        if not receiver.op.done and self.rank not in self.world.dead:
+            self.world.receivers[self.rank].remove(receiver)
+            self._simulator.finish(receiver.op, error=TimeoutError(f"rank {self.rank} waited {timeout:g} s for {receiver.op!r}"))
+
+    def room(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    def is_read(self, x: Tensor) -> bool:
+        return False  # A message is a copy.
 
     def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)

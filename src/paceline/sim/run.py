@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -20,6 +21,7 @@ from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint, World
+from paceline.sim.faults import Faults
 from paceline.sim.simulator import Simulator
 from paceline.strategy import Strategy
 from paceline.task import Batch, Task, Trainee
@@ -68,7 +70,7 @@ class SimLearner(TaskLearner):
             self._note(replica, batch)
 
     def _begin(self, replica: Replica) -> Batch | None:
-        batch = self.trainee.draw(replica.k)
+        batch = self.trainee.draw(replica.k, replica.seat)
         replica.begin(0 if batch is None else len(batch[0]))
         return batch
 
@@ -93,21 +95,25 @@ def simulate(
     nonfinite: NonFinite = "skip",
     stop_at: int | None = None,
     resume: list[dict[str, Any]] | None = None,
+    faults: Faults = Faults(),  # noqa: B008 (frozen)
     progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Train `task` by `strategy` on `cluster`.
 
     `stop_at` breaks off before that step; `resume` takes such a run's states, `resized` if there are now more or fewer workers.
+    `faults` says what goes wrong.
     """
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(f"simulate: {len(resume)} workers' states for {cluster.workers} workers; give resized(states, {cluster.workers})")
     layout = Layout(cluster.workers, strategy.servers)
+    joining = [layout.size + i for i in range(len(faults.joins))]
+    _check(faults, strategy, [*layout.worker_ranks, *joining])
     simulator = Simulator(layout.name)
-    world = World(simulator, cluster, layout, strict=strict)
+    world = World(simulator, cluster, layout, strict=strict, faults=faults)
     model = task.build()
     replicas: list[Replica] = []
     learners: list[SimLearner] = []
-    for rank in layout.worker_ranks:
+    for rank in (*layout.worker_ranks, *joining):
         trainee = Trainee(task, copy.deepcopy(model), rank, cluster.workers)
         endpoint = SimEndpoint(world, rank)
         learners.append(SimLearner(trainee, endpoint, cluster, progress))
@@ -118,32 +124,53 @@ def simulate(
 
     def evaluate(k: int) -> None:
         """What the model is worth, in no virtual time: what the strategy deploys, or the mean of what the workers have now."""
-        vector = replicas[0].deployed
+        vector = first().deployed
         if vector is None and k < task.total_steps:
-            vector = torch.stack([r.params for r in replicas]).mean(0)
-        values = learners[0].trainee.evaluate(vector)
+            vector = torch.stack([r.params for r in replicas if r.rank not in world.dead and r.has_begun]).mean(0)
+        values = learners[replicas.index(first())].trainee.evaluate(vector)
         simulator.trace.evaluation(simulator.now, k * task.batch, values)
 
-    def at_step(k: int) -> None:
-        if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0:
-            evaluate(k)
-        stop(k)
+    def first() -> Replica:
+        """Of those that live."""
+        return next((r for r in replicas if r.rank not in world.dead), replicas[0])
 
-    def stop(k: int) -> None:
+    def at_step(replica: Replica, k: int) -> None:
+        if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0 and replica is first():
+            evaluate(k)
         if k == stop_at:
             raise Stopped
 
     for replica in replicas:
-        replica.at_step = at_step if replica.rank == 0 else stop
-    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy) for r in replicas}
+        replica.at_step = partial(at_step, replica)
+    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy) for r in replicas[: cluster.workers]}
+
+    def join(replica: Replica) -> None:
+        if any(simulator.is_running(r.rank) for r in replicas):
+            simulator.begin(replica.rank, replica.run(strategy), simulator.now)
+
+    for replica, time_of in zip(replicas[cluster.workers :], faults.joins, strict=True):
+        simulator.at(time_of, join, replica)
+    for rank, time_of in faults.deaths.items():
+        simulator.at(time_of, world.kill, rank)
     for rank in layout.server_ranks:
-        roles[rank] = strategy.server(Shard(SimEndpoint(world, rank)))
+        roles[rank] = strategy.server(Shard(SimEndpoint(world, rank), grace_s=10.0))
     if task.evaluate is not None:
         roles[0] = _evaluated_at_the_end(roles[0], lambda: evaluate(task.total_steps))
     simulator.run(roles)
-    trainee, replica = learners[0].trainee, replicas[0]
+    replica = first()
+    trainee = learners[replicas.index(replica)].trainee
+    if task.evaluate is not None and replica is not replicas[0]:
+        evaluate(task.total_steps)
     states = [{"replica": r.state_dict(), "trainee": q.trainee.state_dict()} for r, q in zip(replicas, learners, strict=True)]
     return Run(trainee.flat.model, replica.params.clone(), simulator.trace, states, simulator.waits)
+
+
+def _check(faults: Faults, strategy: Strategy, workers: list[int]) -> None:
+    if (faults.deaths or faults.joins or faults.is_lossy) and not strategy.is_elastic:
+        raise ValueError(f"simulate({faults}): workers of {type(strategy).__name__} wait for each other, and cannot go on without one")
+    for rank in faults.deaths:
+        if rank not in workers:
+            raise ValueError(f"simulate({faults}): rank {rank} is none of the workers {workers}")
 
 
 async def _evaluated_at_the_end(role: Coroutine[Op[Any], Any, bool], evaluate: Callable[[], None]) -> None:

@@ -41,12 +41,13 @@ class SimOp(Op[T]):
 class Process:
     """A coroutine of a rank's, and the Op that it will fulfil."""
 
-    __slots__ = ("coroutine", "op", "waits_for")
+    __slots__ = ("coroutine", "is_dead", "op", "waits_for")
 
     def __init__(self, coroutine: Coroutine[Op[Any], Any, Any], op: SimOp[Any]) -> None:
         self.coroutine = coroutine
         self.op = op
         self.waits_for: SimOp[Any] | None = None
+        self.is_dead = False
 
 
 class Simulator:
@@ -88,10 +89,7 @@ class Simulator:
     def run(self, roles: dict[int, Coroutine[Op[Any], Any, Any]]) -> None:
         """Run every rank's coroutine to its end."""
         for rank, coroutine in roles.items():
-            # Nobody awaits a rank itself, and all start before any time passes.
-            process = Process(coroutine, SimOp("role", rank))
-            self._processes[id(process)] = process
-            self.at(0.0, self._resume, process, None, None)
+            self.begin(rank, coroutine)  # All start before any time passes.
         heap = self._heap
         try:
             with elders_set_aside():
@@ -103,7 +101,29 @@ class Simulator:
             for process in self._processes.values():
                 process.coroutine.close()
 
+    def begin(self, rank: int, coroutine: Coroutine[Op[Any], Any, Any], time: float = 0.0) -> None:
+        """Let a rank begin its role at some time; nobody awaits a rank itself."""
+        process = Process(coroutine, SimOp("role", rank))
+        self._processes[id(process)] = process
+        self.at(time, self._resume, process, None, None)
+
+    def is_running(self, rank: int) -> bool:
+        """Whether a rank has begun its role and not ended it."""
+        return any(p.op.rank == rank and p.op.kind == "role" for p in self._processes.values())
+
+    def kill(self, rank: int) -> bool:
+        """End all that a rank is doing, wherever it stands; whether it was doing anything."""
+        dying = [p for p in self._processes.values() if p.op.rank == rank]
+        for process in dying:
+            process.is_dead = True
+            del self._processes[id(process)]
+            process.coroutine.close()
+        self._unawaited -= {op for op in self._unawaited if op.rank == rank}
+        return bool(dying)
+
     def _resume(self, process: Process, value: Any, error: BaseException | None) -> None:
+        if process.is_dead:
+            return
         send = process.coroutine.send
         try:
             while True:

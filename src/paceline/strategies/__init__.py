@@ -2,12 +2,19 @@
 
 from paceline.strategies.adaptive_averaging import AdaptiveAveraging
 from paceline.strategies.all_reduce_sgd import AllReduceSGD
+from paceline.strategies.asgd import ASGD
+from paceline.strategies.async_diloco import AsyncDiLoCo
+from paceline.strategies.async_momentum import AsyncMomentum
 from paceline.strategies.block_momentum import BlockMomentum
 from paceline.strategies.decreasing_averaging import AdaComm, DecreasingAveraging
+from paceline.strategies.delay_compensated import DelayCompensated
 from paceline.strategies.diloco import DiLoCo
+from paceline.strategies.downpour import Downpour
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.periodic_averaging import PeriodicAveraging
 from paceline.strategies.slow_mo import SlowMo
+from paceline.strategies.soft_sync import SoftSync
+from paceline.strategies.stale_synchronous import StaleSynchronous
 from paceline.strategies.then import Replicated, Then
 from paceline.strategy import Strategy
 
@@ -21,21 +28,35 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     SlowMo,
     DiLoCo,
     ParameterServer,
+    ASGD,
+    Downpour,
+    SoftSync,
+    StaleSynchronous,
+    DelayCompensated,
+    AsyncMomentum,
+    AsyncDiLoCo,
     Replicated,
     Then,
 )
 
 __all__ = [
+    "ASGD",
     "STRATEGIES",
     "AdaComm",
     "AdaptiveAveraging",
     "AllReduceSGD",
+    "AsyncDiLoCo",
+    "AsyncMomentum",
     "BlockMomentum",
     "DecreasingAveraging",
+    "DelayCompensated",
     "DiLoCo",
+    "Downpour",
     "ParameterServer",
     "PeriodicAveraging",
     "Replicated",
     "SlowMo",
+    "SoftSync",
+    "StaleSynchronous",
     "Then",
 ]

@@ -16,6 +16,7 @@ from paceline import collectives
 from paceline.collectives import Ballot
 from paceline.learner import optimizer_counters, optimizer_vectors, set_optimizer_vectors
 from paceline.replica import Replica
+from paceline.server.shard import Shard
 from paceline.strategy import Strategy
 
 
@@ -38,10 +39,16 @@ class Then(Strategy):
             raise ValueError(f"Then({said}): the first cannot last for less than nothing")
         if isinstance(self.then, Replicated):
             raise ValueError(f"{self}: whole minibatches are for a beginning; later workers would do the same work over and over")
-        for strategy in (self.first, self.then):
-            if strategy.servers:
-                name = type(strategy).__name__
-                raise ValueError(f"Then with {name}: a method with servers can only last a whole run")
+        if self.first.servers:
+            raise ValueError(f"{self}: {type(self.first).__name__} has servers, and a method with servers lasts to the end of a run")
+
+    @property
+    def servers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.then.servers
+
+    @property
+    def is_ordered(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.then.is_ordered
 
     async def worker(self, w: Replica) -> None:
         m = w.memory(is_begun=False)
@@ -55,6 +62,9 @@ class Then(Strategy):
             m.is_begun = True
             w.forget_after(m)
         await self.then.worker(w)
+
+    async def server(self, s: Shard) -> None:
+        await self.then.server(s)  # It begins when the first worker brings the model.
 
     def switch(self, w: Replica) -> int:
         """The step with which the second begins: the first one by which enough has been seen."""

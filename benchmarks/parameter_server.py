@@ -1,0 +1,313 @@
+"""Push and pull of a whole model between a worker and a parameter server on one host: ours beside torch RPC, gloo, Ray and a copy.
+
+Everybody does the same: a worker hands over a gradient, the server takes value -= lr * gradient, and the worker has the new value in a
+tensor of its own.  All contestants are ready, asleep, in processes of one thread, and take turns in rounds; ratios are taken within a
+round.  "copy" moves the bytes of a push and of a pull on one core, once each: what no server can do without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from statistics import median, quantiles
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import paceline as pl
+from paceline.dist.job import Job
+from paceline.op import drive
+from paceline.server import Store
+
+LR = 0.01
+SHARDS = (1, 2, 4)
+SIZES = {"10 kB": 10_000, "1 MB": 1_000_000, "25 MB": 25_000_000, "100 MB": 100_000_000}
+RPC, GLOO, RAY, COPY = "torch RPC", "gloo send and recv", "Ray actor", "copy"
+TIMEOUT_S = 120.0
+
+Exchange = Callable[[Tensor, Tensor], None]  # A gradient, and where the new value goes.
+
+
+def ours(shards: int) -> str:
+    return f"paceline, {shards} shard{'s' if shards > 1 else ''}"
+
+
+class Model:
+    """As much of a replica as a store asks for."""
+
+    def __init__(self, endpoint: Any, params: Tensor) -> None:
+        self.endpoint, self.params, self.samples_at_hand, self.k, self.seat = endpoint, params, 1.0, 0, None
+        self.learner = SimpleNamespace(is_shared_out=True)
+
+    def link(self, codec: Any) -> None:
+        return None
+
+
+class Worker:
+    """A contestant's worker, which takes its turn when told."""
+
+    def __init__(self, connection: Connection, exchange_of: Callable[[int], Exchange]) -> None:
+        self.connection, self.exchange_of = connection, exchange_of
+        self.exchanges: dict[int, tuple[Exchange, Tensor, Tensor]] = {}
+
+    def serve(self) -> None:
+        while order := self.connection.recv():
+            self.connection.send(self.turn(*order))
+
+    def turn(self, nbytes: int, repeats: int) -> float:
+        """Seconds of one exchange."""
+        if nbytes not in self.exchanges:
+            numel = nbytes // 4
+            self.exchanges[nbytes] = self.exchange_of(numel), torch.full((numel,), 1e-3), torch.zeros(numel)
+        exchange, gradient, value = self.exchanges[nbytes]
+        exchange(gradient, value)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            exchange(gradient, value)
+        return (time.perf_counter() - began) / repeats
+
+
+def repeats(nbytes: int) -> int:
+    return max(3, min(200, 75_000_000 // nbytes))
+
+
+# The contestants, each as its first process runs it.
+
+
+def paceline_worker(path: str, shards: int) -> None:
+    """A store, and with it companions, for every size."""
+    jobs: list[Job] = []
+
+    def exchange_of(numel: int) -> Exchange:
+        strategy = pl.ParameterServer(rule=pl.Sgd(lr=LR), servers=shards)
+        folder = tempfile.mkdtemp(dir=path)
+        jobs.append(Job(strategy, device=torch.device("cpu"), store=dist.FileStore(f"{folder}/store"), rank=0, workers=1))
+        store = Store(Model(jobs[-1].endpoint, torch.zeros(numel)))  # pyright: ignore
+        store.pull().wait()
+
+        def exchange(gradient: Tensor, value: Tensor) -> None:
+            store.exchange(gradient, into=value).wait()
+
+        stores.append(store)
+        return exchange
+
+    stores: list[Store] = []
+    Worker(Client(f"{path}/orders"), exchange_of).serve()
+    for store, job in zip(stores, jobs, strict=True):
+        drive(store.leave())
+        job.close()
+
+
+def pair(path: str, worker: Callable[[], None], server: Callable[[], None]) -> None:
+    """Two processes, of which this is the worker's."""
+    other = multiprocessing.get_context("fork").Process(target=server, daemon=True)
+    other.start()
+    worker()
+    other.kill()
+
+
+VALUES: dict[int, Tensor] = {}  # A server's.
+
+
+def value_after(gradient: Tensor) -> Tensor:
+    value = VALUES.setdefault(gradient.numel(), torch.zeros_like(gradient))
+    return value.add_(gradient, alpha=-LR)
+
+
+def rpc_worker(path: str) -> None:
+    import torch.distributed.rpc as rpc
+
+    def join(name: str, rank: int) -> None:
+        torch.set_num_threads(1)
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}/rpc", num_worker_threads=2)
+        rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+
+    def serve() -> None:
+        join("server", 1)
+        time.sleep(1e6)
+
+    def work() -> None:
+        join("worker", 0)
+        Worker(
+            Client(f"{path}/orders"), lambda numel: lambda gradient, value: value.copy_(rpc.rpc_sync("server", value_after, (gradient,)))
+        ).serve()
+
+    pair(path, work, serve)
+
+
+def gloo_worker(path: str) -> None:
+    def join(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.FileStore(f"{path}/gloo", 2), rank=rank, world_size=2)
+
+    def serve() -> None:
+        join(1)
+        while True:
+            dist.recv(numel := torch.zeros(1, dtype=torch.int64), 0)
+            dist.recv(gradient := torch.empty(int(numel)), 0)
+            dist.send(value_after(gradient), 0)
+
+    def exchange(gradient: Tensor, value: Tensor) -> None:
+        dist.send(torch.tensor([gradient.numel()]), 1)
+        dist.send(gradient, 1)
+        dist.recv(value, 1)
+
+    def work() -> None:
+        join(0)
+        Worker(Client(f"{path}/orders"), lambda numel: exchange).serve()
+
+    pair(path, work, serve)
+
+
+def ray_worker(path: str) -> None:
+    import ray  # pyright: ignore
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+
+    @ray.remote
+    class Server:  # pyright: ignore
+        def __init__(self) -> None:
+            torch.set_num_threads(1)
+            self.values: dict[int, Tensor] = {}
+
+        def exchange(self, gradient: Any) -> Any:
+            value = self.values.setdefault(len(gradient), torch.zeros(len(gradient)))
+            value.sub_(torch.from_numpy(gradient.copy()) if not gradient.flags.writeable else torch.from_numpy(gradient), alpha=LR)
+            return value.numpy()
+
+    server: Any = Server.remote()  # pyright: ignore
+
+    def exchange(gradient: Tensor, value: Tensor) -> None:
+        value.copy_(torch.from_numpy(ray.get(server.exchange.remote(gradient.numpy())).copy()))  # pyright: ignore
+
+    Worker(Client(f"{path}/orders"), lambda numel: exchange).serve()
+    ray.shutdown()  # pyright: ignore
+
+
+def copy_worker(path: str) -> None:
+    def exchange_of(numel: int) -> Exchange:
+        there = torch.zeros(numel)
+
+        def exchange(gradient: Tensor, value: Tensor) -> None:
+            there.copy_(gradient)
+            value.copy_(there)
+
+        return exchange
+
+    Worker(Client(f"{path}/orders"), exchange_of).serve()
+
+
+class Contestant:
+    """One, as seen by whoever calls the turns."""
+
+    def __init__(self, work: Callable[..., None], *args: Any) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{self.folder.name}/orders")
+            listener.listen(1)
+            listener.settimeout(TIMEOUT_S)
+
+            def run() -> None:
+                torch.set_num_threads(1)
+                work(self.folder.name, *args)
+                os._exit(0)
+
+            self.process = multiprocessing.get_context("fork").Process(target=run)
+            self.process.start()
+            self.connection = Connection(listener.accept()[0].detach())
+
+    def turn(self, nbytes: int) -> float:
+        self.connection.send((nbytes, repeats(nbytes)))
+        return self.connection.recv()
+
+    def close(self) -> None:
+        self.connection.send(None)
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+        self.folder.cleanup()
+
+
+def contestants() -> dict[str, Contestant]:
+    found = {ours(shards): Contestant(paceline_worker, shards) for shards in SHARDS}
+    found |= {RPC: Contestant(rpc_worker), GLOO: Contestant(gloo_worker), COPY: Contestant(copy_worker)}
+    if find_spec("ray"):
+        found[RAY] = Contestant(ray_worker)
+    return found
+
+
+def measure(players: dict[str, Contestant], nbytes: int, rounds: int) -> dict[str, list[float]]:
+    names = list(players)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for r in range(-1, rounds):
+        first = r % len(names)
+        for name in names[first:] + names[:first]:
+            took = players[name].turn(nbytes)
+            if r >= 0:
+                taken[name].append(took)
+    return taken
+
+
+def summary(size: str, taken: dict[str, list[float]]) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for name, own in taken.items():
+        ratios = {other: quantiles((b / a for a, b in zip(own, taken[other], strict=True)), n=4) for other in taken if other != name}
+        rows[name] = {
+            "ms": 1e3 * median(own),
+            "updates_per_s": 1 / median(own),
+            "speed over": {other: {"median": q[1], "quartiles": [q[0], q[2]]} for other, q in ratios.items()},
+        }
+    return {"size": size, "rounds": len(next(iter(taken.values()))), "cores": os.cpu_count(), "rows": rows}
+
+
+def table(result: dict[str, Any]) -> Table:
+    others = [name for name in (RPC, GLOO, RAY, COPY) if name in result["rows"]]
+    title = "push and pull of {size} on {cores} cores, {rounds} rounds".format(**result)
+    made = Table("", "ms", "updates/s", *(f"x {name}" for name in others), title=title)
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for name, row in result["rows"].items():
+        cells = [f"{row['ms']:.2f}", f"{row['updates_per_s']:,.0f}"]
+        for other in others:
+            q = row["speed over"].get(other)
+            cells.append("{:.2f} ({:.2f}-{:.2f})".format(q["median"], *q["quartiles"]) if q else "1")
+        made.add_row(name, *cells)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--size", choices=SIZES, action="append", help="only this one; may be given again")
+    parser.add_argument("--rounds", type=int, help="turns of each contestant")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args(arguments)
+    players = contestants()
+    if RAY not in players:
+        print("Without Ray: `pip install ray` for it to take part.")
+    rounds = args.rounds or (5 if args.quick else 25)
+    results = [summary(size, measure(players, SIZES[size], rounds)) for size in args.size or SIZES]
+    for player in players.values():
+        player.close()
+    for result in results:
+        Console(width=140).print(table(result))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Gates: when a shard goes on with what a worker has asked for.
+
+A worker's clock counts the updates that it has pushed.  Who is gone has no clock, so nobody waits for the dead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Gate(ABC):
+    """A frozen dataclass of settings; shards that see the same clocks decide alike."""
+
+    def may_push(self, src: int, clocks: Mapping[int, int]) -> bool:
+        """Whether an update may be applied now; if not, it is asked again after every other event."""
+        return True
+
+    @abstractmethod
+    def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
+        """Whether a worker may have its answer, and so begin its next iteration; its own clock counts the push that it made."""
+
+
+@dataclass(frozen=True)
+class Free(Gate):
+    """Nobody waits."""
+
+    def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Bound(Gate):
+    """Bounded staleness (Ho et al. 2013): nobody begins an iteration who is more than `bound` ahead of the slowest."""
+
+    bound: int = 4
+
+    def __post_init__(self) -> None:
+        if self.bound < 0:
+            raise ValueError(f"Bound(bound={self.bound}): it counts the iterations that a worker may be ahead of the slowest, from 0")
+
+    def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
+        return clocks[src] - min(clocks.values()) <= self.bound
+
+
+@dataclass(frozen=True)
+class RoundRobin(Gate):
+    """Updates are applied in the order of ranks, one of each in turn: as with a lock that is handed round."""
+
+    def may_push(self, src: int, clocks: Mapping[int, int]) -> bool:
+        return (clocks[src], src) == min((clock, rank) for rank, clock in clocks.items())
+
+    def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
+        return True
+
+
+GATES: tuple[type[Gate], ...] = (Free, Bound, RoundRobin)

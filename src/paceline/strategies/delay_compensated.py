@@ -1,0 +1,30 @@
+"""DC-ASGD (Zheng et al., ICML 2017): asynchronous SGD whose shards correct late gradients for what has happened since.
+
+The gradient at the value of now is estimated from that at the value its sender read, with lam * g * g for the diagonal of the
+Hessian.  With lam = 0, or without delay, it is ASGD.  A shard keeps the value that each worker has read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.server.rules import Compensated, Rule, Sgd
+from paceline.server.served import Served
+
+
+@dataclass(frozen=True)
+class DelayCompensated(Served):
+    """Push every gradient; shards correct it for its delay.  Unless it is given, `lam` is 0.04, or 2 if it is `adaptive`."""
+
+    lr: float = 0.1
+    lam: float | None = None
+    adaptive: bool = False
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.shard_rule(1)
+
+    def shard_rule(self, workers: int) -> Rule:
+        lam = (2.0 if self.adaptive else 0.04) if self.lam is None else self.lam
+        return Compensated(Sgd(self.lr), lam=lam, adaptive=self.adaptive, decay=self.decay)

@@ -1,0 +1,127 @@
+"""Workers that are killed, on real processes: the others go on, and nothing that was acknowledged is lost or applied twice."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+
+WORKERS = 3
+
+
+def counting(steps: int, batch: int, slow_s: float = 0.0) -> pl.Task:
+    """Every sample has a parameter of its own, to which an update adds one."""
+    samples = steps * batch
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = nn.Parameter(torch.zeros(samples))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert isinstance(model, Sum)
+        time.sleep(slow_s)
+        return -(batch[0] @ model.total).sum()
+
+    return pl.Task(
+        model=Sum,
+        loss=loss,
+        data=[torch.eye(samples)],
+        batch=batch,
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        steps=steps,
+    )
+
+
+@contextmanager
+def killer(times: int, *, every_s: float, choose: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
+    """Kill one of this process's workers at random moments."""
+    done, killed, chance = threading.Event(), list[float](), random.Random(0)
+
+    def run() -> None:
+        while len(killed) < times and not done.wait(chance.uniform(0.2, 1.8) * every_s):
+            workers = [p for p in multiprocessing.active_children() if p.name.startswith("worker-") and p.pid]
+            if workers:
+                victim = chance.choice(workers)
+                assert victim.pid is not None
+                os.kill(victim.pid, signal.SIGKILL)
+                killed.append(time.monotonic())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_every_sample_is_applied_once_when_workers_are_killed_and_replaced():
+    task = counting(steps=150, batch=6, slow_s=0.01)
+    with killer(5, every_s=0.3) as killed:
+        run = pl.train(task, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=10)
+    assert killed, "the run was over before anybody was killed"
+    assert run.params.tolist() == [1.0] * task.samples
+
+
+def test_the_others_go_on_without_a_replacement():
+    task = counting(steps=120, batch=6, slow_s=0.01)
+    with killer(2, every_s=0.4) as killed:
+        run = pl.train(task, pl.StaleSynchronous(lr=1.0, bound=2, servers=2), workers=WORKERS, replacements=0)
+    assert len(killed) == 2
+    # Of an update that was under way one shard may have heard, and the other not.
+    assert sum(abs(v - 1.0) > 0 for v in run.params.tolist()) <= 2 * 6
+    starts = sorted(s.start for s in run.trace.spans if s.kind == "gradient")
+    assert max(b - a for a, b in pairwise(starts)) < 1.0
+
+
+def test_if_all_are_killed_that_is_said():
+    with killer(WORKERS, every_s=0.1), pytest.raises(pl.ClusterError, match="was killed by signal 9"):
+        pl.train(counting(steps=400, batch=6, slow_s=0.02), pl.ParameterServer(), workers=WORKERS, replacements=0)
+
+
+def test_an_error_in_a_worker_ends_the_run_and_is_named():
+    task = counting(steps=50, batch=6)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise KeyError("a mistake of the user's")
+
+    with pytest.raises(pl.ClusterError, match="a mistake of the user's"):
+        pl.train(pl.Task(**{**vars(task), "loss": loss, "_orders": {}}), pl.ParameterServer(), workers=2)  # pyright: ignore
+
+
+def test_a_killed_server_is_named():
+    def kill_a_server(k: int) -> None:
+        if k >= 5:
+            for pid in _companions():
+                os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(pl.ClusterError, match=r"server|exit code 70"):
+        pl.train(counting(steps=300, batch=6, slow_s=0.01), pl.ParameterServer(servers=1), workers=2, progress=kill_a_server)
+
+
+def _companions() -> list[int]:
+    """All processes below this one that hold shards."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/cmdline", "rb") as file:
+                    if b"paceline.dist.companion" in file.read():
+                        found.append(int(entry))
+            except OSError:
+                continue
+    return found

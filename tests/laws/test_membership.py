@@ -1,0 +1,200 @@
+"""Workers that die, join and are not heard, in the simulator: nobody waits for the dead, nothing is lost or done twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import (
+    ASGD,
+    AllReduceSGD,
+    AsyncDiLoCo,
+    Cluster,
+    Downpour,
+    Faults,
+    ParameterServer,
+    PeriodicAveraging,
+    RoundRobin,
+    Run,
+    Sgd,
+    SoftSync,
+    StaleSynchronous,
+    Strategy,
+    Task,
+    simulate,
+)
+from tests.laws.tasks import close, quadratic, regression
+
+STEPS, BATCH, WORKERS = 14, 8, 4
+
+METHODS: dict[str, Strategy] = {
+    "parameter server": ParameterServer(rule=Sgd(lr=0.01), servers=2),
+    "round robin": ParameterServer(rule=Sgd(lr=0.01), gate=RoundRobin(), servers=2),
+    "soft sync": SoftSync(lr=0.01, updates=3),
+    "in step": StaleSynchronous(lr=0.01, bound=0),
+    "bounded": StaleSynchronous(lr=0.01, bound=2),
+    "downpour": Downpour(push=2, fetch=3),
+    "asgd": ASGD(period=3),
+    "asgd, pipelined": ASGD(period=2, pipeline=True),
+    "async diloco": AsyncDiLoCo(period=3, grace=0.02),
+    "async diloco, delayed": AsyncDiLoCo(period=4, delay=2, grace=0.02),
+}
+every_method = pytest.mark.parametrize("strategy", METHODS.values(), ids=METHODS)
+
+
+def counting(numel: int = 3) -> Task:
+    """Every sample is a vector with a one at its own place: a gradient tells which samples it is of."""
+    samples = STEPS * BATCH
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert isinstance(model, Sum)
+        return -(batch[0] @ model.total).sum()
+
+    return Task(
+        model=Sum,
+        loss=loss,
+        data=[torch.eye(samples, dtype=torch.float64)],
+        batch=BATCH,
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        steps=STEPS,
+    )
+
+
+def cluster(seed: int, **more: Any) -> Cluster:
+    chance = Random(seed)
+    return Cluster(workers=WORKERS, compute=[f"{chance.uniform(2, 20):.2f}ms" for _ in range(WORKERS)], seed=seed, **more)
+
+
+def random_faults(seed: int, servers: int, **more: Any) -> Faults:
+    """Up to all workers die, and others come, some of whom die too."""
+    chance = Random(seed)
+    joins = [chance.uniform(0, 0.2) for _ in range(chance.randrange(1, 4))]
+    ranks = [*range(WORKERS), *range(WORKERS + servers, WORKERS + servers + len(joins))]
+    mortal = chance.sample(ranks, chance.randrange(1, len(ranks)))
+    return Faults({rank: chance.uniform(0, 0.3) for rank in mortal}, joins, notice=chance.choice([0.0, 0.001, 0.05]), **more)
+
+
+def visits(run: Run, lr: float) -> list[float]:
+    """How often each sample's gradient was applied."""
+    return (run.params / lr).round().tolist()
+
+
+def test_without_faults_every_sample_is_applied_once():
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=2), cluster(0))
+    assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_sample_is_applied_once_whoever_dies(seed: int):
+    """With one shard an update is in the value exactly if its ticket is done."""
+    faults = random_faults(seed, servers=1)
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=faults)
+    assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_sample_is_applied_once_however_many_messages_are_lost_or_doubled(seed: int):
+    faults = Faults(lost=0.15, doubled=0.15, patience=0.05)
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=2), cluster(seed), faults=faults)
+    assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sample_is_applied_once_when_workers_die_and_messages_are_lost(seed: int):
+    faults = random_faults(seed, 1, lost=0.1, doubled=0.1, patience=0.05)
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=faults)
+    assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
+
+
+@every_method
+@pytest.mark.parametrize("seed", range(12))
+def test_every_method_ends_and_learns_whoever_dies(strategy: Strategy, seed: int):
+    faults = random_faults(seed, strategy.servers)
+    run = simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(seed), faults=faults)
+    assert run.params.isfinite().all()
+    worked = Counter(p.step for p in run.trace.points if p.staleness is None)
+    assert all(worked[step] >= WORKERS for step in range(STEPS)), "every part of every minibatch was worked on"
+
+
+@every_method
+def test_every_method_is_the_same_twice_with_the_same_faults(strategy: Strategy):
+    faults = random_faults(3, strategy.servers)
+    runs = [simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(3), faults=faults) for _ in range(2)]
+    assert runs[0].trace.digest() == runs[1].trace.digest()
+
+
+@every_method
+def test_all_workers_end_with_what_the_shards_hold(strategy: Strategy):
+    run = simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(1))
+    ends = [state["replica"]["params"] for state in run.states]
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+def test_nobody_waits_for_the_dead():
+    """In step with three others, one dies: they go on as soon as that is noticed."""
+    died, notice = 0.055, 0.004
+    run = simulate(
+        regression(steps=40, batch=BATCH),
+        StaleSynchronous(lr=0.01, bound=0, servers=1),
+        Cluster(workers=WORKERS, compute="10ms"),
+        faults=Faults({2: died}, notice=notice),
+    )
+    starts = sorted(s.start for s in run.trace.spans if s.kind == "gradient" and s.rank == 0)
+    assert max(b - a for a, b in pairwise(starts)) < 0.010 + notice + 0.002
+    assert not [s for s in run.trace.spans if s.rank == 2 and s.start > died]
+
+
+def test_who_joins_begins_with_the_current_model_and_shares_the_work():
+    task, strategy, two = quadratic(steps=100, batch=4), ParameterServer(rule=Sgd(lr=0.05), servers=1), Cluster(workers=2, compute="10ms")
+    alone, helped = simulate(task, strategy, two), simulate(task, strategy, two, faults=Faults(joins=[0.1, 0.1]))
+    assert helped.seconds < 0.65 * alone.seconds
+    first = min((p for p in helped.trace.points if p.rank == 3), key=lambda p: p.time)
+    assert first.step >= 8 and first.loss is not None
+    began = min(p.loss for p in helped.trace.points if p.rank == 0 and p.loss is not None and p.time < 0.02)
+    assert first.loss < began
+
+
+def test_if_the_first_worker_dies_at_once_another_brings_the_model():
+    task = regression(steps=10, batch=BATCH)
+    run = simulate(task, ParameterServer(rule=Sgd(lr=0.01), servers=2), cluster(0), faults=Faults({0: 0.0}))
+    assert run.states[1]["replica"]["params"].isfinite().all()
+    assert not close(run.states[1]["replica"]["params"], run.states[0]["replica"]["params"], rtol=1e-6)
+
+
+def test_if_all_die_and_nobody_joins_the_run_ends():
+    faults = Faults({r: 0.01 + r / 100 for r in range(4)})
+    run = simulate(regression(steps=10, batch=BATCH), ParameterServer(), cluster(0), faults=faults)
+    assert run.seconds < 10.1, "after the time in which somebody might have joined"
+
+
+@pytest.mark.parametrize("strategy", [AllReduceSGD(), PeriodicAveraging(period=4)], ids=str)
+def test_methods_whose_workers_meet_cannot_lose_one(strategy: Strategy):
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate(regression(steps=4, batch=6), strategy, Cluster(workers=3), faults=Faults({1: 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Faults({1: -1.0}), "finite times"),
+        (lambda: Faults(lost=1.0), "shares of all messages"),
+        (
+            lambda: simulate(regression(steps=4, batch=6), ParameterServer(), Cluster(workers=2), faults=Faults({7: 0.1})),
+            "rank 7 is none of the workers",
+        ),
+    ],
+)
+def test_faults_that_cannot_be_are_refused(make: Any, named: str):
+    with pytest.raises(ValueError, match=named):
+        make()

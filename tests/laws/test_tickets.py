@@ -1,0 +1,71 @@
+"""Tickets: whatever workers do and whenever they die, every part of every minibatch is done once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from paceline.server.tickets import Ticket, Tickets
+
+
+def all_of(first: int, last: int, seats: int) -> list[Ticket]:
+    return [Ticket(step, seat) for step in range(first, last) for seat in range(seats)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_part_is_done_exactly_once_whoever_dies(seed: int):
+    chance = Random(seed)
+    first, seats = chance.randrange(5), chance.randrange(1, 6)
+    last = first + chance.randrange(8)
+    tickets, held, done = Tickets(first, last, seats), dict[int, list[Ticket]](), Counter[Ticket]()
+    newest = 4
+    workers = list(range(newest))
+    while not tickets.is_over:
+        worker, dice = chance.choice(workers), chance.random()
+        mine = held.setdefault(worker, [])
+        assert tickets.held(worker) == len(mine)
+        if dice < 0.5:
+            mine += tickets.take(worker, chance.randrange(1, 4))
+        elif dice < 0.9:
+            count = chance.randrange(len(mine) + 1)
+            tickets.do(worker, count)
+            done.update(mine[:count])
+            del mine[:count]
+        else:  # It dies, and another comes.
+            tickets.lose(worker)
+            workers.remove(worker)
+            held.pop(worker)
+            workers.append(newest)
+            newest += 1
+    assert done == Counter(all_of(first, last, seats))
+    assert tickets.left == 0 and not tickets.take(0)
+
+
+def test_workers_in_step_keep_their_seats():
+    tickets = Tickets(0, 10, seats=3)
+    for step in range(10):
+        assert [tickets.take(rank) for rank in range(3)] == [[Ticket(step, rank)] for rank in range(3)]
+
+
+def test_each_minibatch_is_begun_before_the_next():
+    tickets = Tickets(0, 6, seats=4)
+    taken = [tickets.take(worker)[0] for worker in (3, 3, 3, 1, 0, 2, 2, 9)]
+    assert [t.step for t in taken] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert taken[0].seat == 3 and taken[4].seat == 0 and taken[5].seat == 2
+
+
+def test_what_a_dead_worker_left_comes_first():
+    tickets = Tickets(0, 9, seats=2)
+    for worker in (0, 1, 0, 1, 0):
+        tickets.take(worker)
+    tickets.do(0, 1)
+    tickets.lose(0)
+    assert tickets.take(5, 3) == [Ticket(1, 0), Ticket(2, 0), Ticket(2, 1)]
+
+
+@pytest.mark.parametrize(("first", "last", "seats"), [(-1, 3, 1), (3, 2, 1), (0, 3, 0)])
+def test_what_cannot_be_is_refused(first: int, last: int, seats: int):
+    with pytest.raises(ValueError, match="counted upwards from 0"):
+        Tickets(first, last, seats)
