@@ -30,7 +30,7 @@ class Tickets:
     ([Ticket(step=0, seat=0)], [Ticket(step=0, seat=1)], [Ticket(step=1, seat=0)])
     >>> tickets.lose(7)
     >>> tickets.take(1, 5)
-    [Ticket(step=0, seat=0), Ticket(step=1, seat=1), Ticket(step=1, seat=0)]
+    [Ticket(step=0, seat=0), Ticket(step=1, seat=0), Ticket(step=1, seat=1)]
     """
 
     def __init__(self, first: int, last: int, seats: int) -> None:
