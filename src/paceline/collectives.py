@@ -17,6 +17,7 @@ from paceline.codecs.codec import Codec, Link, Unencodable
 from paceline.endpoint import Endpoint, Message, check_summable
 from paceline.flat import is_finite
 
+Groups = Sequence[Sequence[int]]
 VOTE_NBYTES = 32  # A ballot on the wire: four float64 numbers.
 SEAL_NBYTES = 40  # What follows an encoded message: the ballot, and the message's length without its padding.
 
@@ -65,9 +66,7 @@ class Ballot:
         return f"rank {self.bad_rank:.0f}" if self.bad == 1 else f"{self.bad:.0f} ranks"
 
 
-async def mean(
-    endpoint: Endpoint, x: Tensor, ballot: Ballot, codec: Codec | None = None, groups: Sequence[Sequence[int]] | None = None
-) -> Ballot:
+async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot, codec: Codec | None = None, groups: Groups | None = None) -> Ballot:
     """The weighted mean of `x`, by an all-reduce of sums; within `groups` first and then between them, if they are given.
 
     With a codec, which must be a linear one, its encoded values are what is summed: half the bytes, and half the precision.
@@ -138,7 +137,7 @@ async def ring_sum(endpoint: Endpoint, x: Tensor) -> Tensor:
     return x
 
 
-async def sum_by_groups(endpoint: Endpoint, x: Tensor, tail: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+async def sum_by_groups(endpoint: Endpoint, x: Tensor, tail: Tensor, groups: Groups) -> Tensor:
     """The sum of `x` and of `tail`, in place: to the first of each group, between these, and back.
 
     Sums travel, never means, so groups may differ in size.  Between groups of G the latency is that of N / G ranks.
@@ -155,7 +154,7 @@ async def sum_by_groups(endpoint: Endpoint, x: Tensor, tail: Tensor, groups: Seq
     return x
 
 
-def _group_of(endpoint: Endpoint, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+def _group_of(endpoint: Endpoint, groups: Groups) -> Sequence[int]:
     if sorted(r for g in groups for r in g) != list(endpoint.ranks):
         raise ValueError(f"groups {[list(g) for g in groups]}: each of the ranks {list(endpoint.ranks)} must be in exactly one")
     return next(g for g in groups if endpoint.rank in g)
@@ -183,7 +182,7 @@ async def mean_encoded(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link
     return await {"stripes": mean_by_stripes, "gather": mean_by_gather}[link.codec.way](endpoint, x, ballot, link)
 
 
-async def mean_by_groups(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link, groups: Sequence[Sequence[int]]) -> Ballot:
+async def mean_by_groups(endpoint: Endpoint, x: Tensor, ballot: Ballot, link: Link, groups: Groups) -> Ballot:
     """The weighted mean of plain sums within groups and encoded ones between them: each first member speaks for its group."""
     if x.element_size() == 2:
         wide = x.to(torch.float32)

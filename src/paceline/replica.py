@@ -6,7 +6,7 @@ A strategy sees nothing else.  Where gradients come from and how a step is taken
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import inf
@@ -17,30 +17,21 @@ from torch import Tensor
 
 from paceline import collectives
 from paceline.codecs.codec import Codec, Link
-from paceline.collectives import Ballot
+from paceline.collectives import Ballot, Groups
 from paceline.endpoint import Endpoint
 from paceline.flat import Bucket
 from paceline.learner import Learner
 from paceline.memory import Kind, Memory, copied, restored
 from paceline.op import Op, Ready
 from paceline.plan import Plan
-from paceline.strategy import Strategy
+from paceline.strategy import Ended, Stopped, Strategy
 
 NonFinite = Literal["skip", "stop", "pass"]
-Groups = Sequence[Sequence[int]]
 MOST_EMPTY_STEPS = 10_000_000
 
 
 class NonFiniteGradient(RuntimeWarning):
     """A gradient held NaN or infinity and was left out."""
-
-
-class Stopped(Exception):
-    """Raised out of a strategy where its run is broken off, to be resumed later."""
-
-
-class Ended(Exception):
-    """Raised out of a strategy at a mean to which nobody had anything to add, nor will have."""
 
 
 class Replica:

@@ -33,6 +33,14 @@ class Strategy(ABC):
         raise TypeError(f"{type(self).__name__} has servers={self.servers} but no server role")
 
 
+class Stopped(Exception):
+    """Raised out of a strategy where its run is broken off, to be resumed later."""
+
+
+class Ended(Exception):
+    """Raised out of a strategy at a mean to which nobody had anything to add, nor will have."""
+
+
 def spelled(cls: type) -> str:
     """A class's name as files and flags spell it.
 

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from paceline.dist import mailbox
-from paceline.dist.mailbox import COPY_BELOW, DTYPES, UNREAD, Mailbox
+from paceline.dist.letters import DTYPES
+from paceline.dist.mailbox import COPY_BELOW, UNREAD, Mailbox
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import drive

@@ -25,7 +25,9 @@ from torch.distributed import FileStore, HashStore, Store
 from zmq.utils import z85
 
 from paceline.dist import mailbox, parcels
-from paceline.dist.mailbox import COPY_BELOW, DTYPES, KEYS, PARCEL_FROM, UNREAD, Mailbox
+from paceline.dist.door import KEYS
+from paceline.dist.letters import DTYPES
+from paceline.dist.mailbox import COPY_BELOW, PARCEL_FROM, UNREAD, Mailbox
 from paceline.dist.parcels import LEAST, LINE, NAME, OPEN, READ, SEALS, SENT, Place, Receiver, Sender, Unreadable, Warehouse
 from paceline.endpoint import Message
 from paceline.errors import ClusterError

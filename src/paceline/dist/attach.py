@@ -225,7 +225,7 @@ def attach(
     plan = _plan(loader, epochs, accumulate)
     flat = FlatModel(model, bucket_bytes=bucket_bytes)
     optimizer = _checked_optimizer(optimizer, flat, strategy)
-    job = Job(strategy, device=flat.params.device, ordered=ordered, timeout_s=timeout_s)
+    job = Job(strategy, device=flat.params.device, ordered=ordered, timeout_s=timeout_s, takes_nonfinite=nonfinite == "pass")
     wrapped: SessionOptimizer | None = None
     try:
         if strategy.is_elastic:  # Its parameters come from the servers, which have the first one's.

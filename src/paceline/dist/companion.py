@@ -50,6 +50,7 @@ class Companions:
         timeout_s: float,
         workers: Mapping[int, int],
         life: int | None,
+        takes_nonfinite: bool,
     ) -> None:
         self._closing = False
         self._layout, self._life = layout, life
@@ -65,6 +66,7 @@ class Companions:
             "workers": list(workers.items()),
             "is_open": strategy.is_elastic,
             "grace_s": GRACE_S if life is not None else 0.0,
+            "takes_nonfinite": takes_nonfinite,
         }
         self._processes = {rank: self._start({**plain, "rank": rank}) for rank in ranks}
         for rank, process in self._processes.items():
@@ -125,7 +127,7 @@ def _serve(plain: dict[str, Any]) -> None:
             for worker, pid in plain["workers"]:
                 mailbox.watch(worker, pid)
         endpoint = ProcessEndpoint(rank, layout, Clock(plain["epoch"]), open_mailbox=lambda: mailbox)
-        drive(strategy.server(Shard(endpoint, grace_s=plain["grace_s"])))
+        drive(strategy.server(Shard(endpoint, grace_s=plain["grace_s"], takes_nonfinite=plain["takes_nonfinite"])))
         store.set(f"trace/{rank}", endpoint.trace.dumps())
 
 

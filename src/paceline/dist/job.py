@@ -62,8 +62,10 @@ class Job:
         apart: bool = False,
         timeout_s: float = 1800.0,
         life: int | None = None,
+        takes_nonfinite: bool = False,
     ) -> None:
-        """`life` is a pipe of a launcher that replaces dead workers: servers live for as long as it is open."""
+        """`life` is a pipe of a launcher that replaces dead workers: servers live as long as it is open, and refuse NaN unless told."""
+        self._takes_nonfinite = takes_nonfinite
         self._life = life if life is not None or "PACELINE_LIFE" not in os.environ else int(os.environ["PACELINE_LIFE"])
         self._timeout_s, self._device, self._own_group, self._folder = timeout_s, device, False, None
         self._companions: Companions | None = None
@@ -134,6 +136,7 @@ class Job:
                 timeout_s=self._timeout_s,
                 workers={rank: pids[rank] for rank in hosts[own]},
                 life=self._life,
+                takes_nonfinite=self._takes_nonfinite,
             )
             self.store.set(f"served/{own}", "")
 

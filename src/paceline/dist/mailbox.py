@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -26,19 +26,15 @@ import zmq
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
+from paceline.dist.door import KEYS, Door, Peer
+from paceline.dist.letters import DTYPES, NAMES, Header, Name, Shape, check_form, flat_bytes, in_frame, typed
 from paceline.dist.parcels import Place, Receiver, Sender, here
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import Op, Ready
 
 T = TypeVar("T")
-
-Name = Literal["float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64", "bool"]
-Shape = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**62)], ...], msgspec.Meta(max_length=64)]
-DTYPES: dict[Name, torch.dtype] = {name: getattr(torch, name) for name in get_args(Name)}
-NAMES: dict[torch.dtype, Name] = {dtype: name for name, dtype in DTYPES.items()}
 
 # Smaller tensors are copied: up to here, lending a buffer to ZeroMQ and hearing of its return costs more.
 COPY_BELOW = 2**20
@@ -50,31 +46,6 @@ UNREAD = 16
 UNREAD_NBYTES = 2**29
 # Seconds without a word of a dead process after which no more is expected, whatever others may have on its way to this one.
 LAST_WORDS_S = 1.0
-KEYS = "mail/key/"  # Where the store keeps the rank that a public key belongs to.
-
-
-class _Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    kind: str
-    src: int
-    version: int
-    samples: int
-    serial: int
-    steps: int
-    tensors: tuple[tuple[Name, Shape, Place | None], ...]
-
-
-class _Peer(NamedTuple):
-    """What a rank has published of itself: the address of its mailbox, its key, its process and its host."""
-
-    address: str
-    key: str
-    pid: int
-    host: str
-
-    @classmethod
-    def of(cls, store: Store, rank: int) -> _Peer:
-        address, key, pid, host = store.get(f"mail/{rank}").decode().split(" ")
-        return cls(address, key, int(pid), host)
 
 
 class _Begun(Op[T]):
@@ -88,59 +59,6 @@ class _Begun(Op[T]):
         if self._finish is not None:
             self._value, self._finish = self._finish(), None
         return self._value
-
-
-class _Door(threading.Thread):
-    """Answers the one question ZeroMQ asks of a newcomer (ZAP, RFC 27): may this key come in, and who is it?
-
-    In a thread of its own, so that a rank deep in a computation still admits those who write to it.  zmq.auth's
-    authenticator takes a thread too, with an asyncio loop in it, and never hears of strangers who offer no key.
-    """
-
-    def __init__(
-        self, inbox: zmq.SyncSocket, store: Store, size: float, peers: dict[int, _Peer], refuse: Callable[[str], None], name: str
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        # A store that one thread blocks on makes the other wait; torch before 2.8 has no clone().
-        self._store: Store = getattr(store, "clone", lambda: store)()
-        self._size, self._peers, self._refuse = size, peers, refuse
-        self._admitted: dict[bytes, bytes] = {}
-        self._asked = inbox.context.socket(zmq.REP)
-        self._asked.bind("inproc://zeromq.zap.01")
-        inbox.monitor("inproc://failures", zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-        self._failures = inbox.context.socket(zmq.PAIR)
-        self._failures.connect("inproc://failures")
-
-    def run(self) -> None:
-        poller = zmq.Poller()
-        for socket in (self._asked, self._failures):
-            poller.register(socket, zmq.POLLIN)
-        # The mailbox closes by ending its context, which waits for these sockets.
-        with suppress(zmq.ContextTerminated), self._asked, self._failures:
-            while True:
-                ready = dict(poller.poll())
-                if self._asked in ready:
-                    self._answer()
-                if self._failures in ready and recv_monitor_message(self._failures)["event"] != zmq.EVENT_MONITOR_STOPPED:
-                    self._refuse("a stranger did not complete CURVE's handshake: it has no key, or not this rank's")
-
-    def _answer(self) -> None:
-        version, request, _domain, address, _identity, _mechanism, key = self._asked.recv_multipart()
-        status, reason = b"400", "no rank of this job has published its key"
-        try:
-            # Once every rank is known nobody else can be admitted, and strangers cost the store nothing.
-            if key not in self._admitted and len(self._admitted) < self._size and self._store.check([KEYS + key.hex()]):
-                rank = int(self._store.get(KEYS + key.hex()))
-                if 0 <= rank < self._size and self._store.check([f"mail/{rank}"]):
-                    self._peers[rank] = _Peer.of(self._store, rank)
-                    self._admitted[key] = str(rank).encode()
-        except RuntimeError as error:  # The store's; 300 lets the peer try again.
-            status, reason = b"300", f"the store could not be asked about its key: {error}"
-        if key in self._admitted:
-            status = b"200"
-        else:
-            self._refuse(f"a stranger at {address.decode()}: {reason}")
-        self._asked.send_multipart([version, request, status, b"", self._admitted.get(key, b""), b""])
 
 
 class Mailbox:
@@ -171,7 +89,7 @@ class Mailbox:
         self._refusing, self._store, self._pid = threading.Lock(), store, os.getpid()
         self._public, self._secret = zmq.curve_keypair()
         self._arrived: deque[Message] = deque()
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._outboxes: dict[int, zmq.SyncSocket] = {}
         self._here = here()
         self._near: dict[int, Receiver | None] = {}  # How ranks of this host are read; None: it is elsewhere.
@@ -191,7 +109,7 @@ class Mailbox:
         if max_nbytes is not None:
             self._inbox.maxmsgsize = max_nbytes + 2**16  # CURVE adds a nonce and a MAC, and the header is a frame too.
         self._poller.register(self._inbox, zmq.POLLIN)
-        self._door = _Door(self._inbox, store, self.size, self._peers, self._refuse, f"mailbox-{rank}-door")
+        self._door = Door(self._inbox, store, self.size, self._peers, self._refuse, f"mailbox-{rank}-door")
         self._door.start()
         try:
             self._inbox.bind(endpoint)
@@ -218,8 +136,8 @@ class Mailbox:
         forms = tuple[tuple[Name, Shape, Place | None], ...](
             (NAMES[tensor.dtype], tuple(tensor.shape), place) for tensor, place in zip(message.tensors, places, strict=True)
         )
-        header = _Header(message.kind, self.rank, message.version, message.samples, message.serial, message.steps, forms)
-        flat = [(_flat_bytes(tensor), tensor) for tensor, place in zip(message.tensors, places, strict=True) if place is None]
+        header = Header(message.kind, self.rank, message.version, message.samples, message.serial, message.steps, forms)
+        flat = [(flat_bytes(tensor), tensor) for tensor, place in zip(message.tensors, places, strict=True) if place is None]
         socket.send(msgspec.msgpack.encode(header), zmq.SNDMORE if flat else 0)
         lent: list[zmq.MessageTracker] = []
         for i, (raw, tensor) in enumerate(flat, start=1):
@@ -315,10 +233,10 @@ class Mailbox:
         socket.sndhwm = 0
         return socket
 
-    def _peer(self, rank: int) -> _Peer:
+    def _peer(self, rank: int) -> Peer:
         if rank not in self._peers:
             try:
-                self._peers[rank] = _Peer.of(self._store, rank)
+                self._peers[rank] = Peer.of(self._store, rank)
             except RuntimeError as error:
                 raise ClusterError(f"rank {self.rank} found no mailbox of rank {rank} in the store: {error}") from error
         return self._peers[rank]
@@ -407,7 +325,7 @@ class Mailbox:
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Message:
         """The message in these frames, or an error that says what is wrong with them."""
-        header = msgspec.msgpack.decode(frames[0].buffer, type=_Header)
+        header = msgspec.msgpack.decode(frames[0].buffer, type=Header)
         if header.kind == "gone":
             raise ValueError("it says that somebody is gone, which a mailbox finds out by itself")
         # The key that CURVE has verified says who wrote: a header cannot speak for another rank, or for none.
@@ -421,7 +339,7 @@ class Mailbox:
         rest = iter(frames[1:])
         reader = self._reader(header.src)  # Even if there is nothing to read: from now on it is watched.
         tensors = tuple(
-            _in_frame(next(rest), name, shape) if place is None else self._in_parcel(reader, place, name, shape)
+            in_frame(next(rest), name, shape) if place is None else self._in_parcel(reader, place, name, shape)
             for name, shape, place in header.tensors
         )
         return Message(header.kind, tensors, header.version, header.samples, header.serial, header.steps, header.src)
@@ -431,8 +349,8 @@ class Mailbox:
             raise ValueError("it tells of a tensor in memory of its sender, which is not on this host")
         if self.max_nbytes is not None and place.nbytes > self.max_nbytes:
             raise ValueError(f"it tells of a tensor of {place.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}")
-        _check_form(name, shape, place.nbytes)
-        return _typed(reader.open(place), name, shape)
+        check_form(name, shape, place.nbytes)
+        return typed(reader.open(place), name, shape)
 
 
 def _is_under_way(address: str) -> bool:
@@ -447,32 +365,3 @@ def _is_under_way(address: str) -> bool:
     return any(
         port in (mine[-5:], theirs[-5:]) and (state == "08" or queues != "00000000:00000000") for mine, theirs, state, queues in connections
     )
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's own memory as bytes; a copy's if it is not contiguous or not on the CPU."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def _in_frame(frame: zmq.Frame, name: Name, shape: tuple[int, ...]) -> Tensor:
-    """The frame's memory as a tensor, which keeps the frame alive."""
-    _check_form(name, shape, len(frame))
-    if len(frame) == 0:
-        return torch.empty(shape, dtype=DTYPES[name])
-    raw = torch.frombuffer(frame.buffer, dtype=torch.uint8)
-    # ZeroMQ packs small frames into one buffer, wherever they fall.
-    return _typed(raw if raw.data_ptr() % DTYPES[name].itemsize == 0 else raw.clone(), name, shape)
-
-
-def _check_form(name: Name, shape: tuple[int, ...], nbytes: int) -> None:
-    if math.prod(shape) * DTYPES[name].itemsize != nbytes:
-        raise ValueError(f"a {name} tensor of shape {shape} came with {nbytes} bytes")
-    # torch computes the strides of an empty tensor too, and they must not overflow.
-    if math.prod(max(1, n) for n in shape) >= 2**63:
-        raise ValueError(f"an empty tensor of shape {shape} has no strides")
-
-
-def _typed(raw: Tensor, name: Name, shape: tuple[int, ...]) -> Tensor:
-    if name == "bool" and raw.max() > 1:
-        raise ValueError("a bool tensor came with bytes other than 0 and 1")
-    return raw.view(DTYPES[name]).view(shape)

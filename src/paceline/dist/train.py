@@ -156,7 +156,7 @@ def _work(
             f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for models there"
         )
     place: dict[str, Any] = {"device": device, "store": store, "rank": rank, "workers": workers, "life": life}
-    with Job(strategy, **place, ordered=terms.ordered, timeout_s=terms.timeout_s) as job:
+    with Job(strategy, **place, ordered=terms.ordered, timeout_s=terms.timeout_s, takes_nonfinite=terms.nonfinite == "pass") as job:
         begun()
         trainee = Trainee(task, model, job.endpoint.rank, job.workers)
         if strategy.is_elastic:

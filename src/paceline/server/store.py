@@ -14,9 +14,10 @@ from paceline.collectives import stripe_of
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import Op
-from paceline.replica import Ended, Replica
+from paceline.replica import Replica
 from paceline.rows import positions, within
 from paceline.server.tickets import Ticket
+from paceline.strategy import Ended
 
 # What requests are answered by.
 ALIVE = ("again", "bring", "wait", "refused", "ended", "gone")

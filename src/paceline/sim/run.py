@@ -16,14 +16,14 @@ from paceline.endpoint import Layout
 from paceline.flat import Bucket
 from paceline.learner import TaskLearner
 from paceline.op import Op
-from paceline.replica import NonFinite, Replica, Stopped
+from paceline.replica import NonFinite, Replica
 from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint, World
 from paceline.sim.faults import Faults
 from paceline.sim.simulator import Simulator
-from paceline.strategy import Strategy
+from paceline.strategy import Stopped, Strategy
 from paceline.task import Batch, Task, Trainee
 
 
@@ -153,7 +153,7 @@ def simulate(
     for rank, time_of in faults.deaths.items():
         simulator.at(time_of, world.kill, rank)
     for rank in layout.server_ranks:
-        roles[rank] = strategy.server(Shard(SimEndpoint(world, rank), grace_s=10.0))
+        roles[rank] = strategy.server(Shard(SimEndpoint(world, rank), grace_s=10.0, takes_nonfinite=nonfinite == "pass"))
     if task.evaluate is not None:
         roles[0] = _evaluated_at_the_end(roles[0], lambda: evaluate(task.total_steps))
     simulator.run(roles)

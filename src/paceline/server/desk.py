@@ -1,0 +1,89 @@
+"""Desk: where the first shard gives out work and notes what is done."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.endpoint import Endpoint, Message
+from paceline.server.slice import Refused
+from paceline.server.tickets import Ticket, Tickets
+
+
+class Desk:
+    """Workers draw tickets; in a user's own loop, where each has data of its own, it is counted how far each part of them has come."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._tickets: Tickets | None = None
+        self._drawn: dict[int, tuple[int, list[Ticket]]] = {}  # What each was given last, and for which request.
+        self._drawing: list[Message] = []  # Who wants a ticket, and there was none.
+        self._seats: dict[int, int] = {}  # Whose part of the data those work on who have taken a dead one's place,
+        self._done: dict[int, int] = {}  # and how many minibatches were done of each part.
+
+    async def draw(self, message: Message, workers: int) -> None:
+        """A worker wants to know what to do next."""
+        src, serial = message.src, message.serial
+        if self._drawn.get(src, (0, []))[0] == serial:  # Its answer was lost.
+            return await self._give(src, *self._drawn[src])
+        if any(m.src == src and m.serial == serial for m in self._drawing):
+            return await self.endpoint.send(src, Message("idle", serial=serial))
+        first, last, seats = (int(n) for n in message.tensors[0])
+        if self._tickets is None:
+            try:
+                self._tickets = Tickets(first, last, seats)
+            except ValueError as error:
+                raise Refused(str(error)) from error
+        # Few at the end, so that all end at the same time.
+        fair = max(1, self._tickets.left // (2 * max(1, workers)))
+        if taken := self._tickets.take(src, min(message.samples, fair)):
+            await self._give(src, serial, taken)
+        elif self._tickets.is_over:
+            await self.endpoint.send(src, Message("over", serial=serial))
+        else:
+            self._drawing.append(message)
+            await self.endpoint.send(src, Message("idle", serial=serial))
+
+    async def _give(self, src: int, serial: int, tickets: list[Ticket]) -> None:
+        self._drawn[src] = serial, tickets
+        await self.endpoint.send(src, Message("tickets", (torch.tensor(tickets, dtype=torch.int64),), serial=serial))
+
+    def check(self, push: Message) -> None:
+        """Refuse an update that claims more work than its sender was given."""
+        if self._tickets is not None and push.steps > self._tickets.held(push.src):
+            raise Refused(f"it says that it has done {push.steps} parts, and was given {self._tickets.held(push.src)}")
+
+    async def note(self, push: Message) -> None:
+        """What an update says is done."""
+        if not push.steps:
+            return
+        if self._tickets is not None:
+            self._tickets.do(push.src, push.steps)
+            await self._say_if_over()
+        else:
+            seat = self._seats.get(push.src, push.src)
+            self._done[seat] = self._done.get(seat, 0) + push.steps
+
+    def seat(self, worker: int, seat: int) -> int:
+        """A worker takes the place of another; how far that one's part of the data has come."""
+        self._seats[worker] = seat
+        return self._done.get(seat, 0)
+
+    def leave(self, worker: int) -> None:
+        """A worker that has gone wants nothing more."""
+        self._drawing = [m for m in self._drawing if m.src != worker]
+
+    async def hand_on(self, dead: int) -> None:
+        """What a dead worker has not done is for those who have nothing to do."""
+        if self._tickets is not None:
+            self._tickets.lose(dead)
+            self._drawn.pop(dead, None)
+            while self._drawing and self._tickets.left:
+                message = self._drawing.pop(0)
+                await self._give(message.src, message.serial, self._tickets.take(message.src))
+            await self._say_if_over()
+
+    async def _say_if_over(self) -> None:
+        if self._tickets is not None and self._tickets.is_over:
+            while self._drawing:
+                message = self._drawing.pop(0)
+                await self.endpoint.send(message.src, Message("over", serial=message.serial))
