@@ -1,8 +1,9 @@
 """Push and pull of a whole model between a worker and a parameter server on one host: ours beside torch RPC, gloo, Ray and a copy.
 
 Everybody does the same: a worker hands over a gradient, the server takes value -= lr * gradient, and the worker has the new value in a
-tensor of its own.  All contestants are ready, asleep, in processes of one thread, and take turns in rounds; ratios are taken within a
-round.  "copy" moves the bytes of a push and of a pull on one core, once each: what no server can do without.
+tensor of its own.  The gradient lies where training leaves it: for us in memory that shards of the same host read, for the others in
+ordinary memory.  All contestants are ready, asleep, in processes of one thread, and take turns in rounds; ratios are taken within a
+round.  "copy" moves the bytes of a push and of a pull on one core, once each.  Of nothing, it is the round trip of an empty message.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from multiprocessing.connection import Client, Connection
@@ -30,16 +32,18 @@ from torch import Tensor
 
 import paceline as pl
 from paceline.dist.job import Job
+from paceline.endpoint import Message
 from paceline.op import drive
 from paceline.server import Store
 
 LR = 0.01
 SHARDS = (1, 2, 4)
-SIZES = {"10 kB": 10_000, "1 MB": 1_000_000, "25 MB": 25_000_000, "100 MB": 100_000_000}
+SIZES = {"nothing": 0, "10 kB": 10_000, "1 MB": 1_000_000, "25 MB": 25_000_000, "100 MB": 100_000_000}
 RPC, GLOO, RAY, COPY = "torch RPC", "gloo send and recv", "Ray actor", "copy"
 TIMEOUT_S = 120.0
 
-Exchange = Callable[[Tensor, Tensor], None]  # A gradient, and where the new value goes.
+Exchange = Callable[[Tensor, Tensor], None]  # A gradient, and where the new value goes; if they are empty, only a message each way.
+Room = Callable[[int], Tensor]  # Where so many values of a gradient lie.
 
 
 def ours(shards: int) -> str:
@@ -60,9 +64,9 @@ class Model:
 class Worker:
     """A contestant's worker, which takes its turn when told."""
 
-    def __init__(self, connection: Connection, exchange_of: Callable[[int], Exchange]) -> None:
-        self.connection, self.exchange_of = connection, exchange_of
-        self.exchanges: dict[int, tuple[Exchange, Tensor, Tensor]] = {}
+    def __init__(self, connection: Connection, exchange: Exchange, room: Room = torch.empty) -> None:
+        self.connection, self.exchange, self.room = connection, exchange, room
+        self.vectors: dict[int, tuple[Tensor, Tensor]] = {}
 
     def serve(self) -> None:
         while order := self.connection.recv():
@@ -70,19 +74,18 @@ class Worker:
 
     def turn(self, nbytes: int, repeats: int) -> float:
         """Seconds of one exchange."""
-        if nbytes not in self.exchanges:
-            numel = nbytes // 4
-            self.exchanges[nbytes] = self.exchange_of(numel), torch.full((numel,), 1e-3), torch.zeros(numel)
-        exchange, gradient, value = self.exchanges[nbytes]
-        exchange(gradient, value)
+        if nbytes not in self.vectors:
+            self.vectors[nbytes] = self.room(nbytes // 4).fill_(1e-3), torch.zeros(nbytes // 4)
+        gradient, value = self.vectors[nbytes]
+        self.exchange(gradient, value)
         began = time.perf_counter()
         for _ in range(repeats):
-            exchange(gradient, value)
+            self.exchange(gradient, value)
         return (time.perf_counter() - began) / repeats
 
 
 def repeats(nbytes: int) -> int:
-    return max(3, min(200, 75_000_000 // nbytes))
+    return max(3, min(200, 75_000_000 // max(1, nbytes)))
 
 
 # The contestants, each as its first process runs it.
@@ -91,23 +94,26 @@ def repeats(nbytes: int) -> int:
 def paceline_worker(path: str, shards: int) -> None:
     """A store, and with it companions, for every size."""
     jobs: list[Job] = []
+    stores: dict[int, Store] = {}
 
-    def exchange_of(numel: int) -> Exchange:
+    def room(numel: int) -> Tensor:
         strategy = pl.ParameterServer(rule=pl.Sgd(lr=LR), servers=shards)
         folder = tempfile.mkdtemp(dir=path)
         jobs.append(Job(strategy, device=torch.device("cpu"), store=dist.FileStore(f"{folder}/store"), rank=0, workers=1))
-        store = Store(Model(jobs[-1].endpoint, torch.zeros(numel)))  # pyright: ignore
-        store.pull().wait()
+        stores[numel] = Store(Model(jobs[-1].endpoint, torch.zeros(max(shards, numel))))  # pyright: ignore
+        stores[numel].pull().wait()
+        return stores[numel].room() if numel else torch.empty(0)
 
-        def exchange(gradient: Tensor, value: Tensor) -> None:
+    def exchange(gradient: Tensor, value: Tensor) -> None:
+        store = stores[len(gradient)]
+        if len(gradient):
             store.exchange(gradient, into=value).wait()
+        else:  # A question for an update that there never was.
+            store.endpoint.send(store.shards[0], Message("ask push")).wait()
+            store.endpoint.recv(src=store.shards[0], kinds=("heard",)).wait()
 
-        stores.append(store)
-        return exchange
-
-    stores: list[Store] = []
-    Worker(Client(f"{path}/orders"), exchange_of).serve()
-    for store, job in zip(stores, jobs, strict=True):
+    Worker(Client(f"{path}/orders"), exchange, room).serve()
+    for store, job in zip(stores.values(), jobs, strict=True):
         drive(store.leave())
         job.close()
 
@@ -124,8 +130,14 @@ VALUES: dict[int, Tensor] = {}  # A server's.
 
 
 def value_after(gradient: Tensor) -> Tensor:
-    value = VALUES.setdefault(gradient.numel(), torch.zeros_like(gradient))
-    return value.add_(gradient, alpha=-LR)
+    return kept(VALUES, gradient.numel()).add_(gradient, alpha=-LR)
+
+
+def kept(values: dict[int, Tensor], numel: int) -> Tensor:
+    """The value of so many numbers; zeros at first."""
+    if numel not in values:
+        values[numel] = torch.zeros(numel)
+    return values[numel]
 
 
 def rpc_worker(path: str) -> None:
@@ -142,9 +154,7 @@ def rpc_worker(path: str) -> None:
 
     def work() -> None:
         join("worker", 0)
-        Worker(
-            Client(f"{path}/orders"), lambda numel: lambda gradient, value: value.copy_(rpc.rpc_sync("server", value_after, (gradient,)))
-        ).serve()
+        Worker(Client(f"{path}/orders"), lambda gradient, value: value.copy_(rpc.rpc_sync("server", value_after, (gradient,)))).serve()
 
     pair(path, work, serve)
 
@@ -168,7 +178,7 @@ def gloo_worker(path: str) -> None:
 
     def work() -> None:
         join(0)
-        Worker(Client(f"{path}/orders"), lambda numel: exchange).serve()
+        Worker(Client(f"{path}/orders"), exchange).serve()
 
     pair(path, work, serve)
 
@@ -185,30 +195,26 @@ def ray_worker(path: str) -> None:
             self.values: dict[int, Tensor] = {}
 
         def exchange(self, gradient: Any) -> Any:
-            value = self.values.setdefault(len(gradient), torch.zeros(len(gradient)))
-            value.sub_(torch.from_numpy(gradient.copy()) if not gradient.flags.writeable else torch.from_numpy(gradient), alpha=LR)
-            return value.numpy()
+            with warnings.catch_warnings(action="ignore"):  # torch is not told that it only reads what may not be written to.
+                return kept(self.values, len(gradient)).sub_(torch.from_numpy(gradient), alpha=LR).numpy()
 
     server: Any = Server.remote()  # pyright: ignore
 
     def exchange(gradient: Tensor, value: Tensor) -> None:
-        value.copy_(torch.from_numpy(ray.get(server.exchange.remote(gradient.numpy())).copy()))  # pyright: ignore
+        with warnings.catch_warnings(action="ignore"):
+            value.copy_(torch.from_numpy(ray.get(server.exchange.remote(gradient.numpy()))))  # pyright: ignore
 
-    Worker(Client(f"{path}/orders"), lambda numel: exchange).serve()
+    Worker(Client(f"{path}/orders"), exchange).serve()
     ray.shutdown()  # pyright: ignore
 
 
 def copy_worker(path: str) -> None:
-    def exchange_of(numel: int) -> Exchange:
-        there = torch.zeros(numel)
+    there: dict[int, Tensor] = {}
 
-        def exchange(gradient: Tensor, value: Tensor) -> None:
-            there.copy_(gradient)
-            value.copy_(there)
+    def exchange(gradient: Tensor, value: Tensor) -> None:
+        value.copy_(kept(there, len(gradient)).copy_(gradient))
 
-        return exchange
-
-    Worker(Client(f"{path}/orders"), exchange_of).serve()
+    Worker(Client(f"{path}/orders"), exchange).serve()
 
 
 class Contestant:

@@ -52,6 +52,9 @@ class Layout:
         return f"server {rank - self.workers} (rank {rank})" if rank in self.server_ranks else f"worker {rank}"
 
 
+LIFE = 32  # The bits of a serial below those that count a worker's lives.
+
+
 @dataclass(slots=True)
 class Message:
     """What travels between two ranks: a kind, some small numbers and any tensors.  `src` is filled in by the receiver.
@@ -67,6 +70,11 @@ class Message:
     serial: int = 0
     steps: int = 0
     src: int = field(default=-1, compare=False)
+
+    @property
+    def life(self) -> int:
+        """Of a worker that has been taken for dead: how often that was before it asked for this."""
+        return self.serial >> LIFE
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +134,10 @@ class Endpoint(Protocol):
 
     def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
         """The next message, from `src` and of one of `kinds` if these are given; TimeoutError after `timeout` seconds."""
+        ...
+
+    def has_ended(self, server: int) -> bool:
+        """Whether a server that no longer answers has come to its end, with all work done."""
         ...
 
     def room(self, like: Tensor) -> Tensor:

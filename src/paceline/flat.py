@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,19 @@ class FlatModel:
         self._rows: dict[int, Tensor] = {}  # and which rows of them were the last.
         self.buckets = self._cut(bucket_bytes)
         self.bucket_of = {i: b for b in self.buckets for i in b.parameters}
+
+    def keep_grads_in(self, vector: Tensor) -> None:
+        """From the next gradient on, use this memory for `grads`."""
+        if vector is self.grads:
+            return
+        exposed = [i for i, p in enumerate(self.parameters) if p.grad is self._views[i]]
+        self.grads = vector
+        self._views = [vector[self.where(i)].view(p.shape) for i, p in enumerate(self.parameters)]
+        self.buckets = [replace(b, grad=vector[b.where]) for b in self.buckets]
+        self.bucket_of = {i: b for b in self.buckets for i in b.parameters}
+        self._rows.clear()
+        for i in exposed:
+            self.expose(i)
 
     @property
     def numel(self) -> int:

@@ -104,6 +104,15 @@ def test_every_sample_is_applied_once_whoever_dies(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(60))
+def test_every_sample_is_applied_once_whoever_is_taken_for_dead(seed: int):
+    chance = Random(seed)
+    suspicions = [(chance.randrange(WORKERS), chance.uniform(0, 0.2)) for _ in range(chance.randrange(1, 6))]
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=Faults(suspicions=suspicions))
+    assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
+    assert {p.rank for p in run.trace.points} >= set(range(WORKERS)), "they come back"
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_every_sample_is_applied_once_however_many_messages_are_lost_or_doubled(seed: int):
     faults = Faults(lost=0.15, doubled=0.15, patience=0.05)
     run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=2), cluster(seed), faults=faults)
@@ -198,3 +207,18 @@ def test_methods_whose_workers_meet_cannot_lose_one(strategy: Strategy):
 def test_faults_that_cannot_be_are_refused(make: Any, named: str):
     with pytest.raises(ValueError, match=named):
         make()
+
+
+@every_method
+@pytest.mark.parametrize("seed", range(6))
+def test_every_method_ends_whoever_is_taken_for_dead(strategy: Strategy, seed: int):
+    chance = Random(seed)
+    suspicions = [(chance.randrange(WORKERS), chance.uniform(0, 0.15)) for _ in range(chance.randrange(1, 6))]
+    run = simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(seed), faults=Faults(suspicions=suspicions))
+    assert run.params.isfinite().all()
+
+
+def test_if_all_are_taken_for_dead_they_come_back():
+    faults = Faults(suspicions=[(rank, 0.05) for rank in range(WORKERS)])
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(0), faults=faults)
+    assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)

@@ -51,6 +51,7 @@ class Companions:
         workers: Mapping[int, int],
         life: int | None,
         takes_nonfinite: bool,
+        silent_s: float,
     ) -> None:
         self._closing = False
         self._layout, self._life = layout, life
@@ -67,6 +68,7 @@ class Companions:
             "is_open": strategy.is_elastic,
             "grace_s": GRACE_S if life is not None else 0.0,
             "takes_nonfinite": takes_nonfinite,
+            "silent_s": silent_s,
         }
         self._processes = {rank: self._start({**plain, "rank": rank}) for rank in ranks}
         for rank, process in self._processes.items():
@@ -122,7 +124,10 @@ def _serve(plain: dict[str, Any]) -> None:
     strategy: Strategy = registry.from_plain(plain["strategy"])
     store = dist.PrefixStore(plain["prefix"], base)
     is_open = plain["is_open"]
-    with closing(Mailbox(store, rank, layout.size, bind=plain["bind"], timeout_s=plain["timeout_s"], is_open=is_open)) as mailbox:
+    silent_s = plain["silent_s"] if is_open else None
+    with closing(
+        Mailbox(store, rank, layout.size, bind=plain["bind"], timeout_s=plain["timeout_s"], is_open=is_open, silent_s=silent_s)
+    ) as mailbox:
         if is_open:
             for worker, pid in plain["workers"]:
                 mailbox.watch(worker, pid)

@@ -109,9 +109,11 @@ class ProcessEndpoint:
         hosts: Sequence[Sequence[int]] | None = None,
         open_mailbox: Callable[[], Mailbox] | None = None,
         open_group: Callable[[tuple[int, ...]], ProcessEndpoint] | None = None,
+        has_ended: Callable[[int], bool] = lambda server: False,
         ordered: bool = False,
         trace: Trace | None = None,
     ) -> None:
+        self._has_ended = has_ended
         self.rank, self.layout, self.clock, self.ordered = rank, layout, clock, ordered
         self.ranks = tuple(layout.worker_ranks if ranks is None else ranks)
         self.trace = Trace() if trace is None else trace
@@ -167,6 +169,9 @@ class ProcessEndpoint:
 
     def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
         return Watched(self.mailbox.recv(src, timeout, kinds), self, 0)
+
+    def has_ended(self, server: int) -> bool:
+        return self._has_ended(server)
 
     def room(self, like: Tensor) -> Tensor:
         return self.mailbox.room(like) if like.device.type == "cpu" else torch.empty_like(like)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from paceline.dist.companion import Companions
 from paceline.dist.endpoint import Clock, ProcessEndpoint
+from paceline.dist.heart import BEAT_S, SILENT_S
 from paceline.dist.lane import Lane
 from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout
@@ -63,9 +64,10 @@ class Job:
         timeout_s: float = 1800.0,
         life: int | None = None,
         takes_nonfinite: bool = False,
+        silent_s: float = SILENT_S,
     ) -> None:
         """`life` is a pipe of a launcher that replaces dead workers: servers live as long as it is open, and refuse NaN unless told."""
-        self._takes_nonfinite = takes_nonfinite
+        self._takes_nonfinite, self._silent_s = takes_nonfinite, silent_s
         self._life = life if life is not None or "PACELINE_LIFE" not in os.environ else int(os.environ["PACELINE_LIFE"])
         self._timeout_s, self._device, self._own_group, self._folder = timeout_s, device, False, None
         self._companions: Companions | None = None
@@ -137,6 +139,7 @@ class Job:
                 workers={rank: pids[rank] for rank in hosts[own]},
                 life=self._life,
                 takes_nonfinite=self._takes_nonfinite,
+                silent_s=self._silent_s,
             )
             self.store.set(f"served/{own}", "")
 
@@ -145,7 +148,12 @@ class Job:
         self.lane = None
         rank = self.rank if life == 1 else self.layout.size + self.store.add("joined", 1) - 1
         self.endpoint = ProcessEndpoint(
-            rank, self.layout, self._clock, open_mailbox=lambda: self._open_mailbox(rank), trace=Trace(keep=SPANS_KEPT)
+            rank,
+            self.layout,
+            self._clock,
+            open_mailbox=lambda: self._open_mailbox(rank),
+            has_ended=lambda server: self.store.check([f"trace/{server}"]),
+            trace=Trace(keep=SPANS_KEPT),
         )
 
     def server_traces(self) -> list[Trace]:
@@ -230,7 +238,10 @@ class Job:
         from paceline.dist.mailbox import Mailbox
 
         mine, is_open = self.rank if rank is None else rank, rank is not None
-        return Mailbox(self.store, mine, self.layout.size, bind=self.bind, timeout_s=self._timeout_s, is_open=is_open)
+        mailbox = Mailbox(self.store, mine, self.layout.size, bind=self.bind, timeout_s=self._timeout_s, is_open=is_open)
+        if is_open and self.layout.servers:
+            mailbox.beat(self.layout.server_ranks, every_s=min(BEAT_S, self._silent_s / 4))
+        return mailbox
 
     def _everyones(self, key: str, value: str) -> list[str]:
         self.store.set(f"{key}/{self.rank}", value)

@@ -38,9 +38,7 @@ def in_frame(frame: zmq.Frame, name: Name, shape: tuple[int, ...]) -> Tensor:
     check_form(name, shape, len(frame))
     if len(frame) == 0:
         return torch.empty(shape, dtype=DTYPES[name])
-    raw = torch.frombuffer(frame.buffer, dtype=torch.uint8)
-    # ZeroMQ packs small frames into one buffer, wherever they fall.
-    return typed(raw if raw.data_ptr() % DTYPES[name].itemsize == 0 else raw.clone(), name, shape)
+    return typed(torch.frombuffer(frame.buffer, dtype=torch.uint8), name, shape)
 
 
 def check_form(name: Name, shape: tuple[int, ...], nbytes: int) -> None:
@@ -54,4 +52,6 @@ def check_form(name: Name, shape: tuple[int, ...], nbytes: int) -> None:
 def typed(raw: Tensor, name: Name, shape: tuple[int, ...]) -> Tensor:
     if name == "bool" and raw.max() > 1:
         raise ValueError("a bool tensor came with bytes other than 0 and 1")
-    return raw.view(DTYPES[name]).view(shape)
+    # ZeroMQ packs small frames into one buffer, wherever they fall.
+    straight = raw if raw.data_ptr() % DTYPES[name].itemsize == 0 else raw.clone()
+    return straight.view(DTYPES[name]).view(shape)

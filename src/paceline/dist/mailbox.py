@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -28,6 +27,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from zmq.utils import z85
 
 from paceline.dist.door import KEYS, Door, Peer
+from paceline.dist.heart import BEAT_S, UNSENT, Heart, Silence, is_under_way
 from paceline.dist.letters import DTYPES, NAMES, Header, Name, Shape, check_form, flat_bytes, in_frame, typed
 from paceline.dist.parcels import Place, Receiver, Sender, here
 from paceline.endpoint import Message
@@ -46,6 +46,8 @@ UNREAD = 16
 UNREAD_NBYTES = 2**29
 # Seconds without a word of a dead process after which no more is expected, whatever others may have on its way to this one.
 LAST_WORDS_S = 1.0
+# Messages that are taken in at most before somebody is taken to be silent.
+LOOKED_THROUGH = 1000
 
 
 class _Begun(Op[T]):
@@ -66,7 +68,8 @@ class Mailbox:
 
     `store` holds one mailbox a rank: give each job a PrefixStore of its own.  `bind` is this machine's address or interface.
     `timeout_s` bounds every wait that names no time of its own, `max_nbytes` every tensor, the same at all ranks.  If it `is_open`,
-    other ranks may join the first ones, and the last that is heard of a process of this host is a message of the kind "gone".
+    other ranks may join the first ones, and the last that is heard of a process of this host is a message of the kind "gone"; one of the
+    kind "silent" says of a rank with a `beat` that for `silent_s` seconds it has said nothing.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Mailbox:
         timeout_s: float = 60,
         max_nbytes: int | None = None,
         is_open: bool = False,
+        silent_s: float | None = None,
     ) -> None:
         if not 0 <= rank < (math.inf if is_open else size):
             raise ValueError(f"Mailbox(rank={rank}, size={size}): a rank counts from 0 and is below the size")
@@ -96,6 +100,8 @@ class Mailbox:
         self._parcels = Sender()
         self._watched: dict[int, int] = {}  # The ranks whose processes are watched, by their pidfds.
         self._gone: set[int] = set()
+        self._heart: Heart | None = None
+        self._silence = None if silent_s is None else Silence(silent_s)
         self._poller = zmq.Poller()
         self._context = zmq.Context()
         self._context.linger = 0
@@ -185,12 +191,24 @@ class Mailbox:
         self._watched[watched] = rank
         self._poller.register(watched, zmq.POLLIN)
 
+    def beat(self, ranks: Sequence[int], every_s: float = BEAT_S) -> None:
+        """From now on let these ranks know, every so often, that this one lives."""
+        sockets = [self._connected(rank) for rank in ranks]
+        for socket in sockets:
+            socket.sndhwm = UNSENT
+        self._heart = Heart(
+            sockets, msgspec.msgpack.encode(Header("beat", self.rank, 0, 0, 0, 0, ())), f"mailbox-{self.rank}-heart", every_s=every_s
+        )
+        self._heart.start()
+
     def close(self, linger_s: float = 5) -> None:
         """Flush what was sent, and lose what a peer has not taken in after `linger_s` seconds; leave no thread, port or file behind."""
         if self._context.closed:
             return
         self._check_call("close")
         deadline = time.monotonic() + linger_s
+        if self._heart is not None:
+            self._heart.stop()
         for socket in self._outboxes.values():
             socket.close(linger=math.ceil(1000 * linger_s))
         # A parcel can be opened only while its sender is there.  Who waits for this takes in what others wait to see opened.
@@ -243,12 +261,15 @@ class Mailbox:
 
     def _outbox(self, dst: int) -> zmq.SyncSocket:
         if dst not in self._outboxes:
-            peer = self._peer(dst)
-            socket = self._socket(zmq.PUSH, peer.address)
-            socket.curve_serverkey = peer.key.encode()
-            socket.connect(peer.address)
-            self._outboxes[dst] = socket
+            self._outboxes[dst] = self._connected(dst)
         return self._outboxes[dst]
+
+    def _connected(self, dst: int) -> zmq.SyncSocket:
+        peer = self._peer(dst)
+        socket = self._socket(zmq.PUSH, peer.address)
+        socket.curve_serverkey = peer.key.encode()
+        socket.connect(peer.address)
+        return socket
 
     def _reader(self, rank: int) -> Receiver | None:
         """How to read what lies in a rank's own memory, if it is on this host: and then it can read what lies in ours."""
@@ -284,13 +305,34 @@ class Mailbox:
 
     def _take(self, timeout_s: float) -> bool:
         """Take in a message, good or bad, or somebody's end; False if there was none in time."""
-        ready = dict(self._poller.poll(math.ceil(1000 * min(timeout_s, 1e6))))
+        before, ready = len(self._arrived), self._wait(timeout_s)
         ended = [watched for watched in self._watched if watched in ready]
         for watched in ended:
             self._bury(watched)
-        if ready and not ended:
+        if self._inbox in ready and not ended:
             self._take_in()
-        return bool(ready)
+        return bool(ready) or len(self._arrived) > before
+
+    def _wait(self, timeout_s: float) -> dict[Any, int]:
+        """What there is to be taken in."""
+        end = time.monotonic() + min(timeout_s, 1e6)
+        while True:
+            left = max(0.0, end - time.monotonic())
+            ready = dict(self._poller.poll(math.ceil(1000 * (left if self._silence is None else min(left, self._silence.look_s)))))
+            if self._find_silence() or ready or left <= 0:
+                return ready
+
+    def _find_silence(self) -> bool:
+        """Now and then take in the news of those who have been silent for too long; whether there was any."""
+        if self._silence is None or not self._silence.is_due():
+            return False
+        for _ in range(LOOKED_THROUGH):  # They may have spoken, and nobody has read it.
+            if not self._inbox.poll(0):
+                break
+            self._take_in()
+        silent = self._silence.found()
+        self._arrived.extend(Message("silent", src=rank) for rank in silent)
+        return bool(silent)
 
     def _take_in(self) -> Message | None:
         try:
@@ -302,6 +344,10 @@ class Mailbox:
         except (msgspec.MsgspecError, ValueError) as error:
             self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}")
             return None
+        if self._silence is not None:
+            self._silence.hear(message.src)
+        if message.kind == "beat":
+            return None
         self._arrived.append(message)
         return message
 
@@ -310,13 +356,15 @@ class Mailbox:
         rank = self._watched[watched]
         end = time.monotonic() + LAST_WORDS_S
         # Once more after the kernel has been asked: what has left it since then is in the inbox.
-        while time.monotonic() < end and (self._inbox.poll(0) or _is_under_way(self.address) or self._inbox.poll(0)):
+        while time.monotonic() < end and (self._inbox.poll(0) or is_under_way(self.address) or self._inbox.poll(0)):
             if self._inbox.poll(1) and (message := self._take_in()) is not None and message.src == rank:
                 end = time.monotonic() + LAST_WORDS_S
         del self._watched[watched]
         self._poller.unregister(watched)
         os.close(watched)
         self._gone.add(rank)
+        if self._silence is not None:
+            self._silence.forget(rank)
         self._near[rank] = None
         self._parcels.take_back(rank)
         if rank in self._outboxes:
@@ -326,8 +374,8 @@ class Mailbox:
     def _read(self, frames: Sequence[zmq.Frame]) -> Message:
         """The message in these frames, or an error that says what is wrong with them."""
         header = msgspec.msgpack.decode(frames[0].buffer, type=Header)
-        if header.kind == "gone":
-            raise ValueError("it says that somebody is gone, which a mailbox finds out by itself")
+        if header.kind in ("gone", "silent"):
+            raise ValueError(f"it says that somebody is {header.kind}, which a mailbox finds out by itself")
         # The key that CURVE has verified says who wrote: a header cannot speak for another rank, or for none.
         if not 0 <= header.src < self.size or str(header.src) != frames[0].get("User-Id"):
             raise ValueError(f"its header says that it is from rank {header.src}")
@@ -351,17 +399,3 @@ class Mailbox:
             raise ValueError(f"it tells of a tensor of {place.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}")
         check_form(name, shape, place.nbytes)
         return typed(reader.open(place), name, shape)
-
-
-def _is_under_way(address: str) -> bool:
-    """Whether the kernel has bytes for an address of this host that nobody has read, or an end that nobody has seen."""
-    port = f":{int(address.rpartition(':')[2]):04X}"
-    lines: list[str] = []
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            lines += Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
-    connections = [line.split()[1:5] for line in lines]
-    # 08 is CLOSE_WAIT: all that the other end had to say is here, and whoever reads it has not come to its end.
-    return any(
-        port in (mine[-5:], theirs[-5:]) and (state == "08" or queues != "00000000:00000000") for mine, theirs, state, queues in connections
-    )

@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ class Parcel:
     start: int
     nbytes: int
     kept: weakref.ref[memoryview] | None = None  # by its owner, as long as there is this view of it
+    told: dict[int, int] = field(default_factory=dict[int, int])  # How much of it each reader was told of last, by its mark.
 
 
 class Warehouse:
@@ -95,23 +96,25 @@ class Sender:
         self._slots: dict[int, int] = {}  # Which mark is whose.
 
     def pack(self, x: Tensor, reader: int) -> Place | None:
-        """A copy of a tensor for a rank to read; none is made of what lies in `room`.  None: it cannot be had that way."""
+        """A copy of a tensor for a rank to read; none is made of what lies in `room`, or is a part of it.  None: there is no memory."""
         if (slot := self._slot(reader)) is None:
             return None
         found = self._find(x)
         # While the reader has not let go of it, one mark cannot stand for two readings.
         if found is None or found[0].memory[found[1].start - LINE + slot] != READ:
             try:
-                found = self._store(x.nbytes)
+                house, parcel = self._store(x.nbytes)
             except OSError:  # There is no memory left for it.
                 return None
-            house, parcel = found
             there = torch.frombuffer(house.memory, dtype=x.dtype, count=x.numel(), offset=parcel.start)
             there.view(x.shape).copy_(x.detach())
-        house, parcel = found
+            start = parcel.start
+        else:
+            house, parcel = found
+            start = x.data_ptr() - house.address
         mark = parcel.start - LINE + slot
-        house.memory[mark] = SENT
-        return Place(house.file, len(house.memory), parcel.start, parcel.nbytes, mark)
+        house.memory[mark], parcel.told[slot] = SENT, x.nbytes
+        return Place(house.file, len(house.memory), start, x.nbytes, mark)
 
     def room(self, nbytes: int) -> Tensor:
         """Memory of which nothing needs to be copied when it is sent; kept until nobody has it, here or elsewhere."""
@@ -127,9 +130,15 @@ class Sender:
 
     def unread(self, *readers: int) -> int:
         """Bytes that these readers, or all of them, were told of and have not opened."""
-        slots = [slot for reader, slot in self._slots.items() if not readers or reader in readers]
-        marks = ((p.nbytes, house.memory[p.start - LINE + slot]) for house in self._houses for p in house.parcels for slot in slots)
-        return sum(nbytes for nbytes, mark in marks if mark == SENT)
+        slots = {slot for reader, slot in self._slots.items() if not readers or reader in readers}
+        told = (
+            (nbytes, house.memory[p.start - LINE + slot])
+            for house in self._houses
+            for p in house.parcels
+            for slot, nbytes in p.told.items()
+            if slot in slots
+        )
+        return sum(nbytes for nbytes, mark in told if mark == SENT)
 
     def take_back(self, reader: int) -> None:
         """A reader is gone: what it had is nobody's."""
@@ -153,12 +162,13 @@ class Sender:
         return self._slots[reader]
 
     def _find(self, x: Tensor) -> tuple[Warehouse, Parcel] | None:
-        """Where a tensor lies, if it is one of `room`, and all of it."""
+        """Where a tensor lies, if that is in `room`."""
         if x.device.type != "cpu" or not x.is_contiguous():
             return None
         for house in self._houses:
             for parcel in house.parcels:
-                if parcel.kept is not None and (house.address + parcel.start, parcel.nbytes) == (x.data_ptr(), x.nbytes):
+                begin = house.address + parcel.start
+                if parcel.kept is not None and begin <= x.data_ptr() < x.data_ptr() + x.nbytes <= begin + parcel.nbytes:
                     return house, parcel
         return None
 
@@ -194,9 +204,9 @@ class Receiver:
 
     def open(self, place: Place) -> Tensor:
         """The bytes that a sender tells of; they are marked as read when nobody refers to them any more."""
-        if place.nbytes < 1 or place.start < LINE or place.start % LINE or place.start + place.nbytes > place.size:
+        if place.nbytes < 1 or place.start < LINE or place.start + place.nbytes > place.size:
             raise Unreadable(f"{place.nbytes} bytes from byte {place.start} on are no parcel in a file of {place.size}")
-        if not place.start - LINE <= place.mark < place.start:
+        if not 0 <= place.mark < place.start:
             raise Unreadable(f"byte {place.mark} is no mark of a parcel at byte {place.start}")
         memory = self._memory(place)
         bytes_there = memoryview(memory)[place.start : place.start + place.nbytes]

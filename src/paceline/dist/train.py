@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.dist.backward import BucketHooks, Each
+from paceline.dist.heart import SILENT_S
 from paceline.dist.job import Job, under_launcher
 from paceline.dist.same_model import check_like_first, check_same_model, everything
 from paceline.endpoint import Endpoint
@@ -109,6 +110,7 @@ class Terms:
     ordered: bool
     timeout_s: float
     replacements: int = 0
+    silent_s: float = SILENT_S
 
 
 def train(
@@ -120,13 +122,17 @@ def train(
     ordered: bool = False,
     timeout_s: float = 1800.0,
     replacements: int = 3,
+    silent_s: float = SILENT_S,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each.
 
-    Where workers run free (on a parameter server) the others go on if one is killed, and up to `replacements` are started anew.
+    Where workers run free (on a parameter server) the others go on if one is killed, and up to `replacements` are started anew;
+    and they no longer wait for one that has been silent for `silent_s` seconds, as it was stopped or is cut off.
     """
-    terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements)
+    if silent_s <= 0:
+        raise ValueError(f"train(silent_s={silent_s}): a worker that is silent for so many seconds is given up; it must be above 0")
+    terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s)
     if under_launcher():
         if workers is not None and workers != int(os.environ.get("WORLD_SIZE", workers)):
             raise ValueError(f"train(workers={workers}) under a launcher that started {os.environ['WORLD_SIZE']}: leave `workers` out")
@@ -156,7 +162,8 @@ def _work(
             f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for models there"
         )
     place: dict[str, Any] = {"device": device, "store": store, "rank": rank, "workers": workers, "life": life}
-    with Job(strategy, **place, ordered=terms.ordered, timeout_s=terms.timeout_s, takes_nonfinite=terms.nonfinite == "pass") as job:
+    limits: dict[str, Any] = {"timeout_s": terms.timeout_s, "silent_s": terms.silent_s}
+    with Job(strategy, **place, **limits, ordered=terms.ordered, takes_nonfinite=terms.nonfinite == "pass") as job:
         begun()
         trainee = Trainee(task, model, job.endpoint.rank, job.workers)
         if strategy.is_elastic:

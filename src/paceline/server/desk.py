@@ -16,16 +16,16 @@ class Desk:
         self.endpoint = endpoint
         self._tickets: Tickets | None = None
         self._drawn: dict[int, tuple[int, list[Ticket]]] = {}  # What each was given last, and for which request.
-        self._drawing: list[Message] = []  # Who wants a ticket, and there was none.
+        self.drawing: list[Message] = []  # Who wants a ticket, and there was none.
         self._seats: dict[int, int] = {}  # Whose part of the data those work on who have taken a dead one's place,
         self._done: dict[int, int] = {}  # and how many minibatches were done of each part.
 
     async def draw(self, message: Message, workers: int) -> None:
-        """A worker wants to know what to do next."""
+        """A worker wants to know what to do next, now (`steps`) or in advance."""
         src, serial = message.src, message.serial
         if self._drawn.get(src, (0, []))[0] == serial:  # Its answer was lost.
             return await self._give(src, *self._drawn[src])
-        if any(m.src == src and m.serial == serial for m in self._drawing):
+        if any(m.src == src and m.serial == serial for m in self.drawing):
             return await self.endpoint.send(src, Message("idle", serial=serial))
         first, last, seats = (int(n) for n in message.tensors[0])
         if self._tickets is None:
@@ -33,14 +33,17 @@ class Desk:
                 self._tickets = Tickets(first, last, seats)
             except ValueError as error:
                 raise Refused(str(error)) from error
-        # Few at the end, so that all end at the same time.
-        fair = max(1, self._tickets.left // (2 * max(1, workers)))
+        # Few at the end, and none in advance, so that all end at the same time.
+        left, workers = self._tickets.left, max(1, workers)
+        if left <= workers and not message.steps and self._tickets.held(src):
+            return await self.endpoint.send(src, Message("later", serial=serial))
+        fair = max(1, left // (2 * workers))
         if taken := self._tickets.take(src, min(message.samples, fair)):
             await self._give(src, serial, taken)
         elif self._tickets.is_over:
             await self.endpoint.send(src, Message("over", serial=serial))
         else:
-            self._drawing.append(message)
+            self.drawing.append(message)
             await self.endpoint.send(src, Message("idle", serial=serial))
 
     async def _give(self, src: int, serial: int, tickets: list[Ticket]) -> None:
@@ -70,20 +73,20 @@ class Desk:
 
     def leave(self, worker: int) -> None:
         """A worker that has gone wants nothing more."""
-        self._drawing = [m for m in self._drawing if m.src != worker]
+        self.drawing = [m for m in self.drawing if m.src != worker]
 
     async def hand_on(self, dead: int) -> None:
         """What a dead worker has not done is for those who have nothing to do."""
         if self._tickets is not None:
             self._tickets.lose(dead)
             self._drawn.pop(dead, None)
-            while self._drawing and self._tickets.left:
-                message = self._drawing.pop(0)
+            while self.drawing and self._tickets.left:
+                message = self.drawing.pop(0)
                 await self._give(message.src, message.serial, self._tickets.take(message.src))
             await self._say_if_over()
 
     async def _say_if_over(self) -> None:
         if self._tickets is not None and self._tickets.is_over:
-            while self._drawing:
-                message = self._drawing.pop(0)
+            while self.drawing:
+                message = self.drawing.pop(0)
                 await self.endpoint.send(message.src, Message("over", serial=message.serial))

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from paceline.codecs.codec import Codec
 from paceline.replica import Replica
 from paceline.server.gates import Free, Gate
@@ -59,7 +61,9 @@ class Served(Strategy):
         store = self.store(w)
         w.flat.keeps_rows = self.sparse
         await store.pull(into=w.params)
+        room: Tensor | None = None
         while await store.next():
+            w.flat.keep_grads_in(room := store.room(room))
             g = await w.gradient()
             await store.exchange(g, into=w.params, runs=w.flat.touched() if self.sparse else None)
         await store.leave(into=w.params)

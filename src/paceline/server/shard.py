@@ -16,7 +16,7 @@ from paceline.endpoint import Endpoint, Message
 from paceline.server.desk import Desk
 from paceline.server.gates import Free, Gate
 from paceline.server.rules import Rule
-from paceline.server.slice import Refused, Slice
+from paceline.server.slice import Away, Refused, Slice
 
 PUSHES = ("push", "exchange")  # What brings an update,
 ASKS = ("pull", "exchange")  # and what wants the value.
@@ -39,7 +39,8 @@ class Shard:
         self.resting: set[int] = set()  # Workers that are there, and for whom there is nothing to do at the moment.
         self.refused = 0
         self.last_refusal: str | None = None
-        self._heard: dict[int, int] = {}  # The serial of the last update of each.
+        self._heard: dict[int, int] = {}  # The serial of the last update of each,
+        self._lives: dict[int, int] = {}  # and its life: one that was taken for dead begins another, and what it asked for in this is void.
         self._early: list[Message] = []  # What overtook the first value.
         self._pushed: list[Message] = []  # What the gate has not let pass yet,
         self._waiting: list[Message] = []  # whose update was not applied yet, though a rule has it,
@@ -99,7 +100,7 @@ class Shard:
                 return None
             try:
                 if message.kind in ("join", "wake"):
-                    self._admit(message.src)
+                    await self._admit(message, rule)
                 if message.kind in ("pull", "join", *PUSHES):
                     if message.serial and message.kind not in PUSHES and self._holds(message):
                         await self.endpoint.send(message.src, Message("wait", serial=message.serial))
@@ -115,7 +116,7 @@ class Shard:
                 elif await self._hear(message, rule):
                     return None
             except Refused as error:
-                await self.refuse(message, str(error))
+                await self.refuse(message, error)
 
     async def _hear(self, message: Message, rule: Rule | None) -> bool:
         """What is neither a push nor a pull; whether somebody may pass now who could not before."""
@@ -125,10 +126,12 @@ class Shard:
         elif kind in ("ask push", "ask exchange"):
             return await self._find(message)
         elif kind == "draw":
+            self._check_is_there(message)
             await self.desk.draw(message, len(self.clocks))
         elif kind == "wake":
             return True
         elif kind == "rest":
+            self._check_is_there(message)
             self.clocks.pop(src, None)
             self.resting.add(src)
             return True
@@ -142,21 +145,38 @@ class Shard:
             return True
         elif kind == "bye":
             pass
-        elif kind == "gone" or (kind == "lost" and src in self.endpoint.layout.server_ranks):
-            return await self._bury(src if kind == "gone" else message.samples, is_news=kind == "gone", rule=rule)
+        elif kind in ("gone", "silent"):
+            return await self._bury(src, self._lives.get(src, 0), is_news=True, rule=rule)
+        elif kind == "lost" and src in self.endpoint.layout.server_ranks:
+            return await self._bury(message.samples, message.version, is_news=False, rule=rule)
         else:
             raise Refused(f"there is no request of the kind '{kind}'")
         return False
 
     # Who is there.
 
-    def _admit(self, src: int) -> None:
+    async def _admit(self, message: Message, rule: Rule | None) -> None:
+        """A worker comes, or comes back."""
+        src, life = message.src, self._lives.get(message.src, 0)
         if src in self.endpoint.layout.server_ranks:
             raise Refused("only workers join")
+        if message.life < life:
+            raise Away("it was taken for dead again; it may join")
+        if message.life > life:  # Another shard was the first to take it for dead.
+            await self._bury(src, life, is_news=False, rule=rule)
+        self._lives[src] = message.life
         if self._awaited and src not in self.clocks and src not in self.resting:
             self._awaited.pop(0)
+        self._rouse(src)
+
+    def _rouse(self, src: int) -> None:
         self.resting.discard(src)
         self.clocks.setdefault(src, min(self.clocks.values(), default=0))
+
+    def _check_is_there(self, message: Message) -> None:
+        src = message.src
+        if (src not in self.clocks and src not in self.resting) or message.life != self._lives.get(src, 0):
+            raise Away("it is not, or no longer, among the workers; it may join")
 
     def _drop(self, src: int, rule: Rule | None) -> None:
         """A worker has left, or died."""
@@ -167,15 +187,19 @@ class Shard:
         self.desk.leave(src)
         self.held.forget(src, rule)
 
-    async def _bury(self, dead: int, *, is_news: bool, rule: Rule | None) -> bool:
-        """A worker is dead; whether it was still among us.  Other shards may be too far away from it to notice."""
-        if dead not in self.clocks and dead not in self.resting:
+    async def _bury(self, dead: int, life: int, *, is_news: bool, rule: Rule | None) -> bool:
+        """A worker is dead, or this life of it is over; whether it was still among us.  Other shards may be too far away to notice."""
+        if (dead not in self.clocks and dead not in self.resting) or life < self._lives.get(dead, 0):
             return False
+        self._lives[dead] = life + 1
         if is_news:
             for other in self.endpoint.layout.server_ranks:
                 if other != self.endpoint.rank:
-                    await self.endpoint.send(other, Message("lost", samples=dead))
+                    await self.endpoint.send(other, Message("lost", samples=dead, version=life))
+        held = [m for m in (*self._early, *self._pushed, *self._waiting, *self._asked, *self.desk.drawing) if m.src == dead]
         self._drop(dead, rule)
+        for message in held:  # It may be alive after all.
+            await self.refuse(message, Away("it was taken for dead; it may join"))
         if self.grace_s:
             self._awaited.append(self.endpoint.now() + self.grace_s)
         await self.desk.hand_on(dead)
@@ -202,7 +226,7 @@ class Shard:
                 self._leaving.pop(message.src, None)
             elif message.kind == "leave":
                 await self._tell_the_end(message.src, message)
-            elif message.kind == "join":
+            elif message.src not in self._leaving and message.src not in self.endpoint.layout.server_ranks:
                 await self.endpoint.send(message.src, Message("ended", serial=message.serial))
 
     async def _tell_the_end(self, src: int, message: Message) -> None:
@@ -213,10 +237,8 @@ class Shard:
     def _checked(self, message: Message) -> Message | None:
         """A push or a pull that makes sense; None if it was heard before."""
         src, kind = message.src, message.kind
-        if src not in self.clocks:
-            if src not in self.resting:
-                raise Refused("it is not, or no longer, among the workers; it may join")
-            self._admit(src)
+        self._check_is_there(message)
+        self._rouse(src)
         if kind in PUSHES:
             if message.serial and message.serial <= self._heard.get(src, 0):
                 return None
@@ -233,6 +255,7 @@ class Shard:
     async def _find(self, message: Message) -> bool:
         """A worker, who has waited for long, wants to know whether its update has been heard; whether it is to be answered anew."""
         src, serial = message.src, message.serial
+        self._check_is_there(message)
         if self._heard.get(src, 0) < serial:
             await self.endpoint.send(src, Message("again", serial=serial))
         elif message.kind == "ask push":
@@ -249,12 +272,12 @@ class Shard:
         held = (*self._early, *self._pushed, *self._waiting, *self._asked)
         return any(m.src == message.src and m.serial == message.serial for m in held)
 
-    async def refuse(self, message: Message, why: str) -> None:
+    async def refuse(self, message: Message, why: Refused) -> None:
         """Do nothing of what a worker asks for, and tell it."""
         self.refused += 1
         self.last_refusal = f"a '{message.kind}' of {self.endpoint.layout.name(message.src)}: {why}"
-        said = torch.frombuffer(bytearray(why.encode()), dtype=torch.uint8)
-        await self.endpoint.send(message.src, Message("refused", (said,), serial=message.serial))
+        said = torch.frombuffer(bytearray(str(why).encode()), dtype=torch.uint8)
+        await self.endpoint.send(message.src, Message(why.answer, (said,), serial=message.serial))
 
     def _first(self, held: list[Message], may: Callable[[int, Mapping[int, int]], bool]) -> Message | None:
         """Take out the first that may pass."""
@@ -274,8 +297,9 @@ class Shard:
             applied = bool(push.samples) and await self.held.apply(rule, push, codec, len(self.clocks))
         except Refused as error:
             push.kind = "push"  # It gets no other answer.
-            await self.refuse(push, str(error))
+            await self.refuse(push, error)
             applied = False
+        push.tensors = push.tensors[1:]  # What it lies in may be its sender's own, who wants to write there again.
         if push.src in self.clocks:
             self.clocks[push.src] += 1
         await self.desk.note(push)

@@ -21,6 +21,14 @@ CHANGES = 1024  # So many versions ago it is known what has changed since.
 class Refused(ValueError):
     """What a shard will not do, and why."""
 
+    answer = "refused"
+
+
+class Away(Refused):
+    """A worker that is not, or no longer, among the others; it may join them."""
+
+    answer = "away"
+
 
 class Slice:
     """Nothing until it has its first value."""
@@ -91,7 +99,7 @@ class Slice:
         """What a worker is told of the value; only what has changed and where, if it knows the rest and wants it so."""
         if rule is not None:
             rule.pulled(self.value, self._memory(rule), request.src)
-        if len(request.tensors) > 1 and (changed := self._changed_since(request.version)) is not None:
+        if request.tensors and (changed := self._changed_since(request.version)) is not None:
             return self.value[positions(changed)], changed
         return (self.value if codec is None else self._news(request.src, codec),)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.codecs import kernels
 from paceline.codecs.codec import Codec
 from paceline.collectives import stripe_of
-from paceline.endpoint import Message
+from paceline.endpoint import LIFE, Message
 from paceline.errors import ClusterError
 from paceline.op import Op
 from paceline.replica import Replica
@@ -20,8 +20,8 @@ from paceline.server.tickets import Ticket
 from paceline.strategy import Ended
 
 # What requests are answered by.
-ALIVE = ("again", "bring", "wait", "refused", "ended", "gone")
-VALUES, HEARD, TICKETS = ("value", *ALIVE), ("heard", *ALIVE), ("tickets", "idle", "over", "gone")
+ALIVE = ("again", "away", "bring", "wait", "refused", "ended", "gone")
+VALUES, HEARD, TICKETS = ("value", *ALIVE), ("heard", *ALIVE), ("tickets", "later", "idle", "over", "away", "refused", "ended", "gone")
 SILENCES = 12  # So many times a worker asks again before it gives up a shard that says nothing at all.
 
 
@@ -47,7 +47,7 @@ class Store:
         self._value: Tensor | None = None
         self._link, self._pulls = replica.link(codec), pulls
         self._joined = False
-        self._serial = 0
+        self._serial, self._life = 0, 0
         self._begin_at = replica.k
         self._hand: deque[Ticket] = deque()  # What this worker is to work on next.
         self._ahead = 1  # How many tickets it wants to have at hand while it works.
@@ -87,6 +87,10 @@ class Store:
         """
         return self.endpoint.spawn(self._ask("exchange", update, samples, into, runs), kind="exchange")
 
+    def room(self, last: Tensor | None = None) -> Tensor:
+        """Memory for an update: what shards of this host read there need not be copied.  The last one, unless it is still read."""
+        return last if last is not None and not self.endpoint.is_read(last) else self.endpoint.room(self.replica.params)
+
     async def leave(self, into: Tensor | None = None) -> Tensor:
         """Say goodbye; what the shards hold in the end, once all workers have."""
         value = await self._ask("leave", None, into=into)
@@ -118,28 +122,30 @@ class Store:
             await self._ask_for_tickets(self._ahead - len(self._hand))
         return True
 
-    async def _ask_for_tickets(self, wanted: int) -> None:
+    async def _ask_for_tickets(self, wanted: int, *, now: bool = False) -> None:
         end = self.replica.last_step
         assert end is not None
         extent = torch.tensor([self._begin_at, end, self.replica.seats])
-        self._drawn = Message("draw", (extent,), samples=wanted, serial=self._next_serial())
+        self._drawn = Message("draw", (extent,), samples=wanted, steps=int(now), serial=self._next_serial())
         await self.endpoint.send(self.shards[0], self._drawn)
 
     async def _draw(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
         await self._join()
         was_asked, began, is_resting = self._drawn is not None, self.endpoint.now(), False
-        if not was_asked:
-            await self._ask_for_tickets(1)
         while True:
+            if self._drawn is None:
+                await self._ask_for_tickets(1, now=True)
             assert self._drawn is not None
             answer = await self._answer(self.shards[0], self._drawn, TICKETS)
+            if answer.kind == "later" or answer.life != self._life:
+                self._drawn = None
+                continue
             if answer.kind != "idle":
                 break
             self._ahead = 1
             if before_waiting is not None and self._steps:
                 await before_waiting()
-            for rank in self.shards:
-                await self.endpoint.send(rank, Message("rest"))
+            await self._tell_all("rest")
             is_resting = True
         self._drawn = None
         if answer.kind == "over":
@@ -147,8 +153,7 @@ class Store:
                 await before_waiting()
             return False
         if is_resting:
-            for rank in self.shards:
-                await self.endpoint.send(rank, Message("wake"))
+            await self._tell_all("wake")
         elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
             self._ahead = min(2 * self._ahead, 64)
         self._hand.extend(Ticket(int(step), int(seat)) for step, seat in answer.tensors[0])
@@ -158,7 +163,11 @@ class Store:
 
     def _next_serial(self) -> int:
         self._serial += 1
-        return self._serial
+        return (self._life << LIFE) + self._serial
+
+    async def _tell_all(self, kind: str) -> None:
+        for rank in self.shards:
+            await self.endpoint.send(rank, Message(kind, serial=self._next_serial()))
 
     async def _join(self) -> None:
         """The first worker brings the model along."""
@@ -238,6 +247,8 @@ class Store:
             except TimeoutError:
                 silences += 1
                 if silences > SILENCES:
+                    if self.endpoint.has_ended(rank):
+                        raise Ended from None
                     said = f"{name} has not answered a '{asked.kind}' of worker {self.endpoint.rank}: it is gone, or stuck"
                     raise ClusterError(said) from None
                 # What is large is sent again only if it has not been heard.
@@ -245,6 +256,8 @@ class Store:
                 await self.endpoint.send(rank, Message(f"ask {asked.kind}", serial=asked.serial) if is_large else asked)
                 continue
             silences = 0
+            if answer.kind == "gone" and self.endpoint.has_ended(rank):
+                raise Ended
             if answer.kind == "gone":
                 raise ClusterError(f"{name} is gone, and with it a part of the model")
             if answer.kind == "ended":  # It came too late.
@@ -256,7 +269,26 @@ class Store:
                 raise ClusterError(f"{name} refused a request of worker {self.endpoint.rank}: {why}")
             elif answer.serial != asked.serial:
                 continue  # What was asked twice may be answered twice.
+            elif answer.kind == "away":
+                asked, kinds = await self._come_back(rank, asked, kinds)
             elif answer.kind == "again":
                 await self.endpoint.send(rank, asked)
             elif answer.kind != "wait":
                 return answer
+
+    async def _come_back(self, rank: int, asked: Message, kinds: Collection[str]) -> tuple[Message, Collection[str]]:
+        """It was silent for so long that it was taken for dead: others do its work, and what it has pushed does not count.
+
+        What it asks for now, instead.
+        """
+        if asked.life == self._life:
+            self._life += 1
+            self._hand.clear()
+            self._drawn, self._steps = None, 0
+            await self._tell_all("wake")
+        if asked.kind == "draw":
+            again = self._drawn = Message("draw", asked.tensors, samples=1, steps=1, serial=self._next_serial())
+        else:
+            again, kinds = Message("pull", serial=self._next_serial()), VALUES
+        await self.endpoint.send(rank, again)
+        return again, kinds

@@ -122,7 +122,17 @@ class World:
             for server in self.layout.server_ranks:
                 self.simulator.at(self.simulator.now + self.faults.notice, self.deliver, server, Message("gone", src=rank))
 
+    def suspect(self, rank: int) -> None:
+        """Let the servers take a worker for dead."""
+        for server in self.layout.server_ranks:
+            self.deliver(server, Message("silent", src=rank))
+
+    def has_ended(self, server: int) -> bool:
+        return not self.simulator.is_running(server)
+
     def deliver(self, dst: int, message: Message) -> None:
+        if self.faults.suspicions and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
+            return self.deliver(message.src, Message("gone", src=dst))  # Who has come back finds nobody there.
         receivers = self.receivers[dst]
         for i, receiver in enumerate(receivers):
             if receiver.wants(message):
@@ -233,6 +243,9 @@ class SimEndpoint:
         if not receiver.op.done and self.rank not in self.world.dead:
             self.world.receivers[self.rank].remove(receiver)
             self._simulator.finish(receiver.op, error=TimeoutError(f"rank {self.rank} waited {timeout:g} s for {receiver.op!r}"))
+
+    def has_ended(self, server: int) -> bool:
+        return self.world.has_ended(server)
 
     def room(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)

@@ -11,20 +11,22 @@ from math import inf
 class Faults:
     """Workers that die at a time, and others that join; only methods with servers bear it.
 
-    What a dying worker was just sending does not arrive.  The servers notice a death `notice` seconds later.  Of all messages
-    between workers and servers a share `lost` does not arrive, and a share `doubled` arrives twice.
+    What a dying worker was just sending does not arrive.  The servers notice a death `notice` seconds later.  They may also take for
+    dead who lives (`suspicions`, each a rank and a time), as if it had been silent for too long.  Of all messages between workers and
+    servers a share `lost` does not arrive, and a share `doubled` arrives twice.
     """
 
     deaths: Mapping[int, float] = field(default_factory=dict[int, float])
     joins: Sequence[float] = ()
+    suspicions: Sequence[tuple[int, float]] = ()
     notice: float = 0.001
     lost: float = 0.0
     doubled: float = 0.0
     patience: float = 5.0  # seconds after which a worker asks whether it was heard
 
     def __post_init__(self) -> None:
-        if not all(0 <= t < inf for t in (*self.deaths.values(), *self.joins, self.notice)):
-            raise ValueError(f"{self}: deaths, joins and their notice are at finite times from 0 on")
+        if not all(0 <= t < inf for t in (*self.deaths.values(), *self.joins, *(t for _, t in self.suspicions), self.notice)):
+            raise ValueError(f"{self}: deaths, joins, suspicions and their notice are at finite times from 0 on")
         if not (0 <= self.lost < 1 and 0 <= self.doubled <= 1 and self.patience > 0):
             raise ValueError(f"{self}: `lost` and `doubled` are shares of all messages, and patience is a time")
 

@@ -152,6 +152,8 @@ def simulate(
         simulator.at(time_of, join, replica)
     for rank, time_of in faults.deaths.items():
         simulator.at(time_of, world.kill, rank)
+    for rank, time_of in faults.suspicions:
+        simulator.at(time_of, world.suspect, rank)
     for rank in layout.server_ranks:
         roles[rank] = strategy.server(Shard(SimEndpoint(world, rank), grace_s=10.0, takes_nonfinite=nonfinite == "pass"))
     if task.evaluate is not None:
@@ -166,9 +168,9 @@ def simulate(
 
 
 def _check(faults: Faults, strategy: Strategy, workers: list[int]) -> None:
-    if (faults.deaths or faults.joins or faults.is_lossy) and not strategy.is_elastic:
+    if (faults.deaths or faults.joins or faults.suspicions or faults.is_lossy) and not strategy.is_elastic:
         raise ValueError(f"simulate({faults}): workers of {type(strategy).__name__} wait for each other, and cannot go on without one")
-    for rank in faults.deaths:
+    for rank in (*faults.deaths, *(rank for rank, _ in faults.suspicions)):
         if rank not in workers:
             raise ValueError(f"simulate({faults}): rank {rank} is none of the workers {workers}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from paceline.op import Op, Ready
@@ -57,14 +58,16 @@ class ASGD(Served):
         base = (await store.pull()).clone()
         w.params.copy_(base)
         coming: Op[Tensor] = Ready("pull", base)
+        way = store.room()
         seen, exchanges, since = 0.0, 0, 0
 
         async def exchange() -> None:
-            nonlocal coming, seen, exchanges, since
+            nonlocal coming, way, seen, exchanges, since
             exchanges += 1
-            way = (base - w.params).mul_(self.share(exchanges))
             if self.pipeline:  # What the last exchange has brought, without what this one will.
                 await coming
+            way = torch.sub(base, w.params, out=store.room(way)).mul_(self.share(exchanges))
+            if self.pipeline:
                 base.copy_(store.value)
                 coming = store.exchange(way, seen)
             else:
