@@ -193,12 +193,10 @@ class Mailbox:
 
     def beat(self, ranks: Sequence[int], every_s: float = BEAT_S) -> None:
         """From now on let these ranks know, every so often, that this one lives."""
-        sockets = [self._connected(rank) for rank in ranks]
+        sockets, letter = [self._connected(rank) for rank in ranks], Header("beat", self.rank, 0, 0, 0, 0, ())
         for socket in sockets:
             socket.sndhwm = UNSENT
-        self._heart = Heart(
-            sockets, msgspec.msgpack.encode(Header("beat", self.rank, 0, 0, 0, 0, ())), f"mailbox-{self.rank}-heart", every_s=every_s
-        )
+        self._heart = Heart(sockets, msgspec.msgpack.encode(letter), f"mailbox-{self.rank}-heart", every_s=every_s)
         self._heart.start()
 
     def close(self, linger_s: float = 5) -> None:
@@ -344,9 +342,9 @@ class Mailbox:
         except (msgspec.MsgspecError, ValueError) as error:
             self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}")
             return None
-        if self._silence is not None:
-            self._silence.hear(message.src)
         if message.kind == "beat":
+            if self._silence is not None:
+                self._silence.hear(message.src)
             return None
         self._arrived.append(message)
         return message
