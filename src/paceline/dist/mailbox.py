@@ -193,9 +193,7 @@ class Mailbox:
 
     def beat(self, ranks: Sequence[int], every_s: float = BEAT_S) -> None:
         """From now on let these ranks know, every so often, that this one lives."""
-        sockets, letter = [self._connected(rank) for rank in ranks], Header("beat", self.rank, 0, 0, 0, 0, ())
-        for socket in sockets:
-            socket.sndhwm = UNSENT
+        sockets, letter = [self._connected(rank, unsent=UNSENT) for rank in ranks], Header("beat", self.rank, 0, 0, 0, 0, ())
         self._heart = Heart(sockets, msgspec.msgpack.encode(letter), f"mailbox-{self.rank}-heart", every_s=every_s)
         self._heart.start()
 
@@ -245,8 +243,6 @@ class Mailbox:
         socket.copy_threshold = COPY_BELOW
         # Ranks may be silent for longer than a firewall remembers an idle connection.
         socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 1, 30, 10, 3
-        # send() must not block, or two ranks that both write first would; what queues here is the caller's own tensors.
-        socket.sndhwm = 0
         return socket
 
     def _peer(self, rank: int) -> Peer:
@@ -259,12 +255,15 @@ class Mailbox:
 
     def _outbox(self, dst: int) -> zmq.SyncSocket:
         if dst not in self._outboxes:
-            self._outboxes[dst] = self._connected(dst)
+            # send() must not block, or two ranks that both write first would; what queues here is the caller's own tensors.
+            self._outboxes[dst] = self._connected(dst, unsent=0)
         return self._outboxes[dst]
 
-    def _connected(self, dst: int) -> zmq.SyncSocket:
+    def _connected(self, dst: int, *, unsent: int) -> zmq.SyncSocket:
+        """A way to another rank; on it may lie so many messages, any number for 0."""
         peer = self._peer(dst)
         socket = self._socket(zmq.PUSH, peer.address)
+        socket.sndhwm = unsent
         socket.curve_serverkey = peer.key.encode()
         socket.connect(peer.address)
         return socket
