@@ -21,8 +21,9 @@ from rich.table import Table
 
 from paceline.endpoint import Layout, Message
 from paceline.sim.cluster import Cluster
-from paceline.sim.endpoint import SimEndpoint, World
+from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
+from paceline.sim.world import World
 
 VALUES = 4  # of a tensor that travels
 RANKS_PER_SERVER = 16

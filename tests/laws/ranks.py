@@ -24,8 +24,9 @@ from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout
 from paceline.op import drive
 from paceline.sim import Cluster
-from paceline.sim.endpoint import SimEndpoint, World
+from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
+from paceline.sim.world import World
 
 DEADLINE_S = 30.0
 TIMEOUT_S = 5.0

@@ -13,8 +13,9 @@ from torch import nn
 from paceline import AllReduceSGD, Cluster, ClusterError, Constant, Link, LogNormal, PeriodicAveraging, Stragglers, Task, simulate, units
 from paceline.endpoint import Layout, Message
 from paceline.sim import network
-from paceline.sim.endpoint import SimEndpoint, World
+from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
+from paceline.sim.world import World
 from tests.laws.tasks import OPTIMIZERS, instant, quadratic
 
 Role = Callable[[SimEndpoint], Coroutine[Any, Any, Any]]

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 T = TypeVar("T")
 
+BEAT_S = 1.0  # How often a worker lets servers know that it lives.
+SILENT_S = 30.0  # How long it may be silent; by then it is not coming back, or has become very slow.
 PATIENCE_S = 5.0
 ANY_LINK = network.Link(bandwidth=1.0, latency=0.0)  # Only the bytes of a collective's cost are asked for here.
 

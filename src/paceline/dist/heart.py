@@ -14,15 +14,13 @@ from pathlib import Path
 
 import zmq
 
-BEAT_S = 1.0
-SILENT_S = 30.0  # How long somebody may be silent; by then it is not coming back, or has become very slow.
 UNSENT = 2  # Beats that may wait for a connection; nobody wants old ones.
 
 
 class Heart(threading.Thread):
     """Sends the same frame again and again to some sockets, which are from now on its own."""
 
-    def __init__(self, sockets: Sequence[zmq.SyncSocket], beat: bytes, name: str, *, every_s: float = BEAT_S) -> None:
+    def __init__(self, sockets: Sequence[zmq.SyncSocket], beat: bytes, name: str, *, every_s: float) -> None:
         super().__init__(name=name, daemon=True)
         self._sockets, self._beat, self._every_s = sockets, beat, every_s
         self._stopped = threading.Event()

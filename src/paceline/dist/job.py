@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.dist.companion import Companions
-from paceline.dist.endpoint import Clock, ProcessEndpoint
-from paceline.dist.heart import BEAT_S, SILENT_S
+from paceline.dist.endpoint import BEAT_S, SILENT_S, Clock, ProcessEndpoint
 from paceline.dist.lane import Lane
 from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout

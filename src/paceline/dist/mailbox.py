@@ -27,7 +27,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from zmq.utils import z85
 
 from paceline.dist.door import KEYS, Door, Peer
-from paceline.dist.heart import BEAT_S, UNSENT, Heart, Silence, is_under_way
+from paceline.dist.heart import UNSENT, Heart, Silence, is_under_way
 from paceline.dist.letters import DTYPES, NAMES, Header, Name, Shape, check_form, flat_bytes, in_frame, typed
 from paceline.dist.parcels import Place, Receiver, Sender, here
 from paceline.endpoint import Message
@@ -191,7 +191,7 @@ class Mailbox:
         self._watched[watched] = rank
         self._poller.register(watched, zmq.POLLIN)
 
-    def beat(self, ranks: Sequence[int], every_s: float = BEAT_S) -> None:
+    def beat(self, ranks: Sequence[int], every_s: float) -> None:
         """From now on let these ranks know, every so often, that this one lives."""
         sockets, letter = [self._connected(rank, unsent=UNSENT) for rank in ranks], Header("beat", self.rank, 0, 0, 0, 0, ())
         self._heart = Heart(sockets, msgspec.msgpack.encode(letter), f"mailbox-{self.rank}-heart", every_s=every_s)

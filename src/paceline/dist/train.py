@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.dist.backward import BucketHooks, Each
-from paceline.dist.heart import SILENT_S
+from paceline.dist.endpoint import SILENT_S
 from paceline.dist.job import Job, under_launcher
 from paceline.dist.same_model import check_like_first, check_same_model, everything
 from paceline.endpoint import Endpoint

@@ -20,9 +20,10 @@ from paceline.replica import NonFinite, Replica
 from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
-from paceline.sim.endpoint import SimEndpoint, World
+from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.faults import Faults
 from paceline.sim.simulator import Simulator
+from paceline.sim.world import World
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Batch, Task, Trainee
 

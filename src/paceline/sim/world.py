@@ -1,0 +1,140 @@
+"""World: what all simulated ranks share, and where their messages and collectives meet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paceline import units
+from paceline.endpoint import Layout, Message
+from paceline.sim import network
+from paceline.sim.cluster import Cluster
+from paceline.sim.faults import Faults
+from paceline.sim.simulator import SimOp, Simulator
+
+Image = Tensor | list[float]  # What a buffer held at some time.
+
+
+class Member(NamedTuple):
+    """What a rank brought to a collective, and when; `snapshot` is what it then held, if anyone will look."""
+
+    given: Sequence[Tensor]
+    snapshot: Sequence[Image]
+    nbytes: int
+    since: float
+    op: SimOp[Any]
+
+
+@dataclass(slots=True)
+class Meeting:
+    """A collective while its members arrive."""
+
+    kind: str
+    signature: tuple[Any, ...]
+    first: int
+    members: dict[int, Member] = field(default_factory=dict[int, Member])
+
+
+@dataclass(slots=True)
+class Group:
+    """Ranks that have collectives of their own: how many each has begun (and channels for more), and which wait for members."""
+
+    ranks: tuple[int, ...]
+    pace: network.Link
+    begun: dict[int, int]
+    channels: dict[int, int]
+    meetings: dict[int | str, Meeting] = field(default_factory=dict[int | str, Meeting])
+
+
+class Receiver(NamedTuple):
+    """Somebody who waits for a message: from whom and of which kinds, None for any."""
+
+    src: int | None
+    kinds: Collection[str] | None
+    op: SimOp[Message]
+
+    def wants(self, message: Message) -> bool:
+        return self.src in (None, message.src) and (self.kinds is None or message.kind in self.kinds)
+
+
+class World:
+    """What all simulated ranks share: the simulator, the cluster, who is busy until when, and who meets whom."""
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        cluster: Cluster,
+        layout: Layout,
+        *,
+        strict: bool,
+        faults: Faults = Faults(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.simulator, self.cluster, self.layout, self.strict = simulator, _in_numbers(cluster), layout, strict
+        self.faults, self._chance = faults, Random(f"{cluster.seed}/faults")
+        size = layout.size + len(faults.joins)
+        self.names = [layout.name(rank) for rank in range(size)]
+        self.processor_free = [0.0] * size
+        self.sending_free = [0.0] * size
+        self.receiving_free = [0.0] * size
+        self.inboxes: list[deque[Message]] = [deque() for _ in range(size)]
+        self.receivers: list[list[Receiver]] = [[] for _ in range(size)]
+        self.dead: dict[int, float] = {}  # since when
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._usual_link = None if cluster.links else cluster.link(0, 0)
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        if ranks not in self._groups:
+            self._groups[ranks] = Group(ranks, self.cluster.slowest(ranks), begun=dict.fromkeys(ranks, 0), channels=dict.fromkeys(ranks, 0))
+        return self._groups[ranks]
+
+    def link(self, a: int, b: int) -> network.Link:
+        return self._usual_link or self.cluster.link(a, b)
+
+    def times(self) -> int:
+        """How often a message arrives."""
+        faults, chance = self.faults, self._chance
+        return 1 if not faults.is_lossy else 0 if chance.random() < faults.lost else 2 if chance.random() < faults.doubled else 1
+
+    def kill(self, rank: int) -> None:
+        """Let a worker die, if it still lives; the servers will notice."""
+        if self.simulator.kill(rank):
+            self.dead[rank] = self.simulator.now
+            self.receivers[rank].clear()
+            self.inboxes[rank].clear()
+            for server in self.layout.server_ranks:
+                self.simulator.at(self.simulator.now + self.faults.notice, self.deliver, server, Message("gone", src=rank))
+
+    def suspect(self, rank: int) -> None:
+        """Let the servers take a worker for dead."""
+        for server in self.layout.server_ranks:
+            self.deliver(server, Message("silent", src=rank))
+
+    def has_ended(self, server: int) -> bool:
+        return not self.simulator.is_running(server)
+
+    def deliver(self, dst: int, message: Message) -> None:
+        if self.faults.suspicions and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
+            return self.deliver(message.src, Message("gone", src=dst))  # Who has come back finds nobody there.
+        receivers = self.receivers[dst]
+        for i, receiver in enumerate(receivers):
+            if receiver.wants(message):
+                del receivers[i]
+                self.simulator.finish(receiver.op, message)
+                return
+        self.inboxes[dst].append(message)
+
+
+def _in_numbers(cluster: Cluster) -> Cluster:
+    """The same cluster, its quantities read once and not again for every message."""
+    return replace(
+        cluster,
+        bandwidth=units.bytes_per_second(cluster.bandwidth),
+        latency=units.seconds(cluster.latency),
+        codec_bandwidth=units.bytes_per_second(cluster.codec_bandwidth),
+        memory_bandwidth=units.bytes_per_second(cluster.memory_bandwidth),
+    )
