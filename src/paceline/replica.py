@@ -51,6 +51,7 @@ class Replica:
         self.skipped = 0  # steps left out because of a NaN
         self.at_step: Callable[[int], None] = lambda k: None  # what the driver does before each step
         self.seat: int | None = None  # whose part of the minibatch it works on; None: its own
+        self.is_late = False  # whether the run had ended without it
         self._announced = -1  # the last step of which the driver was told
         self.deployed: Tensor | None = None
         self._since_mean = 0.0
@@ -58,8 +59,7 @@ class Replica:
         self._mean_was_taken = False
         self._behind_update = 0.0  # samples behind the gradient at hand; after a mean, of all workers
         self._bad: str | None = None  # who and what was not finite in the gradient at hand
-        self._is_culprit = False
-        self._over = False
+        self._is_culprit = self._over = False
         self._end: float = inf  # the step before which a part of the run ends
         self._memories: list[Memory] = []
         self._kinds: list[Kind] = []

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,41 @@ def test_the_others_go_on_without_a_replacement():
     assert sum(abs(v - 1.0) > 0 for v in run.params.tolist()) <= 2 * 6
     starts = sorted(s.start for s in run.trace.spans if s.kind == "gradient")
     assert max(b - a for a, b in pairwise(starts)) < 1.0
+
+
+def test_a_replacement_that_comes_too_late_changes_nothing(tmp_path: Path):
+    """The first worker is killed, and its successor takes longer to begin than the others to end."""
+    task, parent, flag = counting(steps=40, batch=6, slow_s=0.01), os.getpid(), tmp_path / "killed"
+
+    def model() -> nn.Module:
+        if flag.exists() and os.getpid() != parent:
+            time.sleep(4.0)
+        return task.model()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if multiprocessing.current_process().name == "worker-0" and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task.loss(model, batch)
+
+    late = pl.Task(**{**vars(task), "model": model, "loss": loss, "_orders": {}})  # pyright: ignore
+    run = pl.train(late, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=1)
+    assert flag.exists() and run.params.tolist() == [1.0] * task.samples
+
+
+def test_what_the_servers_did_is_told_whoever_is_killed(tmp_path: Path):
+    task, flag = counting(steps=60, batch=6, slow_s=0.01), tmp_path / "killed"
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if multiprocessing.current_process().name == "worker-0" and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task.loss(model, batch)
+
+    mortal = pl.Task(**{**vars(task), "loss": loss, "_orders": {}})  # pyright: ignore
+    run = pl.train(mortal, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=0)
+    assert run.params.tolist() == [1.0] * task.samples
+    assert sum(run.trace.staleness_counts.values()) == 60 * WORKERS
 
 
 def test_if_all_are_killed_that_is_said():

@@ -222,3 +222,11 @@ def test_if_all_are_taken_for_dead_they_come_back():
     faults = Faults(suspicions=[(rank, 0.05) for rank in range(WORKERS)])
     run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(0), faults=faults)
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
+
+
+@pytest.mark.parametrize("before_s", [0.0005 * i for i in range(1, 25)])
+def test_nobody_waits_for_one_that_dies_after_it_has_left(before_s: float):
+    strategy = ParameterServer(rule=Sgd(lr=1.0), servers=1)
+    whole = simulate(counting(), strategy, cluster(0))
+    run = simulate(counting(), strategy, cluster(0), faults=Faults({1: whole.seconds - before_s}))
+    assert run.seconds < whole.seconds + 0.1

@@ -124,6 +124,8 @@ def _serve(plain: dict[str, Any]) -> None:
     strategy: Strategy = registry.from_plain(plain["strategy"])
     store = dist.PrefixStore(plain["prefix"], base)
     is_open = plain["is_open"]
+    if is_open and store.compare_set(f"serving/{rank}", "", str(os.getpid())) != str(os.getpid()).encode():
+        return  # Whoever has started the one that serves has died since, and its successor could not know of it.
     silent_s = plain["silent_s"] if is_open else None
     with closing(
         Mailbox(store, rank, layout.size, bind=plain["bind"], timeout_s=plain["timeout_s"], is_open=is_open, silent_s=silent_s)

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from mmap import mmap
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -136,7 +137,7 @@ def train(
     if under_launcher():
         if workers is not None and workers != int(os.environ.get("WORLD_SIZE", workers)):
             raise ValueError(f"train(workers={workers}) under a launcher that started {os.environ['WORLD_SIZE']}: leave `workers` out")
-        return _work(terms, progress)
+        return _work(terms, progress)[0]
     if workers is None or workers < 1:
         raise ValueError(
             f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run or torchrun"
@@ -152,8 +153,8 @@ def _work(
     workers: int | None = None,
     life: int | None = None,
     begun: Callable[[], None] = lambda: None,
-) -> Run:
-    """This process's part, from joining the others, which is then `begun`, to the end."""
+) -> tuple[Run, bool]:
+    """This process's part, from joining the others, which is then `begun`, to the end; and whether it was there at the end."""
     task, strategy = terms.task, terms.strategy
     model = task.build()
     device = next(model.parameters()).device
@@ -184,16 +185,17 @@ def _work(
         if job.rank == 0:
             replica.at_step = at_step
         drive(replica.run(strategy))
-        if task.evaluate is not None and job.rank == 0:
+        if task.evaluate is not None and job.rank == 0 and not replica.is_late:
             evaluate(task.total_steps)
-        for trace in job.server_traces():
+        for trace in job.server_traces(first_come=store is not None):
             job.endpoint.trace.merge(trace)
     states = [{"replica": replica.state_dict(), "trainee": trainee.state_dict()}]
-    return Run(model, replica.params.clone(), job.endpoint.trace, states)
+    return Run(model, replica.params.clone(), job.endpoint.trace, states), not replica.is_late
 
 
 def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) -> Run:
     context = multiprocessing.get_context("fork")
+    import_module("torch._dynamo")  # torch does it with the first optimizer: once here takes less time than in every worker.
     # Anonymous memory that forked workers share: who has joined the others, and rank 0's step.
     shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
     life, hold = os.pipe()  # Servers live for as long as it is open, whichever worker has started them.
@@ -206,9 +208,9 @@ def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) ->
         try:
             store = dist.FileStore(str(folder / "store"))
             pipe = life if terms.strategy.is_elastic else None
-            run = _work(terms, report if rank == 0 else None, store, rank, workers, pipe, lambda: shared.__setitem__(rank, 1))
+            run, is_complete = _work(terms, report if rank == 0 else None, store, rank, workers, pipe, lambda: shared.__setitem__(rank, 1))
             (folder / f"trace-{rank}.json").write_text(run.trace.dumps())
-            if rank == 0 or terms.strategy.is_elastic:  # The first may be killed, and then another's is as good.
+            if is_complete and (rank == 0 or terms.strategy.is_elastic):  # The first may be killed, and then another's is as good.
                 _write(run.model, folder / f"model-{rank}")
         except BaseException as error:
             story = {
@@ -276,7 +278,7 @@ def _watch(
     With a number of `replacements`, who is killed is no failure: so many are started anew, unless others are already done, and after
     that the rest goes on without them, if all had joined by then.
     """
-    alive, ended = {p.sentinel: rank for rank, p in processes.items()}, 0
+    alive, ended, lost = {p.sentinel: rank for rank, p in processes.items()}, 0, set[int]()
     while alive:
         for sentinel in wait(list(alive), timeout=0.1):
             rank = alive.pop(sentinel)  # pyright: ignore[reportArgumentType]
@@ -285,8 +287,10 @@ def _watch(
             if not process.exitcode:
                 ended += 1
             elif process.exitcode > 0 or replacements is None or (not replacements and not (shared[rank] and (alive or ended))):
-                raise ClusterError(_cause(list(processes.values()), rank, folder))
-            elif replacements and not ended:
+                raise ClusterError(_cause({r: p for r, p in processes.items() if r not in lost}, rank, folder))
+            elif not replacements or ended:
+                lost.add(rank)
+            else:
                 replacements -= 1
                 process.close()
                 start(rank)
@@ -295,12 +299,12 @@ def _watch(
             progress(int(shared[-1]))
 
 
-def _cause(processes: list[Any], rank: int, folder: Path) -> str:
+def _cause(processes: dict[int, Any], rank: int, folder: Path) -> str:
     """Whose failure was the first: a rank that only lost its peer is not the one to name."""
     deadline = time.monotonic() + 1.0
     stories: dict[int, dict[str, Any]] = {}
     while time.monotonic() < deadline:
-        for r, process in enumerate(processes):
+        for r, process in processes.items():
             path = folder / f"error-{r}.json"
             if process.exitcode and path.exists():
                 stories[r] = json.loads(path.read_text())

@@ -189,6 +189,7 @@ class Shard:
 
     async def _bury(self, dead: int, life: int, *, is_news: bool, rule: Rule | None) -> bool:
         """A worker is dead, or this life of it is over; whether it was still among us.  Other shards may be too far away to notice."""
+        self._leaving.pop(dead, None)
         if (dead not in self.clocks and dead not in self.resting) or life < self._lives.get(dead, 0):
             return False
         self._lives[dead] = life + 1

@@ -247,8 +247,7 @@ class Store:
             except TimeoutError:
                 silences += 1
                 if silences > SILENCES:
-                    if self.endpoint.has_ended(rank):
-                        raise Ended from None
+                    self._end_if_over(rank)
                     said = f"{name} has not answered a '{asked.kind}' of worker {self.endpoint.rank}: it is gone, or stuck"
                     raise ClusterError(said) from None
                 # What is large is sent again only if it has not been heard.
@@ -256,12 +255,9 @@ class Store:
                 await self.endpoint.send(rank, Message(f"ask {asked.kind}", serial=asked.serial) if is_large else asked)
                 continue
             silences = 0
-            if answer.kind == "gone" and self.endpoint.has_ended(rank):
-                raise Ended
-            if answer.kind == "gone":
+            if answer.kind in ("gone", "ended"):
+                self._end_if_over(rank, is_over=answer.kind == "ended")
                 raise ClusterError(f"{name} is gone, and with it a part of the model")
-            if answer.kind == "ended":  # It came too late.
-                raise Ended
             if answer.kind == "bring":
                 await self._bring()
             elif answer.kind == "refused":
@@ -275,6 +271,12 @@ class Store:
                 await self.endpoint.send(rank, asked)
             elif answer.kind != "wait":
                 return answer
+
+    def _end_if_over(self, rank: int, *, is_over: bool = False) -> None:
+        """Whoever comes too late has nothing to do."""
+        if is_over or self.endpoint.has_ended(rank):
+            self.replica.is_late = True
+            raise Ended
 
     async def _come_back(self, rank: int, asked: Message, kinds: Collection[str]) -> tuple[Message, Collection[str]]:
         """It was silent for so long that it was taken for dead: others do its work, and what it has pushed does not count.
