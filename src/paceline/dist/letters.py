@@ -19,7 +19,7 @@ NAMES: dict[torch.dtype, Name] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    kind: str
+    kind: Annotated[str, msgspec.Meta(max_length=64)]
     src: int
     version: int
     samples: int

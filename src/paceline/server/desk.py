@@ -8,6 +8,8 @@ from paceline.endpoint import Endpoint, Message
 from paceline.server.slice import Refused
 from paceline.server.tickets import Ticket, Tickets
 
+MOST_DRAWN = 64  # Parts of minibatches that a worker is given at once.
+
 
 class Desk:
     """Workers draw tickets; in a user's own loop, where each has data of its own, it is counted how far each part of them has come."""
@@ -23,11 +25,16 @@ class Desk:
     async def draw(self, message: Message, workers: int) -> None:
         """A worker wants to know what to do next, now (`steps`) or in advance."""
         src, serial = message.src, message.serial
-        if self._drawn.get(src, (0, []))[0] == serial:  # Its answer was lost.
+        if src in self._drawn and self._drawn[src][0] == serial:  # Its answer was lost.
             return await self._give(src, *self._drawn[src])
         if any(m.src == src and m.serial == serial for m in self.drawing):
             return await self.endpoint.send(src, Message("idle", serial=serial))
-        first, last, seats = (int(n) for n in message.tensors[0])
+        if message.samples < 1 or [(t.dtype, t.shape) for t in message.tensors] != [(torch.int64, (3,))]:
+            told = ", ".join(f"{t.dtype} of shape {tuple(t.shape)}" for t in message.tensors) or "nothing"
+            raise Refused(f"it wants {message.samples} parts, of which three int64 numbers say of what, and at least 1: it gave {told}")
+        first, last, seats = message.tensors[0].tolist()
+        if seats != self.endpoint.layout.workers:
+            raise Refused(f"it wants minibatches cut into {seats} parts, and they are cut into {self.endpoint.layout.workers}")
         if self._tickets is None:
             try:
                 self._tickets = Tickets(first, last, seats)
@@ -38,12 +45,12 @@ class Desk:
         if left <= workers and not message.steps and self._tickets.held(src):
             return await self.endpoint.send(src, Message("later", serial=serial))
         fair = max(1, left // (2 * workers))
-        if taken := self._tickets.take(src, min(message.samples, fair)):
+        if taken := self._tickets.take(src, min(message.samples, fair, MOST_DRAWN)):
             await self._give(src, serial, taken)
         elif self._tickets.is_over:
             await self.endpoint.send(src, Message("over", serial=serial))
         else:
-            self.drawing.append(message)
+            self.drawing = [*(m for m in self.drawing if m.src != src), message]
             await self.endpoint.send(src, Message("idle", serial=serial))
 
     async def _give(self, src: int, serial: int, tickets: list[Ticket]) -> None:

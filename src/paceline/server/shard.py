@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.codecs.codec import Codec
 from paceline.endpoint import Endpoint, Message
+from paceline.errors import ClusterError
 from paceline.server.desk import Desk
 from paceline.server.gates import Free, Gate
 from paceline.server.rules import Rule
@@ -20,7 +21,10 @@ from paceline.server.slice import Away, Refused, Slice
 
 PUSHES = ("push", "exchange")  # What brings an update,
 ASKS = ("pull", "exchange")  # and what wants the value.
-LINGER_S = 10.0  # How long a shard that all have left waits until they have heard how it ended.
+LINGER_S = 10.0  # How long a shard that all have left waits for the next of them to hear how it ended,
+LINGERS = 12  # and so many times that at most, whatever is said meanwhile.
+MOST = {"version": 2**62, "samples": 2**31, "serial": 2**62, "steps": 2**31}  # What the numbers in a message may be.
+MOST_HELD = 64  # Requests of one worker that a shard keeps until it can answer them.
 
 
 class Shard:
@@ -68,7 +72,7 @@ class Shard:
                 was_applied = await self.apply(rule, push, codec=codec)
                 if was_applied:
                     self._release()
-                if push.kind in ASKS and push.src in self.clocks:
+                if push.kind in ASKS and self._is_there(push.src):
                     (self._asked if was_applied or not rule.holds_answers or not push.samples else self._waiting).append(push)
         await self.held.flush(rule)
         await self._say_goodbye()
@@ -99,8 +103,9 @@ class Shard:
                 self._awaited = [t for t in self._awaited if t > self.endpoint.now()]
                 return None
             try:
-                if message.kind in ("join", "wake"):
-                    await self._admit(message, rule)
+                _check_numbers(message)
+                if message.kind in ("join", "wake") and not await self._admit(message, rule):
+                    continue
                 if message.kind in ("pull", "join", *PUSHES):
                     if message.serial and message.kind not in PUSHES and self._holds(message):
                         await self.endpoint.send(message.src, Message("wait", serial=message.serial))
@@ -122,6 +127,7 @@ class Shard:
         """What is neither a push nor a pull; whether somebody may pass now who could not before."""
         kind, src = message.kind, message.src
         if kind == "start":
+            self._check_start(message)
             self.held.begin(message.tensors[0])
         elif kind in ("ask push", "ask exchange"):
             return await self._find(message)
@@ -142,6 +148,7 @@ class Shard:
             self._leaving[src] = message
             self._is_over |= bool(message.steps)
             self._drop(src, rule)
+            await self.desk.hand_on(src)
             return True
         elif kind == "bye":
             pass
@@ -155,27 +162,36 @@ class Shard:
 
     # Who is there.
 
-    async def _admit(self, message: Message, rule: Rule | None) -> None:
-        """A worker comes, or comes back."""
-        src, life = message.src, self._lives.get(message.src, 0)
+    async def _admit(self, message: Message, rule: Rule | None) -> bool:
+        """A worker comes, or comes back; False if that was long ago."""
+        src, life, seats = message.src, self._lives.get(message.src, 0), self.endpoint.layout.workers
         if src in self.endpoint.layout.server_ranks:
             raise Refused("only workers join")
+        if message.kind == "join" and message.samples >= seats:
+            raise Refused(f"there is no seat {message.samples}: each minibatch is cut into {seats} parts")
+        if (left := self._leaving.get(src)) is not None:
+            if message.serial <= left.serial:
+                return False
+            raise Refused("it has left, and who has left does not come back")
         if message.life < life:
             raise Away("it was taken for dead again; it may join")
         if message.life > life:  # Another shard was the first to take it for dead.
             await self._bury(src, life, is_news=False, rule=rule)
         self._lives[src] = message.life
-        if self._awaited and src not in self.clocks and src not in self.resting:
+        if self._awaited and not self._is_there(src):
             self._awaited.pop(0)
         self._rouse(src)
+        return True
 
     def _rouse(self, src: int) -> None:
         self.resting.discard(src)
         self.clocks.setdefault(src, min(self.clocks.values(), default=0))
 
+    def _is_there(self, worker: int) -> bool:
+        return worker in self.clocks or worker in self.resting
+
     def _check_is_there(self, message: Message) -> None:
-        src = message.src
-        if (src not in self.clocks and src not in self.resting) or message.life != self._lives.get(src, 0):
+        if not self._is_there(message.src) or message.life != self._lives.get(message.src, 0):
             raise Away("it is not, or no longer, among the workers; it may join")
 
     def _drop(self, src: int, rule: Rule | None) -> None:
@@ -190,14 +206,14 @@ class Shard:
     async def _bury(self, dead: int, life: int, *, is_news: bool, rule: Rule | None) -> bool:
         """A worker is dead, or this life of it is over; whether it was still among us.  Other shards may be too far away to notice."""
         self._leaving.pop(dead, None)
-        if (dead not in self.clocks and dead not in self.resting) or life < self._lives.get(dead, 0):
+        if not self._is_there(dead) or life < self._lives.get(dead, 0):
             return False
         self._lives[dead] = life + 1
         if is_news:
             for other in self.endpoint.layout.server_ranks:
                 if other != self.endpoint.rank:
                     await self.endpoint.send(other, Message("lost", samples=dead, version=life))
-        held = [m for m in (*self._early, *self._pushed, *self._waiting, *self._asked, *self.desk.drawing) if m.src == dead]
+        held = [*self._held(dead), *(m for m in self.desk.drawing if m.src == dead)]
         self._drop(dead, rule)
         for message in held:  # It may be alive after all.
             await self.refuse(message, Away("it was taken for dead; it may join"))
@@ -218,7 +234,8 @@ class Shard:
         """All have left: let them know what has become of the value, until all have heard it."""
         for src, message in self._leaving.items():
             await self._tell_the_end(src, message)
-        while self._leaving:
+        end = self.endpoint.now() + LINGERS * LINGER_S
+        while self._leaving and self.endpoint.now() < end:
             try:
                 message = await self.endpoint.recv(timeout=LINGER_S)
             except TimeoutError:
@@ -231,7 +248,7 @@ class Shard:
                 await self.endpoint.send(message.src, Message("ended", serial=message.serial))
 
     async def _tell_the_end(self, src: int, message: Message) -> None:
-        await self.endpoint.send(src, Message("value", (self.held.value,), version=self.held.version, serial=message.serial))
+        await self._is_taken(src, Message("value", (self.held.value,), version=self.held.version, serial=message.serial))
 
     # Updates and answers.
 
@@ -244,14 +261,25 @@ class Shard:
             if message.serial and message.serial <= self._heard.get(src, 0):
                 return None
             self._heard[src] = message.serial
-            self.desk.check(message)
             if not 1 <= len(message.tensors) <= 2:
                 raise Refused(f"an update is one tensor, or one and its runs, not {len(message.tensors)} tensors")
-            if message.version < 0 or message.samples < 0 or message.steps < 0:
-                raise Refused(f"version {message.version}, {message.samples} samples and {message.steps} steps: none can be negative")
+        self._check_room(src)
         if kind != "join":
             return message
         return Message("pull", serial=message.serial, steps=self.desk.seat(src, message.samples), src=src)
+
+    def _check_room(self, src: int) -> None:
+        if len(self._held(src)) >= MOST_HELD:
+            raise Refused(f"{MOST_HELD} of its requests wait to be answered, and this shard keeps no more of one worker")
+
+    def _check_start(self, message: Message) -> None:
+        if not self._is_there(message.src):
+            raise Refused("it is not, or no longer, among the workers")
+        if not self.held.is_there and message.src and self._is_there(0):
+            raise Refused("the first value is worker 0's to bring, as long as that lives")
+        told = [(t.dtype, tuple(t.shape)) for t in message.tensors]
+        if len(told) != 1 or not told[0][0].is_floating_point or len(told[0][1]) != 1:
+            raise Refused(f"a value is one vector of real numbers, not {told}")
 
     async def _find(self, message: Message) -> bool:
         """A worker, who has waited for long, wants to know whether its update has been heard; whether it is to be answered anew."""
@@ -261,17 +289,22 @@ class Shard:
             await self.endpoint.send(src, Message("again", serial=serial))
         elif message.kind == "ask push":
             await self.endpoint.send(src, Message("heard", serial=serial))
-        elif self._holds(message):
+        elif self._holds(message) or not self.held.is_there:
             await self.endpoint.send(src, Message("wait", serial=serial))
         else:  # Its answer was lost.
+            self._check_room(src)
+            self._rouse(src)
             self._asked.append(Message("pull", serial=serial, src=src))
             return True
         return False
 
     def _holds(self, message: Message) -> bool:
         """Whether a worker waits with good reason."""
-        held = (*self._early, *self._pushed, *self._waiting, *self._asked)
-        return any(m.src == message.src and m.serial == message.serial for m in held)
+        return any(m.serial == message.serial for m in self._held(message.src))
+
+    def _held(self, worker: int) -> list[Message]:
+        """What a worker has asked for and was not answered."""
+        return [m for m in (*self._early, *self._pushed, *self._waiting, *self._asked) if m.src == worker]
 
     async def refuse(self, message: Message, why: Refused) -> None:
         """Do nothing of what a worker asks for, and tell it."""
@@ -283,7 +316,7 @@ class Shard:
     def _first(self, held: list[Message], may: Callable[[int, Mapping[int, int]], bool]) -> Message | None:
         """Take out the first that may pass."""
         for i, message in enumerate(held):
-            if may(message.src, self.clocks):
+            if message.src not in self.clocks or may(message.src, self.clocks):  # Nobody waits for one who rests, nor need it wait.
                 return held.pop(i)
         return None
 
@@ -294,22 +327,34 @@ class Shard:
 
     async def apply(self, rule: Rule, push: Message, *, codec: Codec | None = None) -> bool:
         """Let a rule do what an update asks for; whether it made a new version.  One without samples changes nothing."""
+        if push.src in self.clocks:
+            self.clocks[push.src] += 1
         try:
-            applied = bool(push.samples) and await self.held.apply(rule, push, codec, len(self.clocks))
+            self.desk.check(push)
+            applied = await self.held.apply(rule, push, codec, len(self.clocks))
         except Refused as error:
             push.kind = "push"  # It gets no other answer.
             await self.refuse(push, error)
-            applied = False
-        push.tensors = push.tensors[1:]  # What it lies in may be its sender's own, who wants to write there again.
-        if push.src in self.clocks:
-            self.clocks[push.src] += 1
+            return False
+        finally:
+            push.tensors = push.tensors[1:]  # What it lies in may be its sender's own, who wants to write there again.
         await self.desk.note(push)
         return applied
 
     async def reply(self, request: Message, rule: Rule | None = None, *, codec: Codec | None = None) -> None:
         """Send the value as it is now, with its version."""
         tensors = self.held.answer(request, rule, codec)
-        await self.endpoint.send(request.src, Message("value", tensors, self.held.version, serial=request.serial, steps=request.steps))
+        answer = Message("value", tensors, self.held.version, serial=request.serial, steps=request.steps)
+        if not await self._is_taken(request.src, answer):
+            await self._bury(request.src, self._lives.get(request.src, 0), is_news=True, rule=rule)
+
+    async def _is_taken(self, src: int, answer: Message) -> bool:
+        """Send what may be large; False if its receiver has not taken it in time: then nobody else is to wait for it any longer."""
+        try:
+            await self.endpoint.send(src, answer)
+        except ClusterError:
+            return False
+        return True
 
     @property
     def value(self) -> Tensor:
@@ -319,3 +364,9 @@ class Shard:
     def version(self) -> int:
         """How many times the value has changed."""
         return self.held.version
+
+
+def _check_numbers(message: Message) -> None:
+    for name, most in MOST.items():
+        if not 0 <= (given := getattr(message, name)) <= most:
+            raise Refused(f"its {name} is {given}, which is not between 0 and {most}")

@@ -54,10 +54,12 @@ class Slice:
             rule.forget(self._memory(rule), worker)
 
     async def apply(self, rule: Rule, push: Message, codec: Codec | None, workers: int) -> bool:
-        """Let a rule do what an update asks for; whether it made a new version."""
-        update = self._update(push, codec)
+        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes nothing."""
+        update = self._update(rule, push, codec)
+        if not push.samples:
+            return False
         told = Push(push.src, push.samples, self.version - push.version, workers, self.endpoint.now())
-        m, runs = self._memory(rule), push.tensors[1] if len(push.tensors) > 1 else None
+        m, runs = self._memory(rule), push.tensors[1].clone() if len(push.tensors) > 1 else None
         if runs is None:
             work = lambda: rule.apply(self._own_value(), update, m, told)  # noqa: E731
         else:
@@ -120,27 +122,30 @@ class Slice:
         kernels.add(codec, data, told, 1.0, False)
         return data
 
-    def _update(self, push: Message, codec: Codec | None) -> Tensor:
-        """What is pushed, if it can be applied."""
+    def _update(self, rule: Rule, push: Message, codec: Codec | None) -> Tensor:
+        """What is pushed, if it can be applied; where no samples are behind it, only its form counts."""
         update = push.tensors[0]
         if push.version > self.version:
             raise Refused(f"it was computed from version {push.version}, but this shard has made only {self.version}")
-        if codec is not None and update.dtype == torch.uint8:
-            try:
-                return codec.decode(update, self.value.numel())
-            except ValueError as error:
-                raise Refused(str(error)) from error
         if len(push.tensors) > 1:
             runs = push.tensors[1]
+            if not rule.is_elementwise:
+                raise Refused(f"it is of some values alone, to which {rule} cannot be applied")
             if (why := refusal(runs, self.value.numel())) is not None:
                 raise Refused(why)
             if update.shape != (int(runs[:, 1].sum()),) or update.dtype != self.value.dtype:
                 raise Refused(f"{update.dtype} values of shape {tuple(update.shape)} for runs of {int(runs[:, 1].sum())} values")
+        elif codec is not None and update.dtype == torch.uint8:
+            if push.samples:
+                try:
+                    update = codec.decode(update, self.value.numel())
+                except ValueError as error:
+                    raise Refused(str(error)) from error
         elif update.shape != self.value.shape or update.dtype != self.value.dtype:
             raise Refused(
                 f"{update.dtype} values of shape {tuple(update.shape)} for a shard of {self.value.dtype} and {tuple(self.value.shape)}"
             )
-        if not self.takes_nonfinite and not is_finite(update):
+        if push.samples and not self.takes_nonfinite and not is_finite(update):
             raise Refused("it holds NaN or infinity")
         return update
 

@@ -16,6 +16,7 @@ from paceline.errors import ClusterError
 from paceline.op import Op
 from paceline.replica import Replica
 from paceline.rows import positions, within
+from paceline.server.desk import MOST_DRAWN
 from paceline.server.tickets import Ticket
 from paceline.strategy import Ended
 
@@ -155,7 +156,7 @@ class Store:
         if is_resting:
             await self._tell_all("wake")
         elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
-            self._ahead = min(2 * self._ahead, 64)
+            self._ahead = min(2 * self._ahead, MOST_DRAWN)
         self._hand.extend(Ticket(int(step), int(seat)) for step, seat in answer.tensors[0])
         return True
 
@@ -260,7 +261,7 @@ class Store:
                 raise ClusterError(f"{name} is gone, and with it a part of the model")
             if answer.kind == "bring":
                 await self._bring()
-            elif answer.kind == "refused":
+            elif answer.kind == "refused" and answer.serial:
                 why = bytes(answer.tensors[0].tolist()).decode(errors="replace")
                 raise ClusterError(f"{name} refused a request of worker {self.endpoint.rank}: {why}")
             elif answer.serial != asked.serial:
