@@ -276,7 +276,7 @@ class Shard:
         if not self._is_there(message.src):
             raise Refused("it is not, or no longer, among the workers")
         if not self.held.is_there and message.src and self._is_there(0):
-            raise Refused("the first value is worker 0's to bring, as long as that lives")
+            raise Refused("the first value is worker 0's to bring")
         told = [(t.dtype, tuple(t.shape)) for t in message.tensors]
         if len(told) != 1 or not told[0][0].is_floating_point or len(told[0][1]) != 1:
             raise Refused(f"a value is one vector of real numbers, not {told}")

@@ -1,0 +1,211 @@
+"""A parameter server of one shard behind a real mailbox, a worker that keeps its books, and rogues who may write to it."""
+
+# pyright: basic, reportPrivateImportUsage=false
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from torch import Tensor
+from torch.distributed import HashStore
+from torch.distributed import Store as Keys
+
+from paceline import Free, Gate, Memory, Push, Rule, Sgd
+from paceline.codecs import Codec
+from paceline.dist import mailbox
+from paceline.dist.endpoint import Clock, ProcessEndpoint
+from paceline.dist.mailbox import Mailbox
+from paceline.dist.train import ProcessLearner
+from paceline.endpoint import Layout, Message
+from paceline.op import drive
+from paceline.replica import Replica
+from paceline.server import Shard, Store
+from paceline.task import Trainee
+from paceline.trace import Trace
+from tests.laws.tasks import quadratic
+
+LAYOUT = Layout(workers=3, servers=1)
+GOOD, ROGUE, OTHER, SERVER, NEWCOMER = range(5)
+NUMEL = 64
+STEPS = 10**6  # There is always work left.
+DEADLINE_S = 20.0
+SGD, FREE = Sgd(lr=0.5), Free()
+
+
+def mailbox_of(rank: int, keys: Keys) -> Mailbox:
+    return Mailbox(keys, rank, LAYOUT.size, timeout_s=DEADLINE_S, is_open=True)
+
+
+def updates(n: int, numel: int = NUMEL) -> Tensor:
+    """The good worker's n-th update, of small whole numbers: sums of them are exact."""
+    return ((torch.arange(numel) + n) % 7 - 3).float()
+
+
+class Server:
+    """A shard that serves in a thread of its own."""
+
+    def __init__(self, keys: Keys, rule: Rule, gate: Gate = FREE, codec: Codec | None = None, pulls: Codec | None = None) -> None:
+        self.rule, self.codec, self.pulls = rule, codec, pulls
+        self.box = mailbox_of(SERVER, keys)
+        endpoint = ProcessEndpoint(SERVER, LAYOUT, Clock(time.time()), open_mailbox=lambda: self.box, trace=Trace(keep=100))
+        self.shard = Shard(endpoint)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._serve, args=(gate,), daemon=True)
+        self.thread.start()
+
+    def _serve(self, gate: Gate) -> None:
+        try:
+            drive(self.shard.serve(self.rule, gate, codec=self.codec, pulls=self.pulls))
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.box.close(linger_s=0.2)
+
+    @property
+    def refused(self) -> tuple[int, int]:
+        """So many by the mailbox, and by the shard."""
+        return self.box.refused, self.shard.refused
+
+    def assert_lives(self) -> None:
+        if self.error is not None:
+            raise AssertionError("the server is dead") from self.error
+        assert self.thread.is_alive(), "the server has ended"
+
+    def join(self) -> None:
+        self.thread.join(DEADLINE_S)
+        if self.error is not None:
+            raise AssertionError("the server is dead") from self.error
+        assert not self.thread.is_alive(), "the server does not end"
+
+
+class Good:
+    """A worker that does as it should, and knows what the shard must hold: what its own updates alone have made."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        rule: Rule,
+        codec: Codec | None = None,
+        pulls: Codec | None = None,
+        numel: int = NUMEL,
+        patience_s: float = 2.0,
+    ) -> None:
+        self.rule, self.numel = rule, numel
+        self.box = mailbox_of(GOOD, keys)
+        endpoint = ProcessEndpoint(GOOD, LAYOUT, Clock(time.time()), open_mailbox=lambda: self.box, trace=Trace(keep=100))
+        endpoint.patience = patience_s
+        task = quadratic(steps=STEPS, batch=3, numel=numel, dtype=torch.float32)
+        learner = ProcessLearner(Trainee(task, task.build(), GOOD, LAYOUT.workers), endpoint)
+        learner.flat.params.copy_(updates(5, numel))
+        self.store = Store(Replica(endpoint, learner, plan=task.plan), codec=codec, pulls=pulls)
+        self.expected = learner.flat.params.clone()
+        self._memory = Memory(**rule.memory(self.expected))
+        self.pushed, self.draws = 0, True
+
+    def exchange(self) -> None:
+        """Exchange an update, of the next minibatch if work is handed out; the shard must hold what it should."""
+        if self.draws:
+            assert drive(self.store.next())
+        self.rule.apply(self.expected, updates(self.pushed, self.numel), self._memory, Push(workers=LAYOUT.workers))
+        value = self.store.exchange(updates(self.pushed, self.numel), samples=1).wait()
+        self.pushed += 1
+        assert torch.equal(value, self.expected)
+
+
+class Rogue:
+    """A rank that has a key, and says what it likes."""
+
+    def __init__(self, rank: int, keys: Keys) -> None:
+        self.rank = rank
+        self.box = mailbox_of(rank, keys)
+        self.answers: Counter[str] = Counter()
+
+    def say(self, kind: str, *tensors: Tensor, **numbers: int) -> None:
+        self.box.send(SERVER, Message(kind, tensors, **numbers)).wait()
+
+    def ask(self, kind: str, *tensors: Tensor, **numbers: int) -> Message:
+        self.say(kind, *tensors, **numbers)
+        return self.hear()
+
+    def hear(self) -> Message:
+        return self.box.recv(src=SERVER).wait()
+
+    def throw(self, frames: list[bytes]) -> None:
+        """Whatever this is."""
+        self.box._outbox(SERVER).send_multipart(frames)
+
+    def take(self, until: int) -> None:
+        """Count what the server has answered, up to the request with this serial."""
+        while True:
+            assert self.box._inbox.poll(int(1000 * DEADLINE_S), zmq.POLLIN), "no answer"
+            kind, _, _, _, serial, *_ = msgspec.msgpack.decode(self.box._inbox.recv_multipart()[0])
+            self.answers["refused" if kind == "away" else kind] += 1
+            if serial == until:
+                return
+
+
+@contextmanager
+def serving(
+    rule: Rule = SGD,
+    gate: Gate = FREE,
+    *,
+    codec: Codec | None = None,
+    pulls: Codec | None = None,
+    rogues: tuple[int, ...] = (ROGUE,),
+    numel: int = NUMEL,
+    is_far: bool = True,
+) -> Iterator[tuple[Server, Good, list[Rogue]]]:
+    """A server, the good worker and rogues; in the end it must be alive, hold what it should, and end when all have left."""
+    keys = HashStore()
+    with pytest.MonkeyPatch.context() as patch:
+        if is_far:
+            patch.setattr(mailbox, "here", lambda: "")
+        server = Server(keys, rule, gate, codec, pulls)
+        good, bad = Good(keys, rule, codec, pulls, numel), [Rogue(rank, keys) for rank in rogues]
+        absent = [Rogue(rank, keys) for rank in (ROGUE, OTHER) if rank not in rogues]
+    try:
+        for one in absent:
+            one.say("leave")
+        yield server, good, bad
+        server.assert_lives()
+        good.exchange()
+        for one in bad:
+            one.say("leave")
+        assert torch.equal(drive(good.store.leave()), good.expected)
+        for one in (*absent, *bad):
+            one.say("bye")
+        server.join()
+        assert torch.equal(server.shard.value, good.expected)
+    except Exception:
+        server.assert_lives()  # Its own error says more.
+        raise
+    finally:
+        for box in (good.box, *(one.box for one in (*absent, *bad))):
+            box.close(linger_s=0)
+
+
+def kept(thing: Any, seen: set[int]) -> int:
+    """How many things lie in it, and in what it consists of."""
+    if id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    if type(thing).__module__.startswith("paceline."):
+        return kept(vars(thing), seen) if hasattr(thing, "__dict__") else 0
+    if isinstance(thing, dict):
+        return len(thing) + sum(kept(value, seen) for value in thing.values())
+    return len(thing) + sum(kept(value, seen) for value in thing) if isinstance(thing, (list, set, deque)) else 0
+
+
+def resident() -> float:
+    """Megabytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
