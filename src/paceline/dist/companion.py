@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from paceline import registry
-from paceline.dist.endpoint import Clock, ProcessEndpoint
+from paceline.dist.endpoint import SPANS_KEPT, Clock, ProcessEndpoint
 from paceline.endpoint import Layout
 from paceline.op import drive
 from paceline.server.shard import Shard
 from paceline.strategy import Strategy
+from paceline.trace import Trace
 
 SETTINGS = "PACELINE_COMPANION"  # The variable that tells a companion what to serve.
 GRACE_S = 60.0  # How long shards wait for another worker in the place of one that died.
@@ -133,7 +134,7 @@ def _serve(plain: dict[str, Any]) -> None:
         if is_open:
             for worker, pid in plain["workers"]:
                 mailbox.watch(worker, pid)
-        endpoint = ProcessEndpoint(rank, layout, Clock(plain["epoch"]), open_mailbox=lambda: mailbox)
+        endpoint = ProcessEndpoint(rank, layout, Clock(plain["epoch"]), open_mailbox=lambda: mailbox, trace=Trace(keep=SPANS_KEPT))
         drive(strategy.server(Shard(endpoint, grace_s=plain["grace_s"], takes_nonfinite=plain["takes_nonfinite"])))
         store.set(f"trace/{rank}", endpoint.trace.dumps())
 

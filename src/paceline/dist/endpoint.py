@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 T = TypeVar("T")
 
+SPANS_KEPT = 100_000  # A session may last for millions of steps; its trace keeps the newest, and the totals of all.
 BEAT_S = 1.0  # How often a worker lets servers know that it lives.
 SILENT_S = 30.0  # How long it may be silent; by then it is not coming back, or has become very slow.
 PATIENCE_S = 5.0

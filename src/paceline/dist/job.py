@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.dist.companion import Companions
-from paceline.dist.endpoint import BEAT_S, SILENT_S, Clock, ProcessEndpoint
+from paceline.dist.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Clock, ProcessEndpoint
 from paceline.dist.lane import Lane
 from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout
@@ -32,7 +32,6 @@ from paceline.trace import Trace
 if TYPE_CHECKING:
     from paceline.dist.mailbox import Mailbox
 
-SPANS_KEPT = 100_000  # A session may last for millions of steps; its trace keeps the newest, and the totals of all.
 _joined = itertools.count()  # Jobs that this process has joined; the same on all ranks, so it names the job's keys.
 
 
