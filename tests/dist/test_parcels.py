@@ -233,6 +233,20 @@ def test_one_reader_gets_one_part_of_room_at_a_time_as_it_is_and_others_as_copie
     assert not a.is_read(x)
 
 
+def test_what_lies_in_room_goes_to_other_hosts_unwaited_for(pair: list[Mailbox]):
+    a, b = pair
+    a._near[1], b._near[0] = None, None
+    x = a.room(torch.zeros(MB)).fill_(1)
+    began = time.monotonic()
+    for i in range(3 * UNREAD):  # More than one who does not read has room for.
+        a.send(1, Message("push", (x,), version=i)).wait()
+    assert time.monotonic() - began < DEADLINE_S / 2 and a.is_read(x) and a.is_read(x[7:9])
+    for i in range(3 * UNREAD):
+        message = b.recv().wait()
+        assert message.version == i and bool((message.tensors[0] == 1).all())
+    until(lambda: not a.is_read(x))
+
+
 def test_room_is_kept_for_as_long_as_its_owner_or_a_reader_has_it(pair: list[Mailbox]):
     a, b = pair
     x = a.room(torch.zeros(MB // 4)).fill_(7)

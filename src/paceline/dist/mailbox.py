@@ -29,7 +29,7 @@ from zmq.utils import z85
 from paceline.dist.door import KEYS, Door, Peer
 from paceline.dist.heart import UNSENT, Heart, Silence, is_under_way
 from paceline.dist.letters import DTYPES, NAMES, Header, Name, Shape, check_form, flat_bytes, in_frame, typed
-from paceline.dist.parcels import Place, Receiver, Sender, here
+from paceline.dist.parcels import OnTheWay, Place, Receiver, Sender, here
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import Op, Ready
@@ -42,7 +42,7 @@ COPY_BELOW = 2**20
 PARCEL_FROM = 2**16
 # Letters of one peer that may wait unread; then its awaited sends slow down to the reader's pace and spare its memory.
 UNREAD = 16
-# Bytes of parcels that one reader may have been told of and not opened, before awaited sends to it do the same.
+# Bytes that one reader may have been told of and not opened, or that are on the way, before awaited sends to it do the same.
 UNREAD_NBYTES = 2**29
 # Seconds without a word of a dead process after which no more is expected, whatever others may have on its way to this one.
 LAST_WORDS_S = 1.0
@@ -97,7 +97,7 @@ class Mailbox:
         self._outboxes: dict[int, zmq.SyncSocket] = {}
         self._here = here()
         self._near: dict[int, Receiver | None] = {}  # How ranks of this host are read; None: it is elsewhere.
-        self._parcels = Sender()
+        self._parcels, self._on_the_way = Sender(), OnTheWay()
         self._watched: dict[int, int] = {}  # The ranks whose processes are watched, by their pidfds.
         self._gone: set[int] = set()
         self._heart: Heart | None = None
@@ -149,10 +149,12 @@ class Mailbox:
         for i, (raw, tensor) in enumerate(flat, start=1):
             tracker = socket.send(raw.numpy().data, zmq.SNDMORE if i < len(flat) else 0, copy=False, track=True)
             if raw.data_ptr() == tensor.data_ptr() and not tracker.done:
-                lent.append(tracker)
+                if self._parcels.has(tensor) and self._on_the_way.nbytes(dst) < UNREAD_NBYTES:
+                    self._on_the_way.add(tracker, dst, tensor)
+                else:
+                    lent.append(tracker)
         # However large it is, a message need not be opened before its sender goes on, if all others have been.
-        packed = sum(place.nbytes for place in places if place is not None)
-        unread = max(UNREAD_NBYTES, packed) if packed else math.inf
+        unread = max(UNREAD_NBYTES, packed) if (packed := sum(p.nbytes for p in places if p is not None)) else math.inf
         deadline = time.monotonic() + self.timeout_s
         return _Begun("send", partial(self._get_back, zmq.MessageTracker(*lent), unread, dst, message.kind, deadline))
 
@@ -166,7 +168,7 @@ class Mailbox:
         return _Begun("recv", partial(self._next, src, kinds, limit, time.monotonic() + limit))
 
     def room(self, like: Tensor) -> Tensor:
-        """Memory for a tensor that ranks of this host read without a copy once it was sent: see `is_read`."""
+        """Memory for a tensor that ranks of this host read without a copy, and no send waits for: see `is_read`."""
         self._check_call("room")
         if self._here and like.nbytes >= PARCEL_FROM:
             with suppress(OSError):  # There may be no memory for it that others can map.
@@ -176,7 +178,7 @@ class Mailbox:
     def is_read(self, x: Tensor) -> bool:
         """Whether another rank may still read what was sent out of `room`, so that it must not be written to."""
         self._check_call("is_read")
-        return self._parcels.is_lent(x)
+        return self._parcels.is_lent(x) or self._on_the_way.holds(x)
 
     def watch(self, rank: int, pid: int) -> None:
         """Hear of it when a process of this host has ended that was, or is to be, a rank."""

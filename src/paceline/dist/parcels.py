@@ -14,7 +14,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -123,6 +123,10 @@ class Sender:
         parcel.kept = weakref.ref(bytes_there)
         return torch.frombuffer(bytes_there, dtype=torch.uint8)
 
+    def has(self, x: Tensor) -> bool:
+        """Whether a tensor lies in `room`."""
+        return self._find(x) is not None
+
     def is_lent(self, x: Tensor) -> bool:
         """Whether somebody may still read what lies in `room`."""
         found = self._find(x)
@@ -193,6 +197,36 @@ class Sender:
         for house in [h for h in self._houses[:-1] if not h.parcels]:
             self._houses.remove(house)
             house.tear_down()
+
+
+class Tracker(Protocol):
+    """What tells whether a socket has done with some memory."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class OnTheWay:
+    """What was given out of `room` to sockets, which may not have sent it yet."""
+
+    def __init__(self) -> None:
+        self._sent: list[tuple[Tracker, int, int, int]] = []  # With its receiver, where it begins and where it ends.
+
+    def add(self, tracker: Tracker, receiver: int, x: Tensor) -> None:
+        self._sent.append((tracker, receiver, x.data_ptr(), x.data_ptr() + x.nbytes))
+
+    def nbytes(self, receiver: int) -> int:
+        """How much of it is for one rank."""
+        self._tidy()
+        return sum(end - begin for _, to, begin, end in self._sent if to == receiver)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether any of it lies in a tensor."""
+        self._tidy()
+        return any(begin < x.data_ptr() + x.nbytes and x.data_ptr() < end for _, _, begin, end in self._sent)
+
+    def _tidy(self) -> None:
+        self._sent = [sent for sent in self._sent if not sent[0].done]
 
 
 class Receiver:
