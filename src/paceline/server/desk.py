@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from paceline.endpoint import Endpoint, Message
@@ -19,6 +21,7 @@ class Desk:
         self._tickets: Tickets | None = None
         self._drawn: dict[int, tuple[int, list[Ticket]]] = {}  # What each was given last, and for which request.
         self.drawing: list[Message] = []  # Who wants a ticket, and there was none.
+        self._later: dict[int, Message] = {}  # What each wanted in advance when there was little left.
         self._seats: dict[int, int] = {}  # Whose part of the data those work on who have taken a dead one's place,
         self._done: dict[int, int] = {}  # and how many minibatches were done of each part.
 
@@ -43,6 +46,7 @@ class Desk:
         # Few at the end, and none in advance, so that all end at the same time.
         left, workers = self._tickets.left, max(1, workers)
         if left <= workers and not message.steps and self._tickets.held(src):
+            self._later[src] = message
             return await self.endpoint.send(src, Message("later", serial=serial))
         fair = max(1, left // (2 * workers))
         if taken := self._tickets.take(src, min(message.samples, fair, MOST_DRAWN)):
@@ -52,6 +56,13 @@ class Desk:
         else:
             self.drawing = [*(m for m in self.drawing if m.src != src), message]
             await self.endpoint.send(src, Message("idle", serial=serial))
+
+    async def hurry(self, message: Message, workers: int) -> None:
+        """A worker needs now what it has wanted in advance."""
+        wanted = self._later.get(message.src)
+        if wanted is None or wanted.serial != message.serial:
+            raise Refused("it has not wanted anything before")
+        await self.draw(replace(wanted, steps=1), workers)
 
     async def _give(self, src: int, serial: int, tickets: list[Ticket]) -> None:
         self._drawn[src] = serial, tickets
@@ -81,6 +92,7 @@ class Desk:
     def leave(self, worker: int) -> None:
         """A worker that has gone wants nothing more."""
         self.drawing = [m for m in self.drawing if m.src != worker]
+        self._later.pop(worker, None)
 
     async def hand_on(self, dead: int) -> None:
         """What a dead worker has not done is for those who have nothing to do."""

@@ -134,6 +134,9 @@ class Shard:
         elif kind == "draw":
             self._check_is_there(message)
             await self.desk.draw(message, len(self.clocks))
+        elif kind == "now":
+            self._check_is_there(message)
+            await self.desk.hurry(message, len(self.clocks))
         elif kind == "wake":
             return True
         elif kind == "rest":

@@ -138,8 +138,12 @@ class Store:
                 await self._ask_for_tickets(1, now=True)
             assert self._drawn is not None
             answer = await self._answer(self.shards[0], self._drawn, TICKETS)
-            if answer.kind == "later" or answer.life != self._life:
+            if answer.life != self._life:
                 self._drawn = None
+                continue
+            if answer.kind == "later":
+                self._drawn = Message("now", serial=answer.serial)
+                await self.endpoint.send(self.shards[0], self._drawn)
                 continue
             if answer.kind != "idle":
                 break
@@ -289,9 +293,10 @@ class Store:
             self._hand.clear()
             self._drawn, self._steps = None, 0
             await self._tell_all("wake")
-        if asked.kind == "draw":
-            again = self._drawn = Message("draw", asked.tensors, samples=1, steps=1, serial=self._next_serial())
-        else:
-            again, kinds = Message("pull", serial=self._next_serial()), VALUES
+        if asked.kind in ("draw", "now"):
+            await self._ask_for_tickets(1, now=True)
+            assert self._drawn is not None
+            return self._drawn, kinds
+        again = Message("pull", serial=self._next_serial())
         await self.endpoint.send(rank, again)
-        return again, kinds
+        return again, VALUES
