@@ -81,6 +81,24 @@ class Message:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
+class Common(Protocol):
+    """A vector in memory that several ranks read and change whenever they like, without a lock.
+
+    Who reads while another writes may get parts of different ages, and of two changes at one place at one time one may be lost.
+    """
+
+    @property
+    def values(self) -> Tensor:
+        """The memory itself."""
+        ...
+
+    def read(self, into: Tensor) -> Op[Tensor]: ...
+
+    def draw(self, towards: Tensor, share: float) -> Op[None]:
+        """values += share * (towards - values)."""
+        ...
+
+
 class Endpoint(Protocol):
     """A rank's connection to its group.
 
@@ -146,6 +164,10 @@ class Endpoint(Protocol):
 
     def is_read(self, x: Tensor) -> bool:
         """Whether what lies in `room` was sent and may not have been read yet, so that it must not be written to."""
+        ...
+
+    def common(self, first: Tensor) -> Op[Common]:
+        """Memory that the group has in common, on one host, with the first member's values in it; like a collective, for all at once."""
         ...
 
     def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:

@@ -59,10 +59,17 @@ class FlatModel:
                 view = self.params[self.where(i)].view(p.shape)
                 view.copy_(p)
                 p.data = view
+        self.is_common = False  # Whether others may write to `params`.
         self.keeps_rows = False  # Whether sparse gradients are welcome,
         self._rows: dict[int, Tensor] = {}  # and which rows of them were the last.
         self.buckets = self._cut(bucket_bytes)
         self.bucket_of = {i: b for b in self.buckets for i in b.parameters}
+
+    def live_in(self, vector: Tensor) -> None:
+        """From now on, use this memory for `params`, with the values that are in it; others may have it in common."""
+        self.params, self.is_common = vector, True
+        for i, p in enumerate(self.parameters):
+            p.data = vector[self.where(i)].view(p.shape)
 
     def keep_grads_in(self, vector: Tensor) -> None:
         """From the next gradient on, use this memory for `grads`."""

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives import sum_by_groups
+from paceline.dist.common import common
 from paceline.dist.lane import Lane
 from paceline.dist.shared import SharedMemory
-from paceline.endpoint import Endpoint, Layout, Message, check_summable
+from paceline.endpoint import Common, Endpoint, Layout, Message, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Op, Ready, Routine, and_then, drive
 from paceline.sim import network
@@ -181,6 +182,13 @@ class ProcessEndpoint:
 
     def is_read(self, x: Tensor) -> bool:
         return x.device.type == "cpu" and self.mailbox.is_read(x)
+
+    @property
+    def is_one_host(self) -> bool:
+        return self._shared is not None
+
+    def common(self, first: Tensor) -> Op[Common]:
+        return Routine("common", common(self, first))
 
     def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)

@@ -55,4 +55,12 @@ class RoundRobin(Gate):
         return True
 
 
-GATES: tuple[type[Gate], ...] = (Free, Bound, RoundRobin)
+@dataclass(frozen=True)
+class Turns(Gate):
+    """A lock that is handed round in the order of ranks: who gets its answer has it, until it pushes."""
+
+    def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
+        return (clocks[src], src) == min((clock, rank) for rank, clock in clocks.items())
+
+
+GATES: tuple[type[Gate], ...] = (Free, Bound, RoundRobin, Turns)

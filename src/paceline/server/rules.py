@@ -106,6 +106,21 @@ class Sgd(Rule):
 
 
 @dataclass(frozen=True)
+class Attract(Rule):
+    """value += alpha * (what is pushed - value): the centre of elastic averaging is pulled to where a worker stands."""
+
+    alpha: float = 0.1
+    NEEDS: ClassVar[str] = "a share of the way is at least 0 and finite"
+
+    def __post_init__(self) -> None:
+        self._check(0 <= self.alpha < inf, alpha=self.alpha)
+
+    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+        value.lerp_(update, self.alpha)
+        return True
+
+
+@dataclass(frozen=True)
 class Momentum(Rule):
     """One velocity for all workers, which every push advances: v = momentum * v + gradient; value -= lr * v.
 

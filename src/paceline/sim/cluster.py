@@ -107,6 +107,7 @@ class Cluster:
     collective: Algorithm = "ring"
     codec_bandwidth: float | str = "5GB/s"  # plain values in or out of a codec, as fused kernels do on one core
     memory_bandwidth: float | str = "10GB/s"  # a server applying an update
+    bus: float | str | None = None  # what all ranks' bytes have to pass, one after the other, like GPUs of one host; None: there is none
     forward_share: float = 1 / 3  # of a gradient's time, before backward fills the first bucket
     seed: int = 0
 
@@ -116,8 +117,8 @@ class Cluster:
         if self.collective not in ("ring", "tree", "star"):
             raise ValueError(f"Cluster(collective={self.collective!r}): collectives run by 'ring', 'tree' or 'star'")
         self.computing.check(self.workers)
-        for name in ("bandwidth", "codec_bandwidth", "memory_bandwidth"):
-            if not units.bytes_per_second(getattr(self, name)) > 0:
+        for name in ("bandwidth", "codec_bandwidth", "memory_bandwidth", "bus"):
+            if getattr(self, name) is not None and not units.bytes_per_second(getattr(self, name)) > 0:
                 raise ValueError(f"Cluster({name}={getattr(self, name)!r}): it must be positive")
         if not 0 <= units.seconds(self.latency) < inf:
             raise ValueError(f"Cluster(latency={self.latency!r}): it must be finite and not negative")

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.endpoint import Endpoint, Message, check_summable
+from paceline.endpoint import Common, Endpoint, Message, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Op, and_then
 from paceline.sim import network
+from paceline.sim.common import SimCommon
 from paceline.sim.simulator import SimOp
 from paceline.sim.world import Image, Meeting, Member, Receiver, World
 from paceline.trace import Trace
@@ -83,13 +84,33 @@ class SimEndpoint:
         simulator.at(stop, simulator.finish, op, value)
         return op
 
+    def move(self, nbytes: int, *, kind: str) -> Op[None]:
+        """Let bytes pass between this rank and memory that it has in common with others, by their bus if there is one."""
+        world, simulator = self.world, self._simulator
+        if world.cluster.bus is None:
+            return self.busy(world.cluster.work_seconds(kind, nbytes), kind=kind)
+        start, stop = world.take_bus(simulator.now, nbytes)
+        simulator.trace.span(self.rank, kind, start, stop, nbytes)
+        op = simulator.op(kind, self.rank)
+        simulator.at(stop, simulator.finish, op, None)
+        return op
+
+    def common(self, first: Tensor) -> Op[Common]:
+        return self.spawn(and_then(self._common(first), lambda values: SimCommon(self, values)), kind="common")
+
+    async def _common(self, first: Tensor) -> Tensor:
+        return await self._meet("common", (first.shape, first.dtype), (first,), 0)
+
     def send(self, dst: int, message: Message) -> Op[None]:
         world, simulator, rank = self.world, self._simulator, self.rank
         if not 0 <= dst < len(world.names) or dst == rank:
             raise ValueError(f"rank {rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {len(world.names) - 1}, not itself")
         link, nbytes = world.link(rank, dst), message.nbytes
         start = max(simulator.now, world.sending_free[rank], world.receiving_free[dst])
-        stop = start + nbytes / link.bandwidth
+        if world.cluster.bus is None:
+            stop = start + nbytes / link.bandwidth
+        else:
+            start, stop = world.take_bus(start, nbytes)
         world.sending_free[rank] = world.receiving_free[dst] = stop
         simulator.trace.span(rank, "send", start, stop, nbytes)
         op = simulator.op("send", rank, " of '", message.kind, "' to ", world.names[dst])
@@ -194,6 +215,8 @@ class SimEndpoint:
         nbytes = max(m.nbytes for m in meeting.members.values())
         cost = network.COLLECTIVES[meeting.kind](world.cluster.collective, len(ranks), nbytes, self._group.pace)
         stop = start + cost.seconds
+        if world.cluster.bus is not None:
+            stop = max(stop, world.take_bus(start, sum(cost.nbytes(i) for i in range(len(ranks))))[1])
         root = ranks.index(meeting.signature[2]) if meeting.kind in ("broadcast", "reduce") else 0
         for i, r in enumerate(ranks):
             sending_free[r] = receiving_free[r] = stop
@@ -254,12 +277,17 @@ def _spread(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor
     return [x if x is source else x.copy_(source) for (x,) in given]
 
 
+def _common(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
+    return [given[0][0].clone()] * len(given)
+
+
 _RESULTS: dict[str, Callable[[Given, Sequence[int], Meeting], Sequence[Any]]] = {
     "all_reduce": _sum,
     "all_gather": _gather,
     "all_to_all": _exchange,
     "reduce": _sum_at,
     "broadcast": _spread,
+    "common": _common,
 }
 
 

@@ -90,12 +90,18 @@ def reduce(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
     return Cost(seconds, lambda i: nbytes if i else 0)
 
 
+def common(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
+    """Memory for all: one tells the others where it is."""
+    return Cost(link.latency, lambda _: 0)
+
+
 COLLECTIVES = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "all_to_all": all_to_all,
     "reduce": reduce,
     "broadcast": broadcast,
+    "common": common,
 }
 
 

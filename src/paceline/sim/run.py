@@ -20,6 +20,7 @@ from paceline.replica import NonFinite, Replica
 from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
+from paceline.sim.common import change
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.faults import Faults
 from paceline.sim.simulator import Simulator
@@ -67,8 +68,14 @@ class SimLearner(TaskLearner):
         if batch is not None:
             await self.endpoint.busy(self._backward(batch), kind="gradient")
             if replica.counts(self.flat.first_bad_grad):
-                self.trainee.optimizer.step()
+                await self._step()
             self._note(replica, batch)
+
+    async def _step(self) -> None:
+        if self.flat.is_common:
+            await change(self.endpoint, self.flat.params, self.trainee.optimizer.step)
+        else:
+            self.trainee.optimizer.step()
 
     def _begin(self, replica: Replica) -> Batch | None:
         batch = self.trainee.draw(replica.k, replica.seat)

@@ -81,6 +81,7 @@ class World:
         self.processor_free = [0.0] * size
         self.sending_free = [0.0] * size
         self.receiving_free = [0.0] * size
+        self._bus_free = 0.0
         self.inboxes: list[deque[Message]] = [deque() for _ in range(size)]
         self.receivers: list[list[Receiver]] = [[] for _ in range(size)]
         self.dead: dict[int, float] = {}  # since when
@@ -94,6 +95,12 @@ class World:
 
     def link(self, a: int, b: int) -> network.Link:
         return self._usual_link or self.cluster.link(a, b)
+
+    def take_bus(self, earliest: float, nbytes: int) -> tuple[float, float]:
+        """When so many bytes begin to pass over the bus that all have in common, and when they have."""
+        start = max(earliest, self._bus_free)
+        self._bus_free = start + nbytes / units.bytes_per_second(self.cluster.bus or 0.0)
+        return start, self._bus_free
 
     def times(self) -> int:
         """How often a message arrives."""
@@ -137,4 +144,5 @@ def _in_numbers(cluster: Cluster) -> Cluster:
         latency=units.seconds(cluster.latency),
         codec_bandwidth=units.bytes_per_second(cluster.codec_bandwidth),
         memory_bandwidth=units.bytes_per_second(cluster.memory_bandwidth),
+        bus=None if cluster.bus is None else units.bytes_per_second(cluster.bus),
     )

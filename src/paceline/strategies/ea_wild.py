@@ -1,0 +1,147 @@
+"""EA-wild: elastic averaging whose centre nobody locks, after You, Buluc and Demmel (2017), with groups that go in step inside.
+
+A worker reads the centre as it is, lets itself be pulled to it and the centre to where it stands, and steps by its gradient; others do
+the same at any time.  A group is one such worker: its members hold the same parameters and step by the mean of their gradients, and
+one of them meets the centre for all.  On one host the centre lies in memory that all workers write to; with `servers` it lies on shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from random import Random
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.endpoint import Common, Endpoint
+from paceline.op import Op
+from paceline.replica import Replica
+from paceline.server.rules import Attract
+from paceline.server.shard import Shard
+from paceline.server.store import Store
+from paceline.strategies.easgd import Elastic, check_period
+from paceline.strategy import Strategy
+
+PARTITIONS = 8  # Random groups are drawn so many times, and then come again: every group that meets has connections of its own.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EAWild(Elastic, Strategy):
+    """Meet the centre every `period` steps, without a lock; in groups of `group` workers, which are as one.
+
+    The groups are those of neighbouring ranks, or drawn at random every `regroup` steps, whose members then begin with the mean of
+    their parameters.  `servers` is the number of shards that hold the centre; with 0 it is in the memory of the one host.
+    """
+
+    period: int = 1
+    group: int = 1
+    groups: Literal["fixed", "random"] = "fixed"
+    regroup: int = 64
+    servers: int = 0
+    is_ordered: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.check_force()
+        check_period(self, self.period)
+        if self.group < 1 or self.regroup < 1 or self.servers < 0:
+            raise ValueError(
+                f"EAWild(group={self.group}, regroup={self.regroup}, servers={self.servers}): a group has at least 1 worker and stays "
+                "together for at least 1 step, and there are no fewer than 0 servers"
+            )
+        if self.rho is not None and self.servers:
+            raise ValueError(f"EAWild(rho={self.rho}, servers={self.servers}): shards do not know the learning rate; give alpha or beta")
+        if self.groups not in ("fixed", "random"):
+            raise ValueError(f"EAWild(groups={self.groups!r}): they are 'fixed' or 'random'")
+
+    async def worker(self, w: Replica) -> None:
+        pullers = w.workers // self.group
+        if w.workers % self.group:
+            raise ValueError(f"EAWild(group={self.group}): {w.workers} workers make {pullers} groups and leave {w.workers % self.group} over")
+        self.warn_if_unstable(w, pullers)
+        everyone = w.endpoint
+        centre = OnShards(Store(w)) if self.servers else InMemory(await everyone.common(w.params), everyone)
+        w.deploy(seen := w.params.clone())  # The centre, as this worker's group has last seen it.
+        partitions = self.partitions_of(w.rank, everyone.ranks)
+        for k in w.steps():
+            if k == 0 or (self.groups == "random" and k % self.regroup == 0):
+                w.endpoint = everyone.group(next(partitions))
+                await w.endpoint.all_reduce(w.params.div_(self.group))
+            await self._step(w, centre, seen, pullers, meets=k % self.period == 0 and w.has_data(k))
+        w.endpoint = everyone
+        seen.copy_(await centre.end())
+        await w.mean_of_buffers()
+
+    async def _step(self, w: Replica, centre: Centre, seen: Tensor, pullers: int, *, meets: bool) -> None:
+        leader, alpha = w.endpoint.ranks[0], self.share(w, pullers)
+        before = w.params.clone() if meets else w.params
+        met = centre.meet(before, alpha, seen) if meets and w.rank == leader else None
+        g = await w.mean(await w.gradient())
+        await w.step(g)
+        if met is not None:
+            await met
+        if meets:
+            await w.endpoint.broadcast(seen, leader)
+            w.params.sub_(before.sub_(seen), alpha=alpha)
+
+    def partitions_of(self, rank: int, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """With whom a worker is in a group, one time after the other."""
+        chance = Random(f"EAWild/{len(ranks)}/{self.group}")
+        drawn = [chance.sample(ranks, len(ranks)) for _ in range(PARTITIONS)] if self.groups == "random" else [list(ranks)]
+        for order in cycle(drawn):
+            first = order.index(rank) // self.group * self.group
+            yield tuple(sorted(order[first : first + self.group]))
+
+    async def server(self, s: Shard) -> None:
+        alpha = self.alpha if self.alpha is not None else self.beta * self.group / s.endpoint.layout.workers
+        await s.serve(Attract(alpha))
+
+
+class Centre(Protocol):
+    """Where workers meet."""
+
+    def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
+        """Read it, and then pull it by a share of the way to `x`."""
+        ...
+
+    async def end(self) -> Tensor:
+        """What it is when all have left it."""
+        ...
+
+
+class InMemory:
+    """A centre in memory that all workers have in common."""
+
+    def __init__(self, common: Common, endpoint: Endpoint) -> None:
+        self.common, self.endpoint = common, endpoint
+
+    def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
+        return self.endpoint.spawn(self._meet(x, alpha, into), kind="meet")
+
+    async def _meet(self, x: Tensor, alpha: float, into: Tensor) -> None:
+        await self.common.read(into)
+        await self.common.draw(x, alpha)
+
+    async def end(self) -> Tensor:
+        await self.endpoint.all_reduce(torch.zeros(1, dtype=torch.float64))
+        return self.common.values
+
+
+class OnShards:
+    """A centre on shards, which apply what they are sent one after the other."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
+        return self.store.endpoint.spawn(self._meet(x, into), kind="meet")
+
+    async def _meet(self, x: Tensor, into: Tensor) -> None:
+        pulled, pushed = self.store.pull(into=into), self.store.push(x, 1.0)  # Both on their way at once, and heard in this order.
+        await pulled
+        await pushed
+
+    async def end(self) -> Tensor:
+        return await self.store.leave()
