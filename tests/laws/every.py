@@ -12,28 +12,35 @@ from torch import nn
 
 from paceline import (
     ASGD,
+    EAMSGD,
+    EASGD,
     AdaComm,
     Adagrad,
     Adam,
     AdaptiveAveraging,
     AllReduceSGD,
     AsyncDiLoCo,
+    AsyncEASGD,
     AsyncMomentum,
+    Attract,
     BlockMomentum,
     Compensated,
     DecreasingAveraging,
     DelayCompensated,
     DiLoCo,
     Downpour,
+    EAWild,
     Every,
     Fp16,
     Fp32,
+    Hogwild,
     Momentum,
     OneBit,
     ParameterServer,
     PeriodicAveraging,
     Quorum,
     Replicated,
+    RoundRobinEASGD,
     Scaled,
     Sgd,
     SlowMo,
@@ -121,6 +128,7 @@ SETTLES: dict[str, int | None] = {name: 40 for name in CODECS} | {
 
 RULES: dict[str, Rule] = {
     "sgd": Sgd(lr=0.05),
+    "attract": Attract(alpha=0.2),
     "momentum": Momentum(lr=0.05),
     "momentum of Nesterov, unit gain": Momentum(lr=0.05, nesterov=True, unit_gain=True),
     "adagrad": Adagrad(lr=0.05),
@@ -254,10 +262,21 @@ STRATEGIES: dict[str, Case] = {
         AsyncMomentum(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), alone="rounding", agrees=False
     ),
     "async-diloco": Case(AsyncDiLoCo(period=4, delay=1), None, agrees=False),
+    "easgd": Case(EASGD(period=3), summed(3)),
+    "easgd of a strong force": Case(EASGD(period=1, alpha=0.3), summed(1)),
+    "round-robin-easgd": Case(RoundRobinEASGD(period=2), None, agrees=False),
+    "async-easgd": Case(AsyncEASGD(period=2), None, agrees=False),
+    "eamsgd": Case(EAMSGD(period=2, momentum=0.3), None, agrees=False),
+    "ea-wild": Case(EAWild(), None, agrees=False),
+    "ea-wild on shards": Case(EAWild(period=2, servers=2), None, agrees=False),
+    "ea-wild in random groups of one": Case(EAWild(groups="random", regroup=3), None, agrees=False),
+    "hogwild": Case(Hogwild(), None),
 }
 # Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
 # is the outer loop in test_lattice.
-OTHER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco")
+# With elastic averaging the model is the centre, which even a single worker only pulls along.
+ELASTIC = ("easgd", "round-robin-easgd", "async-easgd", "eamsgd", "ea-wild")
+OTHER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco", *ELASTIC)
 ALONE = {name: case for name, case in STRATEGIES.items() if not name.startswith(OTHER) or name == "block-momentum, kept"}
 ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.is_ordered}
 

@@ -40,7 +40,7 @@ async def common(endpoint: ProcessEndpoint, first: Tensor) -> ProcessCommon:
     if first.device.type != "cpu":
         raise ValueError(f"parameters on {first.device}: processes have only the memory of their host in common; keep the model on the CPU")
     if not endpoint.is_one_host:
-        raise ClusterError("the workers are on several hosts and have no memory in common: keep the centre on shards, with servers=1 or more")
+        raise ClusterError("the workers are on several hosts and have no memory in common; a centre could be on shards (servers=1)")
     is_first = endpoint.rank == endpoint.ranks[0]
     file = os.memfd_create("paceline-common", os.MFD_CLOEXEC) if is_first else -1
     try:

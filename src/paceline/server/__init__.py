@@ -1,7 +1,7 @@
 """The parameter server: shards that hold slices of a model, rules that update them, gates that say when, and the store that workers see."""
 
-from paceline.server.gates import GATES, Bound, Free, Gate, RoundRobin
-from paceline.server.rules import RULES, Adagrad, Adam, Compensated, Every, Momentum, Push, Quorum, Rule, Scaled, Sgd
+from paceline.server.gates import GATES, Bound, Free, Gate, RoundRobin, Turns
+from paceline.server.rules import RULES, Adagrad, Adam, Attract, Compensated, Every, Momentum, Push, Quorum, Rule, Scaled, Sgd
 from paceline.server.served import Served
 from paceline.server.shard import Shard
 from paceline.server.store import Store
@@ -12,6 +12,7 @@ __all__ = [
     "RULES",
     "Adagrad",
     "Adam",
+    "Attract",
     "Bound",
     "Compensated",
     "Every",
@@ -29,4 +30,5 @@ __all__ = [
     "Store",
     "Ticket",
     "Tickets",
+    "Turns",
 ]

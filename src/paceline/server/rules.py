@@ -367,4 +367,4 @@ class Compensated(Wrapper):
         return self.rule.apply(value, update, m.inner, push)
 
 
-RULES: tuple[type[Rule], ...] = (Sgd, Momentum, Adagrad, Adam, Scaled, Every, Quorum, Compensated)
+RULES: tuple[type[Rule], ...] = (Sgd, Attract, Momentum, Adagrad, Adam, Scaled, Every, Quorum, Compensated)

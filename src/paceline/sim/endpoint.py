@@ -88,8 +88,9 @@ class SimEndpoint:
         """Let bytes pass between this rank and memory that it has in common with others, by their bus if there is one."""
         world, simulator = self.world, self._simulator
         if world.cluster.bus is None:
-            return self.busy(world.cluster.work_seconds(kind, nbytes), kind=kind)
-        start, stop = world.take_bus(simulator.now, nbytes)
+            start, stop = simulator.now, simulator.now + world.cluster.work_seconds(kind, nbytes)
+        else:
+            start, stop = world.take_bus(simulator.now, nbytes)
         simulator.trace.span(self.rank, kind, start, stop, nbytes)
         op = simulator.op(kind, self.rank)
         simulator.at(stop, simulator.finish, op, None)

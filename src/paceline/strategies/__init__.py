@@ -10,6 +10,9 @@ from paceline.strategies.decreasing_averaging import AdaComm, DecreasingAveragin
 from paceline.strategies.delay_compensated import DelayCompensated
 from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.downpour import Downpour
+from paceline.strategies.ea_wild import EAWild
+from paceline.strategies.easgd import EAMSGD, EASGD, AsyncEASGD, RoundRobinEASGD
+from paceline.strategies.hogwild import Hogwild
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.periodic_averaging import PeriodicAveraging
 from paceline.strategies.slow_mo import SlowMo
@@ -35,26 +38,38 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     DelayCompensated,
     AsyncMomentum,
     AsyncDiLoCo,
+    EASGD,
+    RoundRobinEASGD,
+    AsyncEASGD,
+    EAMSGD,
+    EAWild,
+    Hogwild,
     Replicated,
     Then,
 )
 
 __all__ = [
     "ASGD",
+    "EAMSGD",
+    "EASGD",
     "STRATEGIES",
     "AdaComm",
     "AdaptiveAveraging",
     "AllReduceSGD",
     "AsyncDiLoCo",
+    "AsyncEASGD",
     "AsyncMomentum",
     "BlockMomentum",
     "DecreasingAveraging",
     "DelayCompensated",
     "DiLoCo",
     "Downpour",
+    "EAWild",
+    "Hogwild",
     "ParameterServer",
     "PeriodicAveraging",
     "Replicated",
+    "RoundRobinEASGD",
     "SlowMo",
     "SoftSync",
     "StaleSynchronous",

@@ -59,7 +59,8 @@ class EAWild(Elastic, Strategy):
     async def worker(self, w: Replica) -> None:
         pullers = w.workers // self.group
         if w.workers % self.group:
-            raise ValueError(f"EAWild(group={self.group}): {w.workers} workers make {pullers} groups and leave {w.workers % self.group} over")
+            over = w.workers % self.group
+            raise ValueError(f"EAWild(group={self.group}): {w.workers} workers make {pullers} such groups, and leave {over} over")
         self.warn_if_unstable(w, pullers)
         everyone = w.endpoint
         centre = OnShards(Store(w)) if self.servers else InMemory(await everyone.common(w.params), everyone)
@@ -78,7 +79,10 @@ class EAWild(Elastic, Strategy):
         leader, alpha = w.endpoint.ranks[0], self.share(w, pullers)
         before = w.params.clone() if meets else w.params
         met = centre.meet(before, alpha, seen) if meets and w.rank == leader else None
-        g = await w.mean(await w.gradient())
+        means: list[Op[Tensor]] = []
+        g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket)))
+        for mean in means:
+            await mean
         await w.step(g)
         if met is not None:
             await met

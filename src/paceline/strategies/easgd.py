@@ -158,6 +158,7 @@ class ElasticServed(Elastic, Served):
             count, seen = count + 1, seen + w.samples_at_hand
             if count >= self.period:
                 await meet()
+        w.params.sub_(force)
         if pushed is not None:
             await pushed
         await store.leave()

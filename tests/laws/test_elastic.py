@@ -1,0 +1,291 @@
+"""Elastic averaging: workers and centre pull each other, and what one is pulled the other is pulled back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import EAMSGD, EASGD, AsyncEASGD, Cluster, Constant, EAWild, LogNormal, Replica, RoundRobinEASGD, Task, simulate
+from paceline.strategies.easgd import UnstableElastic, largest_share
+from paceline.strategy import Strategy
+from tests.laws.tasks import Point, close, instant, quadratic, regression, same, squared_distance, vector
+
+FORMS = {"async": AsyncEASGD, "with momentum": partial(EAMSGD, momentum=0.0)}
+LR = 0.1
+
+
+def plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=LR)
+
+
+def ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
+    """Where each worker of the next run ends, and the centre as it knows it: a run itself ends with the centre alone."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self: Replica) -> None:
+        assert self.deployed is not None
+        found[self.rank] = self.params.clone(), self.deployed.clone()
+        self.params.copy_(self.deployed)
+        self.deployed = None
+
+    monkeypatch.setattr(Replica, "_take_deployed", keep)
+    return found
+
+
+def gradient_at(task: Task, x: Tensor, step: int, rank: int, workers: int) -> Tensor:
+    model = task.build()
+    start = 0
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(x[start : start + p.numel()].view(p.shape))
+            start += p.numel()
+    task.loss(model, task.part(step, rank, workers)).backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def in_turn(task: Task, workers: int, alpha: float, period: int, *, at_the_end: bool) -> tuple[list[Tensor], Tensor]:
+    """What the paper writes down for one worker after the other: the elastic move and the gradient both start at the old values.
+
+    Workers may meet the centre `at_the_end` once more.
+    """
+    centre = vector(task.build())
+    xs = [centre.clone() for _ in range(workers)]
+    for k in range(task.total_steps):
+        for j in range(workers):
+            force = alpha * (xs[j] - centre) if k % period == 0 else torch.zeros_like(centre)
+            centre = centre + force
+            xs[j] = xs[j] - LR * gradient_at(task, xs[j], k, j, workers) - force
+    for j in range(workers if at_the_end else 0):
+        force = alpha * (xs[j] - centre)
+        centre, xs[j] = centre + force, xs[j] - force
+    return xs, centre
+
+
+def together(task: Task, workers: int, alpha: float, period: int) -> tuple[list[Tensor], Tensor]:
+    """The same for all at once."""
+    centre = vector(task.build())
+    xs = [centre.clone() for _ in range(workers)]
+    for k in range(task.total_steps):
+        forces = [alpha * (x - centre) if (k + 1) % period == 0 else torch.zeros_like(x) for x in xs]
+        xs = [x - LR * gradient_at(task, x, k, j, workers) - force for j, (x, force) in enumerate(zip(xs, forces, strict=True))]
+        centre = centre + torch.stack(forces).sum(0)
+    return xs, centre
+
+
+def staggered(workers: int, **more: Any) -> Cluster:
+    """Everybody is as fast, but for so little that they always come in the order of their ranks."""
+    return instant(workers, compute=Constant([1.0 + 1e-4 * j for j in range(workers)]), **more)
+
+
+# The synchronous form.
+
+
+@pytest.mark.parametrize(("workers", "period"), [(3, 1), (4, 1), (4, 3)])
+def test_the_synchronous_form_is_the_paper_s(workers: int, period: int, monkeypatch: pytest.MonkeyPatch):
+    task, found = regression(steps=12, batch=12, optimizer=plain), ends(monkeypatch)
+    run = simulate(task, EASGD(beta=0.6, period=period), instant(workers))
+    xs, centre = together(task, workers, 0.6 / workers, period)
+    assert all(close(found[j][0], x) for j, x in enumerate(xs))
+    assert close(run.params, centre)
+    assert not close(run.params, vector(task.build()), rtol=1e-2), "something was learnt"
+
+
+def test_the_synchronous_centre_is_a_moving_average_of_the_mean(monkeypatch: pytest.MonkeyPatch):
+    """Exactly as in E1.3: with all of it the centre is the mean of where the workers stood."""
+    task, found = regression(steps=1, batch=12, optimizer=plain), ends(monkeypatch)
+    simulate(task, EASGD(beta=1.0, period=1), instant(3))
+    assert same(found[0][1], vector(task.build())), "they all stood where they began"
+
+
+class Apart(Task):
+    """Every worker has data of its own, the same at each step."""
+
+    def part(self, step: int, rank: int, workers: int) -> tuple[Tensor, ...]:
+        return (self.data[0][rank : rank + 1],)
+
+
+@pytest.mark.parametrize("rho", [0.5, 2.0])
+def test_the_fixed_point_of_parabolas_with_different_minima(rho: float, monkeypatch: pytest.MonkeyPatch):
+    """The centre at the mean of them, and every worker in between its own and the centre, by rho."""
+    minima, found = torch.tensor([[1.0, -2.0], [4.0, 0.5], [-2.0, 3.0]], dtype=torch.float64), ends(monkeypatch)
+    task = Apart(lambda: Point(2), squared_distance, [minima], 3, plain, steps=2000)
+    simulate(task, EASGD(rho=rho, period=1), instant(3))
+    centre = minima.mean(0)
+    assert all(close(found[j][1], centre, rtol=1e-6) for j in range(3))
+    assert all(close(found[j][0], (minima[j] + rho * centre) / (1 + rho), rtol=1e-6) for j in range(3))
+
+
+# On shards, and without a lock.
+
+
+@pytest.mark.parametrize(("workers", "period"), [(1, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("form", FORMS)
+def test_in_the_order_of_ranks_it_is_the_round_robin_of_the_paper(form: str, workers: int, period: int, monkeypatch: pytest.MonkeyPatch):
+    task, found = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch)
+    run = simulate(task, FORMS[form](alpha=0.3, period=period), staggered(workers))
+    xs, centre = in_turn(task, workers, 0.3, period, at_the_end=True)  # As 8 steps are a multiple of the period.
+    assert all(close(found[j][0], x) for j, x in enumerate(xs))
+    assert close(run.params, centre)
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2], ids=["in memory", "on a shard", "on shards"])
+@pytest.mark.parametrize(("workers", "period"), [(1, 1), (3, 1), (3, 2)])
+def test_ea_wild_in_the_order_of_ranks_is_that_too(servers: int, workers: int, period: int, monkeypatch: pytest.MonkeyPatch):
+    """Though there the centre's side of the difference is worked out where the centre is."""
+    task, found = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch)
+    run = simulate(task, EAWild(alpha=0.3, period=period, servers=servers), staggered(workers))
+    xs, centre = in_turn(task, workers, 0.3, period, at_the_end=False)
+    assert all(close(found[j][0], x) for j, x in enumerate(xs))
+    assert close(run.params, centre)
+
+
+@pytest.mark.parametrize("speeds", [0.0, 0.5])
+def test_round_robin_is_in_turn_whatever_the_speeds(speeds: float, monkeypatch: pytest.MonkeyPatch):
+    """All have the same data here, as parts of minibatches are handed out to those who ask first."""
+    task, found = quadratic(steps=8, batch=3, samples=3, optimizer=plain), ends(monkeypatch)
+    task.data[0][:] = task.data[0][0]
+    run = simulate(task, RoundRobinEASGD(alpha=0.3, period=1), instant(3, compute=LogNormal(1.0, speeds)))
+    xs, centre = in_turn(task, 3, 0.3, 1, at_the_end=True)
+    assert close(run.params, centre)
+    assert len(found) == len(xs)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("strategy", [AsyncEASGD(alpha=0.3, period=2), RoundRobinEASGD(alpha=0.3, period=2)], ids=["async", "round robin"])
+def test_what_workers_and_centre_have_together_changes_by_gradients_alone(strategy: Strategy, seed: int, monkeypatch: pytest.MonkeyPatch):
+    """In any order: a slope that is the same everywhere says what they have gone by in all."""
+
+    def slope(model: Any, batch: Sequence[Tensor]) -> Tensor:
+        return (model.w * batch[0]).sum(1).mean()
+
+    data, workers, steps = torch.randn(24, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), 4, 18
+    task, found = Task(lambda: Point(5), slope, [data], 8, plain, steps=steps), ends(monkeypatch)
+    simulate(task, strategy, Cluster(workers, compute=LogNormal("5ms", 0.8), bandwidth="1MB/s", seed=seed))
+    gone = sum(gradient_at(task, vector(task.build()), k, j, workers) for k in range(steps) for j in range(workers))
+    assert close(sum(x for x, _ in found.values()) + found[0][1], (workers + 1) * vector(task.build()) - LR * gone)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_momentum_of_none_is_async_easgd_bit_for_bit(seed: int):
+    task, cluster = regression(steps=10, batch=9, optimizer=plain), Cluster(3, compute=LogNormal("5ms", 0.8), seed=seed)
+    assert same(simulate(task, EAMSGD(momentum=0.0, period=2), cluster).params, simulate(task, AsyncEASGD(period=2), cluster).params)
+
+
+def test_one_worker_with_momentum_and_no_force_is_nesterov_in_look_ahead_form(monkeypatch: pytest.MonkeyPatch):
+    task, found, mu = regression(steps=12, batch=6, optimizer=plain), ends(monkeypatch), 0.7
+    run = simulate(task, EAMSGD(alpha=0.0, momentum=mu, period=1), instant(1))
+    x, v = vector(task.build()), torch.zeros(1, dtype=torch.float64)
+    for k in range(task.total_steps):
+        v = mu * v - LR * gradient_at(task, x + mu * v, k, 0, 1)
+        x = x + v
+    assert close(found[0][0], x)
+    assert same(run.params, vector(task.build())), "nothing pulls the centre"
+
+
+@pytest.mark.parametrize("strategy", [EASGD(alpha=0.0, period=2), EAWild(alpha=0.0)], ids=str)
+def test_without_a_force_workers_train_alone(strategy: Strategy, monkeypatch: pytest.MonkeyPatch):
+    task, found = regression(steps=10, batch=9, optimizer=plain), ends(monkeypatch)
+    run = simulate(task, strategy, instant(3))
+    for j in range(3):
+        model = task.build()
+        optimizer = plain(model.parameters())
+        for k in range(task.total_steps):
+            optimizer.zero_grad()
+            task.loss(model, task.part(k, j, 3)).backward()
+            optimizer.step()
+        assert same(found[j][0], vector(model))
+    assert same(run.params, vector(task.build()))
+
+
+@pytest.mark.parametrize("servers", [0, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_group_is_one_worker_with_all_its_minibatches(size: int, servers: int):
+    task = regression(steps=9, batch=16, optimizer=plain)
+    in_groups = simulate(task, EAWild(alpha=0.2, group=size, servers=servers), instant(2 * size))
+    alone = simulate(task, EAWild(alpha=0.2, servers=servers), instant(2))
+    assert close(in_groups.params, alone.params)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_centre_stays_between_all_that_it_was_and_was_pulled_to(seed: int):
+    """Though updates are lost: memory is so slow here that everybody writes at the same time."""
+    task = quadratic(steps=30, batch=8, samples=40, numel=64, optimizer=plain)
+    run = simulate(task, EAWild(alpha=0.9), Cluster(4, compute=LogNormal("1ms", 0.5), bus="200kB/s", seed=seed))
+    everything = torch.cat([task.data[0], vector(task.build()).unsqueeze(0)])
+    assert (run.params >= everything.amin(0)).all() and (run.params <= everything.amax(0)).all()
+    assert not close(run.params, vector(task.build()), rtol=1e-2)
+
+
+def test_random_groups_change_and_are_the_same_for_all_their_members():
+    strategy, ranks = EAWild(group=2, groups="random"), range(6)
+    walks = [strategy.partitions_of(rank, ranks) for rank in ranks]
+    seen: set[tuple[int, ...]] = set()
+    for _ in range(8):
+        groups = [next(walk) for walk in walks]
+        assert all(rank in group and groups[other] == group for rank, group in enumerate(groups) for other in group)
+        assert sorted(r for group in set(groups) for r in group) == list(ranks)
+        seen |= set(groups)
+    assert len(seen) > 3
+
+
+# Where it is stable.
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.5, 1.5])
+@pytest.mark.parametrize("kind", ["async", "together"])
+def test_the_bound_on_alpha_is_where_a_parabola_diverges(kind: str, lr: float):
+    workers = 1 if kind == "async" else 4
+    bound = largest_share(lr, None if kind == "async" else workers)
+
+    def distance(alpha: float) -> float:
+        task = quadratic(steps=400, batch=workers, samples=workers, optimizer=partial(torch.optim.SGD, lr=lr))
+        task.data[0][:] = 0.0
+        with warnings.catch_warnings(action="ignore"):
+            strategy = AsyncEASGD(alpha=alpha, period=1) if kind == "async" else EASGD(alpha=alpha, period=1)
+            return float(simulate(task, strategy, instant(workers)).params.abs().max())
+
+    assert distance(0.97 * bound) < 1e-2
+    assert distance(1.03 * bound) > 10
+
+
+@pytest.mark.parametrize("strategy", [EASGD(beta=2.0), AsyncEASGD(alpha=1.2), EAWild(rho=30.0)], ids=str)
+def test_a_force_that_is_too_strong_is_told_with_the_bound(strategy: Strategy):
+    task = quadratic(steps=4, batch=4, optimizer=plain)
+    bound = largest_share(LR, 4 if isinstance(strategy, EASGD) else None)
+    with pytest.warns(UnstableElastic, match=f"alpha=.* with 4 workers is above {bound:.4g}"):
+        simulate(task, strategy, instant(4))
+
+
+def test_a_moderate_force_is_not_warned_of():
+    with warnings.catch_warnings(action="error"):
+        simulate(quadratic(steps=4, batch=4, optimizer=plain), EASGD(), instant(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: EASGD(alpha=-0.1), "alpha=-0.1"),
+        (lambda: AsyncEASGD(rho=float("nan")), "rho=nan"),
+        (lambda: EASGD(alpha=0.1, rho=1.0), "give one of them"),
+        (lambda: EASGD(period=0), "at least 1"),
+        (lambda: EAMSGD(momentum=1.0), r"\[0, 1\)"),
+        (lambda: EAWild(group=0), "at least 1 worker"),
+        (lambda: EAWild(groups=cast(Any, "some")), "'fixed' or 'random'"),
+        (lambda: EAWild(rho=1.0, servers=1), "give alpha or beta"),
+        (lambda: AsyncEASGD(servers=0), "at least 1 shard"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_groups_that_do_not_divide_the_workers_are_refused():
+    with pytest.raises(ValueError, match="5 workers make 2 such groups, and leave 1 over"):
+        simulate(quadratic(steps=4, batch=4), EAWild(group=2), instant(5))
