@@ -1,0 +1,175 @@
+"""Memory that workers have in common, and Hogwild! on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import Cluster, EAWild, Hogwild, LogNormal, Task, simulate, train
+from paceline.endpoint import Layout
+from paceline.sim.endpoint import SimEndpoint
+from paceline.sim.simulator import Simulator
+from paceline.sim.world import World
+from tests.laws.tasks import OPTIMIZERS, Point, close, instant, numbers, regression, same, trained_alone, vector
+
+LR = 0.125  # A power of two, so that sums of small integers are exact.
+
+
+def in_common(workers: int, **more: Any) -> tuple[Simulator, list[SimEndpoint]]:
+    layout = Layout(workers)
+    simulator = Simulator(layout.name)
+    world = World(simulator, instant(workers, **more), layout, strict=True)
+    return simulator, [SimEndpoint(world, rank) for rank in range(workers)]
+
+
+def test_all_have_the_first_one_s_values_and_see_each_other_s_changes():
+    simulator, endpoints = in_common(3)
+    found: list[Tensor] = []
+
+    async def role(endpoint: SimEndpoint) -> None:
+        common = await endpoint.common(torch.full((16,), float(endpoint.rank)))
+        await endpoint.busy(1.0 + endpoint.rank)
+        await common.draw(torch.full((16,), 8.0), 0.5)
+        await endpoint.busy(5.0)
+        found.append(await common.read(torch.empty(16)))
+
+    simulator.run({e.rank: role(e) for e in endpoints})
+    assert all(x.unique().tolist() == [7.0] for x in found), "0, 4, 6, 7"
+
+
+def test_a_reader_may_get_parts_of_different_ages_and_a_change_may_be_lost():
+    simulator, endpoints = in_common(3, memory_bandwidth="64B/s")
+    read, left = torch.empty(16), torch.empty(16)
+
+    async def role(endpoint: SimEndpoint) -> None:
+        common = await endpoint.common(torch.zeros(16))
+        if endpoint.rank == 2:
+            await endpoint.busy(0.5)
+            read.copy_(common.values)  # As a gradient that begins at this moment does.
+            await endpoint.busy(5.0)
+            left.copy_(common.values)
+        else:
+            await endpoint.busy(0.01 * endpoint.rank)  # Within the time of a piece.
+            await common.draw(torch.full((16,), 8.0), 0.5)
+
+    simulator.run({e.rank: role(e) for e in endpoints})
+    assert set(read.tolist()) == {0.0, 4.0}
+    assert left.unique().tolist() == [4.0], "one of the two was lost; both would have made 6"
+
+
+# Hogwild!
+
+
+def loss_of(task: Task, params: Tensor) -> float:
+    """On all data."""
+    model = task.build()
+    torch.nn.utils.vector_to_parameters(params, model.parameters())
+    return task.loss(model, tuple(task.data)).item()
+
+
+def halfway(task: Task) -> float:
+    return (loss_of(task, vector(task.build())) + loss_of(task, trained_alone(task))) / 2
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_one_process_is_plain_training_bit_for_bit(optimizer: Any):
+    task = regression(steps=12, batch=5, samples=22, optimizer=optimizer)
+    assert same(train(task, Hogwild(), workers=1).params, trained_alone(task))
+
+
+def slope(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """The same gradient everywhere, so that it is known what all steps come to."""
+    return (model.w * batch[0]).sum(1).mean()
+
+
+def walk(data: Tensor, steps: int = 12) -> Task:
+    return Task(lambda: Point(data.shape[1]), slope, [data], 4, lambda p: torch.optim.SGD(p, lr=LR), steps=steps)
+
+
+def come_to(task: Task, workers: int) -> Tensor:
+    parts = [task.part(k, j, workers)[0].mean(0) for k in range(task.total_steps) for j in range(workers)]
+    return vector(task.build()) - LR * torch.stack(parts).sum(0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_is_lost_where_writes_take_no_time(seed: int):
+    task = walk(numbers(16, 24, seed=seed))
+    run = simulate(task, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), seed=seed))
+    assert close(run.params, come_to(task, 4))
+
+
+def test_dense_steps_are_lost_where_they_take_long_and_training_still_descends():
+    task = walk(numbers(16, 24))
+    run = simulate(task, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), memory_bandwidth="100B/s"))
+    assert not close(run.params, come_to(task, 4), rtol=1e-3)
+    learning = regression(steps=60, batch=8, optimizer=OPTIMIZERS["sgd"])
+    slow = simulate(learning, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), memory_bandwidth="5kB/s"))
+    assert loss_of(learning, slow.params) < halfway(learning)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_that_touch_different_values_are_as_in_any_order(seed: int):
+    """However long writes take: each sample has its own values, and a worker writes to no others."""
+    task = walk(torch.eye(16, dtype=torch.float64) * numbers(16, seed=seed), steps=4)
+    run = simulate(task, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), memory_bandwidth="20B/s", seed=seed))
+    assert close(run.params, come_to(task, 4))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 4, sparse=True)
+
+
+def of_words(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    return model.table(batch[0]).sum(-1).mean()
+
+
+@pytest.mark.parametrize("how", ["simulated", "real"])
+def test_sparse_steps_touch_only_their_rows(how: str):
+    """And take no longer than these."""
+    words = torch.arange(0, 64).view(32, 2)
+    task = Task(Words, of_words, [words], 8, lambda p: torch.optim.SGD(p, lr=LR), steps=4)
+    before = vector(task.build()).view(1000, 4)
+    cluster = Cluster(2, memory_bandwidth="10kB/s")
+    run = simulate(task, Hogwild(), cluster) if how == "simulated" else train(task, Hogwild(), workers=2)
+    moved = (run.params.view(1000, 4) != before).any(1)
+    assert moved[:64].all() and not moved[64:].any()
+    # Every row is in one of four samples' means, whoever took that.
+    assert torch.allclose(run.params.view(1000, 4)[:64], before[:64] - LR / 8, atol=1e-6)
+    if how == "simulated":
+        dense = Task(lambda: Point(4000, torch.float32), slope, [torch.ones(32, 4000)], 8, lambda p: torch.optim.SGD(p, lr=LR), steps=4)
+        assert simulate(dense, Hogwild(), cluster).seconds > 10 * run.seconds
+
+
+# On real processes.
+
+
+@pytest.mark.parametrize("strategy", [Hogwild(), EAWild(), EAWild(group=2), EAWild(group=2, groups="random", regroup=5)], ids=str)
+def test_real_processes_learn_on_memory_in_common(strategy: Any):
+    task = regression(steps=80, batch=8, optimizer=OPTIMIZERS["sgd"])
+    run = train(task, strategy, workers=4)
+    assert loss_of(task, run.params) < halfway(task)
+    assert sum(p.loss is not None for p in run.trace.points) == 4 * 80
+
+
+def test_a_worker_that_is_killed_does_not_leave_the_others_waiting():
+    def loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
+        if float(batch[1].sum()) == 12.0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return slope(model, batch)
+
+    marks = torch.zeros(16)
+    marks[5] = 12.0
+    task = Task(lambda: Point(3), loss, [numbers(16, 3), marks], 4, lambda p: torch.optim.SGD(p, lr=LR), steps=8)
+    began = time.monotonic()
+    with pytest.raises(Exception, match=r"SIGKILL|signal 9|killed"):
+        train(task, Hogwild(), workers=3, timeout_s=30)
+    assert time.monotonic() - began < 20
