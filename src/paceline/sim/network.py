@@ -78,7 +78,7 @@ def broadcast(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Co
     """From the first member to everyone."""
     n, alpha, beta = members, link.latency, link.bandwidth
     if algorithm == "ring":
-        return Cost((n - 1) * alpha + nbytes / beta, lambda i: nbytes if i < n - 1 else 0)
+        return Cost((n - 1) * alpha + (n > 1) * nbytes / beta, lambda i: nbytes if i < n - 1 else 0)
     if algorithm == "tree":
         return Cost(_levels(n) * (alpha + nbytes / beta), lambda i: nbytes * _children(i, n))
     return Cost(alpha + (n - 1) * nbytes / beta, lambda i: 0 if i else (n - 1) * nbytes)
