@@ -1,0 +1,146 @@
+"""Hogwild! on one and on two real processes: steps a second, and what the lost updates cost.
+
+Dense: a perceptron on Fashion-MNIST.  Sparse: logistic regression on 20 of 50,000 features a sample, of which a step touches only its own
+rows.  One and two processes of one thread each take turns in rounds, see as many samples in minibatches of the same size, and start from
+the same parameters; ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean, median, quantiles, stdev
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paceline as pl
+from benchmarks.accuracy import loss, perceptron, pixels
+from paceline.data import fashion_mnist
+
+MINIBATCH = 32
+FEATURES, ACTIVE, SAMPLES, TESTED = 50_000, 20, 60_000, 10_000
+
+
+def evaluated(inputs: Tensor, labels: Tensor) -> Callable[[nn.Module], dict[str, float]]:
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"accuracy": 100 * (model(inputs).argmax(1) == labels).float().mean().item()}
+
+    return evaluate
+
+
+def dense(workers: int, seed: int, folder: Path | None) -> pl.Task:
+    data = fashion_mnist.load(folder)
+    return pl.Task(
+        model=perceptron,
+        loss=loss,
+        data=(pixels(data.images), data.labels.long()),
+        batch=workers * MINIBATCH,
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        epochs=2,
+        evaluate=evaluated(pixels(data.test_images), data.test_labels.long()),
+        evaluate_every=10**9,
+        seed=seed,
+    )
+
+
+class Linear(nn.Module):
+    """A weight for each class and feature, of which only those of a sample's features get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(FEATURES, 2, mode="sum", sparse=True)
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.table(features)
+
+
+def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def sparse(workers: int, seed: int, folder: Path | None) -> pl.Task:
+    g = torch.Generator().manual_seed(seed)
+    truth = torch.randn(FEATURES, generator=g)
+    # Few features are frequent, and most are rare, as words are.
+    features = (FEATURES * torch.rand(SAMPLES + TESTED, ACTIVE, generator=g).pow(3)).long()
+    labels = (truth[features].sum(1) + torch.randn(SAMPLES + TESTED, generator=g) > 0).long()
+    (x, tested), (y, expected) = features.split([SAMPLES, TESTED]), labels.split([SAMPLES, TESTED])
+    return pl.Task(
+        model=Linear,
+        loss=cross_entropy,
+        data=(x, y),
+        batch=workers * MINIBATCH,
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        epochs=3,
+        evaluate=evaluated(tested, expected),
+        evaluate_every=10**9,
+        seed=seed,
+    )
+
+
+PROBLEMS = {"dense": dense, "sparse": sparse}
+
+
+def steps_per_second(run: pl.Run) -> float:
+    """Of all workers together, from the first step that ended to the last: without what it takes to start processes."""
+    times = sorted(p.time for p in run.trace.points if p.loss is not None)
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def one_round(problem: str, seed: int, folder: Path | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for workers in (1, 2) if seed % 2 else (2, 1):
+        run = pl.train(PROBLEMS[problem](workers, seed, folder), pl.Hogwild(), workers=workers)
+        found[str(workers)] = {"steps_per_s": steps_per_second(run), "accuracy": run.final["accuracy"]}
+    return found
+
+
+def row(problem: str, rounds: list[dict[str, Any]]) -> list[str]:
+    ratios = [r["2"]["steps_per_s"] / r["1"]["steps_per_s"] for r in rounds]
+    cells = [problem, *(f"{median(r[n]['steps_per_s'] for r in rounds):,.0f}" for n in "12")]
+    q = quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    cells.append(f"{q[1]:.2f} ({q[0]:.2f}-{q[2]:.2f})")
+    for n in "12":
+        accuracies = [r[n]["accuracy"] for r in rounds]
+        cells.append(f"{mean(accuracies):.2f}" + (f" ± {stdev(accuracies):.2f}" if len(accuracies) > 1 else ""))
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of one and of two processes")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {problem: [] for problem in PROBLEMS}
+    for seed in range(args.rounds):
+        for problem, found in results.items():
+            found.append(one_round(problem, seed, args.data))
+            print(f"{problem}, round {seed}: {found[-1]}", file=sys.stderr, flush=True)
+    head = ["", "1 process: steps/s", "2 processes: steps/s", "ratio", "1 process: accuracy, %", "2 processes: accuracy, %"]
+    lines = [row(problem, rounds) for problem, rounds in results.items()]
+    if args.markdown:
+        print("\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines]))
+    else:
+        made = Table(*head, title=f"Hogwild! on {os.cpu_count()} cores, {args.rounds} rounds")
+        for line in lines:
+            made.add_row(*line)
+        Console(width=None if sys.stdout.isatty() else 140).print(made)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
