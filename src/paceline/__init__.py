@@ -50,6 +50,7 @@ from paceline.server import (
     Store,
 )
 from paceline.sim import Cluster, Compute, Constant, Faults, Link, LogNormal, Measured, Stragglers, simulate
+from paceline.stages import Split, split
 from paceline.strategies import (
     ASGD,
     AdaComm,
@@ -149,6 +150,7 @@ __all__ = [
     "Shard",
     "SlowMo",
     "SoftSync",
+    "Split",
     "StaleSynchronous",
     "Store",
     "Stragglers",
@@ -164,6 +166,7 @@ __all__ = [
     "registry",
     "resized",
     "simulate",
+    "split",
     "train",
 ]
 

@@ -6,6 +6,7 @@ The coroutine stands still at two places, where it waits for a gradient and wher
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from paceline.dist.backward import BucketHooks, Each
 from paceline.dist.optimizer import SessionOptimizer
 from paceline.endpoint import Endpoint
 from paceline.flat import FlatModel
-from paceline.op import Op
+from paceline.op import Op, Ready
 from paceline.plan import Plan
 from paceline.replica import NonFinite, Replica
 from paceline.strategy import Strategy
@@ -78,6 +79,9 @@ class Loop:
 
     def share(self, whole: bool) -> None:
         self.is_whole = whole
+
+    def over_stages(self, numbers: Sequence[float]) -> Op[list[float]]:
+        return Ready("over stages", list(numbers))
 
     # What happens in the loop.
 
