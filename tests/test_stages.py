@@ -152,6 +152,31 @@ class Tied(nn.Module):
         return self.c(self.b(self.a(x)))
 
 
+class Cast(nn.Module):
+    """Does something that is no layer's: it enters another precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.b(self.a(x)).float()
+
+
+def test_a_forward_that_does_more_than_call_layers_is_found_out():
+    with pytest.raises(ValueError, match=r"split\(Cast, 2\): its stages one after the other do not give its output"):
+        pl.split(Cast(), 2, torch.ones(3, 6))
+
+
+def test_a_sample_leaves_no_trace_in_the_model():
+    model = MODELS["sequential"]()
+    before, state = [b.clone() for b in model.buffers()], torch.get_rng_state()
+    pl.split(nn.Sequential(*model, nn.Dropout(0.5)), 2, torch.ones(3, 6))
+    assert all(same(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
 REFUSED = {
     "no such layer": (Residual, ["lasst"], r"split\(Residual, \['lasst'\]\): there is no layer 'lasst'; did you mean 'last'\?"),
     "the first layer": (Residual, ["first"], "the first stage begins at 'first' anyway"),

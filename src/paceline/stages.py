@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -63,6 +64,8 @@ def split(model: nn.Module, parts: int | Sequence[str], sample: Tensor | None = 
     stages = tuple(_joined(layers[a:b]).module(model) for a, b in zip(begins, ends, strict=True))
     names = tuple(layers[b].name for b in begins)
     _check(stages, names, call)
+    if sample is not None:
+        _compare(model, stages, sample, call)
     return Split(model, stages, names, tuple(sum(costs[a:b]) for a, b in zip(begins, ends, strict=True)))
 
 
@@ -188,8 +191,9 @@ def _place(name: str, layers: Sequence[_Layer], call: str) -> int:
 def _weights(model: nn.Module, layers: Sequence[_Layer], sample: Tensor | None) -> tuple[list[int], list[int]]:
     """What each layer costs, and the bytes that pass to it."""
     modules = [layer.module(model) for layer in layers]
+    parameters = [sum(p.numel() for p in m.parameters()) for m in modules]
     if sample is None:
-        return [sum(p.numel() for p in m.parameters()) for m in modules], [0] * len(modules)
+        return parameters, [0] * len(modules)
     from torch.utils.flop_counter import FlopCounterMode
 
     costs: list[int] = []
@@ -198,7 +202,8 @@ def _weights(model: nn.Module, layers: Sequence[_Layer], sample: Tensor | None) 
         with FlopCounterMode(display=False) as counter:
             next(passed)
         costs.append(counter.get_total_flops())
-    return costs, [0, *(y.nbytes for y in _passed(modules[:-1], sample))]
+    # Looking up and adding count for nothing there; a model that does no more is weighed by its parameters after all.
+    return costs if any(costs) else parameters, [0, *(y.nbytes for y in _passed(modules[:-1], sample))]
 
 
 def _passed(modules: Sequence[nn.Module], x: Tensor) -> Iterator[Tensor]:
@@ -226,6 +231,24 @@ def _check(stages: Sequence[nn.Module], names: Sequence[str], call: str) -> None
                     f"{call}: '{its}' in the stage that begins at '{names[other]}' and '{name}' in the one that begins at '{names[k]}' are "
                     "one parameter, which has one owner; cut elsewhere, or untie them"
                 )
+
+
+def _compare(model: nn.Module, stages: Sequence[nn.Module], x: Tensor, call: str) -> None:
+    """A graph has no more than what a forward does to tensors: what it does beside that, such as entering autocast, is missing."""
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
+        state = torch.get_rng_state()
+        wanted = _called(model, x)
+        torch.set_rng_state(state)
+        y = x
+        for stage in stages:
+            y = _called(stage, y)
+    if not isinstance(wanted, Tensor) or wanted.dtype != y.dtype or not torch.allclose(wanted, y, equal_nan=True):
+        raise ValueError(f"{call}: its stages one after the other do not give its output; its forward does more than call layers")
+
+
+def _called(module: nn.Module, x: Tensor) -> Any:
+    """What it makes of `x`, and remembers nothing of."""
+    return functional_call(module, {n: b.clone() for n, b in module.named_buffers()}, (x,))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -47,6 +47,7 @@ METHODS: dict[str, pl.Strategy] = {
     "periodic-averaging, optimizer averaged, delayed": pl.PeriodicAveraging(period=3, optimizer_state="average", delay=1),
     "adaptive-averaging": pl.AdaptiveAveraging(period=1, warmup=1, sampling=4, low=0.99, high=1.01),
     "ada-comm": pl.AdaComm(period=4, steps=2),
+    "all-reduce-sgd by groups": pl.AllReduceSGD(group=1),
     "diloco": pl.DiLoCo(period=3),
     "then": pl.Then(pl.Replicated(), pl.PeriodicAveraging(period=2), steps=3),
 }
@@ -212,7 +213,7 @@ REFUSED: dict[str, tuple[Callable[[], pl.Run], str]] = {
     "too many": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=5), r"split\(Sequential, 5\): only 4 of the layers"),
     "none": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=0), r"train\(stages=0,"),
     "no microbatch": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=2, microbatches=0), r"microbatches=0"),
-    "no order": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=2, pipeline="zigzag"), "pipeline is '1f1b' or 'gpipe'"),  # pyright: ignore
+    "no order": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=2, pipeline="zigzag"), "by '1f1b' or 'gpipe'"),  # pyright: ignore
 }
 
 
@@ -223,7 +224,19 @@ def test_what_cannot_be_is_refused_before_a_process_starts(name: str):
         call()
 
 
-@pytest.mark.parametrize(("loss", "message"), [(asking, "asks its model for"), (calling_twice, "calls its model more than once")])
+def casting(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return squared_error(model, batch)
+
+
+ODD: dict[Any, str] = {
+    asking: "asks its model for '0'",
+    calling_twice: "calls its model more than once",
+    casting: "under autocast, which stages do not see",
+}
+
+
+@pytest.mark.parametrize(("loss", "message"), ODD.items(), ids=[loss.__name__ for loss in ODD])
 def test_a_loss_that_does_more_than_call_its_model_is_refused(loss: Any, message: str):
     with pytest.raises((ValueError, pl.ClusterError), match=message):
         pl.train(replace(task(), loss=loss), pl.AllReduceSGD(), 1, stages=2)

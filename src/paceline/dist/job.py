@@ -187,6 +187,7 @@ class Job:
             shared=shared,
             lane=self.lane,
             open_mailbox=lambda: self.endpoint.mailbox,
+            open_group=self._open_group,
             ordered=self._ordered,
             trace=self.endpoint.trace,
         )

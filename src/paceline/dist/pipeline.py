@@ -19,64 +19,17 @@ from paceline.dist.endpoint import ProcessEndpoint, Work
 from paceline.dist.job import Job
 from paceline.dist.same_model import everything
 from paceline.errors import ClusterError
-from paceline.flat import FlatModel
 from paceline.learner import TaskLearner
 from paceline.op import Computed, Op
 from paceline.replica import Replica
-from paceline.stages import Split, split
-from paceline.strategy import Strategy
+from paceline.stages import Split
+from paceline.stand_in import StandIn, count, model_input, split_for, usual_microbatches
 from paceline.task import Batch, Task, Trainee
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 Order = Literal["1f1b", "gpipe"]
-MICROBATCHES_PER_STAGE = 4  # GPipe's (2019): from there on the time that stages wait for each other hardly counts.
-
-
-class StandIn(nn.Module):
-    """In the place of a split model in its task's loss: it takes the input, and gives the output that came out of the pipeline."""
-
-    def __init__(self, output: Tensor | None = None) -> None:
-        super().__init__()
-        self.given: list[Any] = []
-        self._outputs = [] if output is None else [output]
-
-    def forward(self, *args: Any, **more: Any) -> Tensor:
-        if self.given:
-            raise ValueError("the task's loss calls its model more than once: a model in stages can be called only once for a minibatch")
-        if len(args) != 1 or more or not isinstance(args[0], Tensor):
-            kinds = [type(a).__name__ for a in (*args, *more.values())]
-            raise ValueError(f"the task's loss calls its model with {kinds}: a model in stages takes one tensor")
-        self.given = list(args)
-        if not self._outputs:
-            raise _Asked
-        return self._outputs[0]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            raise ValueError(f"the task's loss asks its model for '{name}': a model in stages can only be called") from None
-
-
-class _Asked(Exception):
-    """The loss has come to the model's call, and no further."""
-
-
-def model_input(task: Task, batch: Batch) -> Tensor:
-    """What the task's loss gives to its model."""
-    stand_in = StandIn()
-    try:
-        task.loss(stand_in, batch)
-    except _Asked:
-        x = stand_in.given[0]
-        if x.dim() and len(x) and not len(x) % len(batch[0]):
-            return x
-        raise ValueError(
-            f"the task's loss makes an input of shape {tuple(x.shape)} of {len(batch[0])} samples: they must lie along the first dimension"
-        ) from None
-    raise ValueError("the task's loss does not call its model: there is nothing to train in stages")
 
 
 class Stages:
@@ -92,20 +45,15 @@ class Stages:
         self._count((len(self.ranks) - 1) * mine.nbytes)
         return Work("stages", [dist.all_gather(told, mine, group=self.group, async_op=True)], lambda: [t.tolist() for t in told])
 
-    def assemble(self, split: Split, flat: FlatModel, whole: nn.Module, vector: Tensor | None) -> None:
-        """Bring all that has been trained into a `whole` model, on every rank: this stage's `vector`, or its parameters."""
-        target = dict(everything(whole))
-        mine = {n: t for n, t in everything(flat.model) if n not in flat.names}
-        if vector is not None:
-            mine |= {n: vector[flat.where(i)].view(p.shape) for i, (n, p) in enumerate(zip(flat.names, flat.parameters, strict=True))}
-        else:
-            mine |= {n: p.detach() for n, p in zip(flat.names, flat.parameters, strict=True)}
+    def assemble(self, split: Split, whole: nn.Module) -> None:
+        """Bring what every stage has now into a `whole` model, on every rank."""
         for k, stage in enumerate(split.stages):
-            for name, _ in everything(stage):
+            for name, values in everything(stage):
+                into = _tensor(whole, name)
                 if k == self.stage:
-                    target[name].copy_(mine[name])
-                    self._count(target[name].nbytes)
-                Work("assemble", [dist.broadcast(target[name], self.ranks[k], group=self.group, async_op=True)], lambda: None).wait()
+                    into.copy_(values)
+                    self._count(into.nbytes)
+                Work("assemble", [dist.broadcast(into, self.ranks[k], group=self.group, async_op=True)], lambda: None).wait()
 
     def _count(self, nbytes: int) -> None:
         now = self.endpoint.now()
@@ -117,7 +65,7 @@ class Pipeline:
 
     def __init__(self, task: Task, split: Split, stages: Stages, *, microbatches: int | None, order: Order) -> None:
         self.task, self.split, self.stages = task, split, stages
-        self.microbatches = microbatches or max(task.accumulate, MICROBATCHES_PER_STAGE * len(split.stages))
+        self.microbatches = microbatches or usual_microbatches(task, len(split.stages))
         self._order: Order = order
         self._schedules: dict[tuple[Any, ...], tuple[PipelineScheduleSingle, int]] = {}
         self._batch: Batch = ()
@@ -130,15 +78,15 @@ class Pipeline:
         # torch's schedules take microbatches of one size only, and of these the first ones may have a sample more than the others.
         larger = samples % passes
         start = larger * (samples // passes + 1)
-        for part, count in ((slice(0, start), larger), (slice(start, samples), passes - larger)):
-            if count:
-                nbytes += self._pass(tuple(t[part] for t in batch), count, samples, losses)
+        for part, among in ((slice(0, start), larger), (slice(start, samples), passes - larger)):
+            if among:
+                nbytes += self._pass(tuple(t[part] for t in batch), among, samples, losses)
         return float(torch.stack(losses).sum()) if losses else 0.0, nbytes
 
-    def _pass(self, batch: Batch, count: int, samples: int, losses: list[Tensor]) -> int:
+    def _pass(self, batch: Batch, passes: int, samples: int, losses: list[Tensor]) -> int:
         self._batch, self._samples = batch, samples
         x = model_input(self.task, batch)
-        schedule, nbytes = self._schedule(count, x)
+        schedule, nbytes = self._schedule(passes, x)
         try:
             if self.stages.stage == 0:
                 schedule.step(x)
@@ -160,10 +108,10 @@ class Pipeline:
         loss = self.task.loss(stand_in, tuple(t[where] for t in self._batch))
         return loss if len(where) == self._samples else loss * (len(where) / self._samples)
 
-    def _schedule(self, count: int, x: Tensor) -> tuple[PipelineScheduleSingle, int]:
+    def _schedule(self, passes: int, x: Tensor) -> tuple[PipelineScheduleSingle, int]:
         """One for so many microbatches of such an input, and the bytes that it sends."""
-        size = len(x) // count
-        key = (count, size, x.shape[1:], x.dtype)
+        size = len(x) // passes
+        key = (passes, size, x.shape[1:], x.dtype)
         if key not in self._schedules:
             from torch.distributed import pipelining  # It takes a second, and few need it.
 
@@ -175,16 +123,16 @@ class Pipeline:
                 self.split.stages[stage],
                 stage,
                 stages,
-                next(self.split.stages[stage].parameters()).device,
+                x.device,
                 input_args=shapes[stage],
                 output_args=shapes[stage + 1],
                 group=self.stages.group,
             )
             sent = (shapes[stage].nbytes if stage else 0) + (shapes[stage + 1].nbytes if stage < stages - 1 else 0)
             # With fewer microbatches than stages all of them are under way at once in either order, and torch knows only one.
-            is_plain = self._order == "gpipe" or count < stages
+            is_plain = self._order == "gpipe" or passes < stages
             schedule = pipelining.ScheduleGPipe if is_plain else pipelining.Schedule1F1B
-            self._schedules[key] = schedule(place, count, loss_fn=self._loss, scale_grads=False), count * sent
+            self._schedules[key] = schedule(place, passes, loss_fn=self._loss, scale_grads=False), passes * sent
         return self._schedules[key]
 
 
@@ -194,7 +142,7 @@ class StageLearner(TaskLearner):
     def __init__(self, trainee: Trainee, endpoint: ProcessEndpoint, pipeline: Pipeline) -> None:
         super().__init__(trainee)
         self.endpoint, self.pipeline, self.stages = endpoint, pipeline, pipeline.stages
-        self._names = [n for n, _ in pipeline.split.model.named_parameters()]
+        self._names = [n for n, _ in pipeline.split.model.named_parameters(remove_duplicate=False)]
         self._bad: str | None = None
 
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
@@ -271,37 +219,26 @@ class StageLearner(TaskLearner):
 
     def whole(self, vector: Tensor | None = None) -> nn.Module:
         """The whole model as it has been trained, on every stage of this replica; or with another vector in this stage's place."""
-        model = self.trainee.task.build()
-        self.stages.assemble(self.pipeline.split, self.flat, model, vector)
+        model, kept = self.trainee.task.build(), self.flat.params.clone()
+        if vector is not None:
+            self.flat.params.copy_(vector)
+        self.stages.assemble(self.pipeline.split, model)
+        self.flat.params.copy_(kept)
         return model
 
 
-def check_stages(strategy: Strategy, stages: int, microbatches: int | None, order: str) -> None:
-    """Refuse what cannot be, before anything runs."""
-    if stages < 1 or (microbatches is not None and microbatches < 1) or order not in ("1f1b", "gpipe"):
-        raise ValueError(
-            f"train(stages={stages}, microbatches={microbatches}, pipeline={order!r}): there is at least 1 stage, and 1 microbatch, and "
-            "pipeline is '1f1b' or 'gpipe'"
-        )
-    if stages > 1 and (strategy.servers or not strategy.is_ordered):
-        raise ValueError(
-            f"train({type(strategy).__name__}, stages={stages}): its workers do not wait for each other, and the stages of one would take "
-            "different turns; use AllReduceSGD or a method that averages, or stages=1"
-        )
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by any of its names."""
+    owner, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(owner), last).detach()
 
 
-def split_for(task: Task, stages: int | Sequence[str], workers: int) -> Split:
-    """The task's model, cut for its own minibatches."""
-    batch = task.part(0, 0, workers)
-    return split(task.build(), stages, model_input(task, batch))
-
-
-def staged(job: Job, task: Task, stages: int | Sequence[str], *, microbatches: int | None, order: Order) -> StageLearner:
-    """This process's stage, within its replica and among the same stages of the others."""
-    depth = stages if isinstance(stages, int) else len(stages) + 1
+def staged(job: Job, task: Task, model: nn.Module, stages: int | Sequence[str], microbatches: int | None, order: Order) -> StageLearner:
+    """This process's stage of the model, within its replica and among the same stages of the others."""
+    depth = count(stages)
     workers = job.workers // depth
     replica, stage = divmod(job.rank, depth)
-    parts = split_for(task, stages, workers)
+    parts = split_for(task, model, stages, workers)
     for k, other in enumerate(parts.stages):
         if k != stage:
             other.to("meta")  # Another process holds it.

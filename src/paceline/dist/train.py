@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from paceline.dist.backward import BucketHooks, Each
 from paceline.dist.endpoint import SILENT_S
 from paceline.dist.job import Job, under_launcher
-from paceline.dist.pipeline import Order, check_stages, split_for, staged
+from paceline.dist.pipeline import Order, staged
 from paceline.dist.same_model import check_like_first, check_same_model, everything
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
@@ -37,6 +37,7 @@ from paceline.learner import TaskLearner
 from paceline.op import Computed, Op, drive
 from paceline.replica import NonFinite, Replica
 from paceline.run import Run
+from paceline.stand_in import check_stages, count, split_for
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
@@ -111,7 +112,7 @@ class Terms:
     @property
     def depth(self) -> int:
         """How many processes hold a replica."""
-        return self.stages if isinstance(self.stages, int) else len(self.stages) + 1
+        return count(self.stages)
 
 
 def train(
@@ -140,7 +141,9 @@ def train(
     if silent_s <= 0:
         raise ValueError(f"train(silent_s={silent_s}): a worker that is silent for so many seconds is given up; it must be above 0")
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
-    check_stages(strategy, terms.depth, microbatches, pipeline)
+    check_stages("train", strategy, stages, microbatches)
+    if pipeline not in ("1f1b", "gpipe"):
+        raise ValueError(f"train(pipeline={pipeline!r}): microbatches go through the stages by '1f1b' or 'gpipe'")
     if under_launcher():
         started = int(os.environ.get("WORLD_SIZE", 0)) or dist.get_world_size()
         if started % terms.depth:
@@ -153,7 +156,7 @@ def train(
             f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run or torchrun"
         )
     if terms.depth > 1:
-        split_for(task, stages, workers)  # What cannot be split is said here, and not by a process.
+        split_for(task, task.build(), stages, workers)  # What cannot be split is said here, and not by a process.
     return _fork(terms, workers * terms.depth, progress)
 
 
@@ -179,7 +182,7 @@ def _work(
     with Job(strategy, **place, **limits, ordered=terms.ordered, takes_nonfinite=terms.nonfinite == "pass") as job:
         begun()
         if terms.depth > 1:
-            learner = staged(job, task, terms.stages, microbatches=terms.microbatches, order=terms.pipeline)
+            learner = staged(job, task, model, terms.stages, terms.microbatches, terms.pipeline)
         else:
             learner = ProcessLearner(Trainee(task, model, job.endpoint.rank, job.workers), job.endpoint)
         endpoint, trainee = learner.endpoint, learner.trainee
