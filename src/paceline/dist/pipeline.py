@@ -172,7 +172,7 @@ class StageLearner(TaskLearner):
         return Computed("step", partial(self._step, replica, g))
 
     def _step(self, replica: Replica, g: Tensor) -> None:
-        if any(self.over_stages([0.0]).wait()):
+        if any(refused for [refused] in self.stages.tell([0.0]).wait()):
             replica.skipped += 1
         else:
             self.trainee.step(g)
@@ -182,11 +182,10 @@ class StageLearner(TaskLearner):
         return Computed("skip", self._skip)
 
     def _skip(self) -> None:
-        self.over_stages([1.0]).wait()
+        self.stages.tell([1.0]).wait()
 
-    def over_stages(self, numbers: Sequence[float]) -> Op[list[float]]:
-        told = self.stages.tell(numbers)
-        return Computed("over stages", lambda: [sum(column) for column in zip(*told.wait(), strict=True)])
+    async def over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        return [sum(column) for column in zip(*await self.stages.tell(numbers), strict=True)]
 
     def _backward(self, replica: Replica) -> bool:
         """Compute the next minibatch's gradient; whether there was one."""

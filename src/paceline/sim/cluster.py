@@ -108,6 +108,9 @@ class Cluster:
     codec_bandwidth: float | str = "5GB/s"  # plain values in or out of a codec, as fused kernels do on one core
     memory_bandwidth: float | str = "10GB/s"  # a server applying an update
     forward_share: float = 1 / 3  # of a gradient's time, before backward fills the first bucket
+    stages: int | Sequence[str] = 1  # Machines of each worker, which hold a part of its model each; see `split`.
+    microbatches: int | None = None  # that a minibatch goes through them in; None: as `train` does
+    stage_link: Link | None = None  # between the stages of a worker; None: as between workers
     seed: int = 0
 
     def __post_init__(self) -> None:
