@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def test_only_what_crosses_a_cut_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 class Cursed(torch.autograd.Function):
-    """x * w, whose gradient for w is not a number wherever there is a 7 in x; that for x is as it should be."""
+    """x * w, whose gradient for w is multiplied by a curse, and that for x is not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, curse: Tensor) -> Tensor:
@@ -156,32 +157,86 @@ class Cursed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w, curse = ctx.saved_tensors
-        return grads[0] * w, (grads[0] * x * torch.where(curse > 0, torch.nan, 1.0)).sum(0), None
+        return grads[0] * w, (grads[0] * x * curse).sum(0), None
 
 
 class Stumbling(nn.Module):
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, over: float) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.ones(numel))
+        self.w, self.over = nn.Parameter(torch.ones(numel)), over
 
     def forward(self, x: Tensor) -> Tensor:
-        return Cursed.apply(x, self.w, (x.detach() > 6.5).any(1, keepdim=True))
+        return Cursed.apply(x, self.w, torch.where((x.detach() > 6.5).any(1, keepdim=True), self.over, 1.0))
 
 
-def stumbling(**more: Any) -> pl.Task:
-    """One sample in 27 leads to NaN in the gradient of the first layer, and nowhere else."""
+def stumbling(over: float = torch.nan) -> pl.Task:
+    """One sample in 27 leads to NaN, or to a factor, in the gradient of the first layer, and nowhere else."""
     data = [numbers(27, 6, seed=2).clamp(-2, 2), numbers(27, 3, seed=3)]
     data[0][11, 3] = 7.0
-    model = lambda: nn.Sequential(Stumbling(6), nn.Linear(6, 3)).double()  # noqa: E731
-    return replace(task(model=model, **more), data=data)
+    return replace(task(model=lambda: nn.Sequential(Stumbling(6, over), nn.Linear(6, 3)).double()), data=data)
 
 
 @pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient")
 @pytest.mark.parametrize("name", ["all-reduce-sgd", "periodic-averaging"])
 def test_nan_in_one_stage_lets_all_of_them_skip_the_step(name: str):
-    run = pl.train(stumbling(), METHODS[name], 2, stages=2)
-    other = whole(stumbling(), METHODS[name], 2)
+    run, other = pl.train(stumbling(), METHODS[name], 2, stages=2), whole(stumbling(), METHODS[name], 2)
     assert run.params.isfinite().all() and close(run.params, other.params)
+    assert not close(run.params, whole(stumbling(over=1.0), METHODS[name], 2).params, rtol=1e-3), "there was something to skip"
+
+
+@pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient", "ignore::paceline.NonFiniteReplica")
+@pytest.mark.parametrize("method", [pl.AllReduceSGD, partial(pl.PeriodicAveraging, period=1)], ids=["gradients", "parameters"])
+def test_what_one_stage_cannot_encode_none_of_them_takes(method: Callable[..., pl.Strategy]):
+    """Half precision ends at 65504; what the whole model's worker had to say beyond that, nobody heard."""
+    run, other = (train(stumbling(over=1e9), method(codec=pl.Fp16()), 2) for train in (partial(pl.train, stages=2), whole))
+    assert close(run.params, other.params, rtol=1e-6)
+    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.Fp16()), 2).params, rtol=1e-3), "there was something to skip"
+
+
+class Poisoned(torch.optim.SGD):
+    """After four steps of one rank its first parameter is no number any more."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__(params, lr=0.05)
+        self.rank, self.left = rank, 4
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.left -= 1
+        if not self.left and dist.get_rank() == self.rank:
+            self.param_groups[0]["params"][0].data.view(-1)[0] = torch.nan
+
+
+@pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient", "ignore::paceline.NonFiniteReplica")
+def test_a_replica_with_nan_in_one_stage_counts_in_none():
+    strategy = METHODS["periodic-averaging"]
+    split = pl.train(task(optimizer=lambda params: Poisoned(params, rank=2)), strategy, 2, stages=2)
+    other = pl.train(task(optimizer=lambda params: Poisoned(params, rank=1)), strategy, 2)
+    assert split.params.isfinite().all() and close(split.params, other.params)
+    assert not close(split.params, whole(task(optimizer=OPTIMIZERS["sgd"]), strategy, 2).params, rtol=1e-6), "it did not count"
+
+
+def test_a_process_holds_no_more_than_its_stage(tmp_path: Path):
+    """Parameters, and what the optimizer keeps for them, stay where their stage is."""
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        mine = list(params)
+        (tmp_path / str(dist.get_rank())).write_text(str([list(p.shape) for p in mine]))
+        return torch.optim.SGD(mine, lr=0.05)
+
+    pl.train(task(steps=1, optimizer=optimizer), pl.AllReduceSGD(), 2, stages=["2", "4"])
+    shapes = [[b, a] for a, b in pairwise(WIDTHS)]
+    parts = [shapes[:1], shapes[1:2], shapes[2:]]
+    assert [(tmp_path / str(r)).read_text() for r in range(6)] == 2 * [str([s for w in part for s in (w, w[:1])]) for part in parts]
+
+
+def test_the_simulators_bytes_at_the_cuts_are_those_of_real_processes():
+    strategy, stages = pl.PeriodicAveraging(period=3), ["2", "4"]
+    modelled = pl.simulate(task(), strategy, replace(instant(2), stages=stages)).trace.spans
+    real = pl.train(task(), strategy, 2, stages=stages).trace.spans
+    for replica in range(2):
+        sent = sum(s.nbytes for s in real if s.kind == "gradient" and s.rank // 3 == replica)
+        assert sent == sum(s.nbytes for s in modelled if s.kind == "stages" and s.rank == replica)
 
 
 def test_nan_in_one_stage_can_stop_all_of_them():
