@@ -54,6 +54,10 @@ METHODS: dict[str, pl.Strategy] = {
 }
 
 
+# Between hosts an exchange goes on in a thread of its own while stages talk.
+FAR = {name: METHODS[name] for name in ("all-reduce-sgd", "periodic-averaging, optimizer averaged, delayed")}
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_two_replicas_of_two_stages_are_two_workers(name: str):
     job = task(evaluate=lambda model: {"loss": float(squared_error(model, task().data))}, evaluate_every=3)
