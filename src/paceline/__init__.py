@@ -52,6 +52,7 @@ from paceline.server import (
     Turns,
 )
 from paceline.sim import Cluster, Compute, Constant, Faults, Link, LogNormal, Measured, Stragglers, simulate
+from paceline.stages import Split, split
 from paceline.strategies import (
     ASGD,
     EAMSGD,
@@ -164,6 +165,7 @@ __all__ = [
     "Shard",
     "SlowMo",
     "SoftSync",
+    "Split",
     "StaleSynchronous",
     "Store",
     "Stragglers",
@@ -180,6 +182,7 @@ __all__ = [
     "registry",
     "resized",
     "simulate",
+    "split",
     "train",
 ]
 

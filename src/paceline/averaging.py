@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from types import ModuleType
 from typing import Any, Literal
@@ -185,7 +185,7 @@ class Rounds:
         if self._pending is not None and (m.count >= self.method.delay or self._is_due()):
             met = await self._merge()
         if self._is_due() and not w.is_over:
-            self._begin()
+            await self._begin()
             if not self.method.delay:
                 met = await self._merge()
         return met
@@ -195,7 +195,7 @@ class Rounds:
         if self._pending is not None:
             await self._merge()
         for _ in self.fragments[1:]:
-            self._begin()
+            await self._begin()
             await self._merge()
 
     async def settle(self) -> None:
@@ -218,7 +218,7 @@ class Rounds:
         everyones = [mine] if self.w.workers == 1 else await self.w.endpoint.all_gather(mine)
         return sum(float(t) for t in everyones) / len(everyones)
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         w, m, own = self.w, self._m, self._own
         j, m.next = m.next, (m.next + 1) % len(self.fragments)
         where = self.fragments[j]
@@ -232,7 +232,8 @@ class Rounds:
             mine.state_names = list(vectors)
             mine.state = torch.cat([v[where] for v in vectors.values()]) if vectors else torch.empty(0)
         ballot = Ballot(weight, float(w.has_data(w.k + 1)), rank=w.rank)
-        if w.nonfinite != "pass" and not is_sound and not way.isfinite().all():
+        is_lost = w.nonfinite != "pass" and not is_sound and not way.isfinite().all()
+        if any(await w.learner.over_stages([float(is_lost)])):
             # It is overwritten by the others' mean, if they may go on without it.
             ballot.weight, ballot.bad, ballot.bad_rank = 0.0, float(w.nonfinite == "stop"), w.rank * float(w.nonfinite == "stop")
             way.zero_()
@@ -281,13 +282,16 @@ class Rounds:
         own.pending, self._pending = {}, None
         if not mine.going_on:
             w.end()
-        if mine.bad:
+        met = None if mine.bad or not mine.weight else self._heard(mine)
+        numbers = [0.0, 0.0] if met is None else [met.divergence, met.time]
+        bad, divergence, time, stages = await w.learner.over_stages([float(bool(mine.bad)), *numbers, 1.0])
+        if bad:
             own.seen[mine.fragment] -= mine.samples  # They count with the next ones.
             self._refuse(mine)
-        if mine.bad or not mine.weight:
+        if bad or met is None:
             return None
+        met = replace(met, divergence=divergence, time=time / stages)
         where, is_alone = self.fragments[mine.fragment], w.workers == 1
-        met = self._heard(mine)
         params, sent = w.params[where], None if mine.is_lost else mine.sent
         if self._outer is not None:
             self._outer(where, mine.mean, met)
@@ -331,7 +335,9 @@ class Rounds:
 
     def _refuse(self, mine: Meeting) -> None:
         """Somebody's parameters, or its way since the last time, could not be told to the others."""
-        what = f"{mine.bad} had parameters with NaN or infinity, or a displacement beyond its codec, after step {mine.step}"
+        what = (
+            f"{mine.bad or 'another stage'} had parameters with NaN or infinity, or a displacement beyond its codec, after step {mine.step}"
+        )
         if self.w.nonfinite == "stop":
             raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
         if mine.complaint:

@@ -5,7 +5,7 @@ The simulator's, a training process's, or the user's own loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -51,6 +51,10 @@ class Learner(Protocol):
         """From now on every minibatch is this worker's as a `whole`, as every other worker's; or only its part of it again."""
         ...
 
+    async def over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        """The sums of such numbers over all stages of this replica's model, by which they decide alike; whole, it is one stage."""
+        ...
+
 
 class TaskLearner:
     """What our own training loops have in common, on real processes and in the simulator: the task's data and optimizer."""
@@ -81,6 +85,9 @@ class TaskLearner:
 
     def share(self, whole: bool) -> None:
         self.trainee.share(whole)
+
+    async def over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        return numbers
 
 
 def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -46,6 +46,19 @@ class Ready(Op[T]):
         return self.value
 
 
+class Computed(Op[T]):
+    """Work that is done when it is waited for."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, kind: str, work: Callable[[], T]) -> None:
+        super().__init__(kind)
+        self._work = work
+
+    def wait(self) -> T:
+        return self._work()
+
+
 class Routine(Op[T]):
     """A coroutine begun at once and carried on, in the caller's own thread, by whoever waits for it.
 

@@ -7,7 +7,8 @@ so that runs with different strategies and numbers of workers see the same data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -90,19 +91,30 @@ class Task:
         mine = indices[stripe_of(rank, len(indices), workers)]
         return tuple(t[mine] for t in self.data)
 
+    def evaluated(self, model: nn.Module) -> dict[str, float]:
+        """What the evaluation says of a model."""
+        assert self.evaluate is not None
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            values = self.evaluate(model)
+        model.train(was_training)
+        return values
+
 
 class Trainee:
     """A model being trained on a task by one worker: its optimizer, its place in the data and its own random numbers."""
 
-    def __init__(self, task: Task, model: nn.Module, rank: int, workers: int) -> None:
+    def __init__(self, task: Task, model: nn.Module, rank: int, workers: int, stage: int = 0) -> None:
+        """`stage` says which part of a split model it is: each has its own random numbers."""
         self.task, self.rank, self.workers = task, rank, workers
         self.flat = FlatModel(model, bucket_bytes=task.bucket_bytes)
         self.optimizer = task.optimizer(self.flat.parameters)
         self.loss: float | None = None
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._is_whole = False  # whether all of every minibatch is drawn
-        self._rng = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 + rank).get_state()
-        self._rng_of_all = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 - 1).get_state()
+        self._rng = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 + stage * workers + rank).get_state()
+        self._rng_of_all = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 - 1 - stage).get_state()
 
     def has_data(self, step: int) -> bool:
         return step < self.task.total_steps
@@ -126,13 +138,9 @@ class Trainee:
 
     def backward(self, batch: Batch, at_last: Callable[[], None] = lambda: None) -> None:
         """The gradient of the batch's loss, into each parameter's `.grad`; `at_last` is called before the last backward pass."""
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._rng)
-        for p in self.flat.parameters:
-            p.grad = None
         samples, total = len(batch[0]), 0.0
         passes = min(self.task.accumulate, samples)
-        try:
+        with self.passing():
             for i in range(passes):
                 where = stripe_of(i, samples, passes)
                 loss = self.task.loss(self.flat.model, tuple(t[where] for t in batch) if passes > 1 else batch)
@@ -142,10 +150,20 @@ class Trainee:
                     at_last()
                 loss.backward()
                 total += loss.item()
+        self.loss = total
+
+    @contextmanager
+    def passing(self) -> Generator[None]:
+        """Within this block a gradient comes to be, from nothing and with this worker's own random numbers."""
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._rng)
+        for p in self.flat.parameters:
+            p.grad = None
+        try:
+            yield
         finally:
             self._rng = torch.get_rng_state()
             torch.set_rng_state(outside)
-        self.loss = total
 
     def step(self, g: Tensor) -> None:
         flat = self.flat
@@ -157,16 +175,11 @@ class Trainee:
 
     def evaluate(self, vector: Tensor | None) -> dict[str, float]:
         """What the task's evaluation says of the model, or of another vector put in its place."""
-        assert self.task.evaluate is not None
-        model = self.flat.model
-        was_training, kept = model.training, None
+        kept = None
         if vector is not None:
             kept = self.flat.params.clone()
             self.flat.params.copy_(vector)
-        model.eval()
-        with torch.no_grad():
-            values = self.task.evaluate(model)
-        model.train(was_training)
+        values = self.task.evaluated(self.flat.model)
         if kept is not None:
             self.flat.params.copy_(kept)
         return values

@@ -10,6 +10,8 @@ import torch
 import paceline as pl
 from tests.dist import hosts
 from tests.dist.test_attach import ORDERED, task
+from tests.dist.test_pipeline import FAR
+from tests.dist.test_pipeline import task as in_stages
 
 pytestmark = [pytest.mark.dist, pytest.mark.netns, pytest.mark.timeout(240)]
 
@@ -200,3 +202,25 @@ def test_the_users_own_collectives_do_not_meet_those_under_way(two_hosts, tmp_pa
         sums, syncs = json.loads(said)
         assert sums == 2 * [2 * step + 1 for step in range(10)]
         assert syncs == [2, 5, 8, 11]  # The last when the session ends, after empty steps.
+
+
+STAGES = """
+import torch
+import paceline as pl
+from tests.dist.hosts import say
+from tests.dist.test_pipeline import FAR, task
+torch.set_num_threads(1)
+for name, strategy in FAR.items():
+    say([name, pl.train(task(), strategy, stages=2).params.tolist()])
+"""
+
+
+def test_replicas_in_stages_on_a_host_each_are_workers_on_a_host_each(two_hosts, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(STAGES)
+    for said in hosts.run_on(two_hosts, script, per_host=2, timeout_s=200):
+        vectors = [json.loads(line) for line in said.splitlines()]
+        assert len(vectors) == 2 * len(FAR)
+        for name, params in vectors:
+            alike = pl.simulate(in_stages(), FAR[name], pl.Cluster(workers=2)).params
+            assert torch.allclose(torch.tensor(params, dtype=alike.dtype), alike, rtol=1e-10), name

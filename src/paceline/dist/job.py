@@ -10,6 +10,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -71,6 +72,7 @@ class Job:
         self._companions: Companions | None = None
         self._apart: dist.ProcessGroup | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._opened: list[dist.ProcessGroup] = []
         self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
         self.endpoint: ProcessEndpoint
         try:
@@ -185,9 +187,17 @@ class Job:
             shared=shared,
             lane=self.lane,
             open_mailbox=lambda: self.endpoint.mailbox,
+            open_group=self._open_group,
             ordered=self._ordered,
             trace=self.endpoint.trace,
         )
+
+    def open(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group of torch's own, for its members alone; every rank must open as many, as in `_open_group`."""
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
+        assert group is not None and not isinstance(group, int)
+        self._opened.append(group)
+        return group
 
     def _group_of_all(self, apart: bool) -> dist.ProcessGroup | None:
         """The default group; or another, in which a lane can be at work whatever is done on the default one meanwhile."""
@@ -260,6 +270,7 @@ class Job:
             with suppress(ValueError):  # The user's own end of everything took it along.
                 dist.destroy_process_group(self._apart)
         self._apart = None
+        self._opened.clear()
         if self._folder is not None:
             self._folder.cleanup()
 

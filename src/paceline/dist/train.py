@@ -12,13 +12,13 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from mmap import mmap
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +28,19 @@ from torch import Tensor, nn
 from paceline.dist.backward import BucketHooks, Each
 from paceline.dist.endpoint import SILENT_S
 from paceline.dist.job import Job, under_launcher
+from paceline.dist.pipeline import Order, staged
 from paceline.dist.same_model import check_like_first, check_same_model, everything
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.flat import FlatModel
 from paceline.learner import TaskLearner
-from paceline.op import Op, drive
+from paceline.op import Computed, Op, drive
 from paceline.replica import NonFinite, Replica
 from paceline.run import Run
+from paceline.stand_in import check_stages, count, split_for
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
-
-T = TypeVar("T")
 
 
 class ProcessLearner(TaskLearner):
@@ -73,6 +73,12 @@ class ProcessLearner(TaskLearner):
         if self._backward(replica, None) and replica.counts(self.flat.first_bad_grad):
             self.trainee.optimizer.step()
 
+    def evaluated(self, vector: Tensor | None) -> dict[str, float]:
+        return self.trainee.evaluate(vector)
+
+    def whole(self) -> nn.Module:
+        return self.flat.model
+
     def _backward(self, replica: Replica, each: Each | None) -> bool:
         """Compute the next minibatch's gradient, handing its buckets to `each`; whether there was one."""
         batch = self.trainee.draw(replica.k, replica.seat)
@@ -88,19 +94,6 @@ class ProcessLearner(TaskLearner):
         return True
 
 
-class Computed(Op[T]):
-    """Work that is done when it is waited for."""
-
-    __slots__ = ("_work",)
-
-    def __init__(self, kind: str, work: Callable[[], T]) -> None:
-        super().__init__(kind)
-        self._work = work
-
-    def wait(self) -> T:
-        return self._work()
-
-
 @dataclass(frozen=True)
 class Terms:
     """How a task is trained, on every rank alike."""
@@ -112,6 +105,14 @@ class Terms:
     timeout_s: float
     replacements: int = 0
     silent_s: float = SILENT_S
+    stages: int | Sequence[str] = 1
+    microbatches: int | None = None
+    pipeline: Order = "1f1b"
+
+    @property
+    def depth(self) -> int:
+        """How many processes hold a replica."""
+        return count(self.stages)
 
 
 def train(
@@ -124,25 +125,39 @@ def train(
     timeout_s: float = 1800.0,
     replacements: int = 3,
     silent_s: float = SILENT_S,
+    stages: int | Sequence[str] = 1,
+    microbatches: int | None = None,
+    pipeline: Order = "1f1b",
     progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each.
 
     Where workers run free (on a parameter server) the others go on if one is killed, and up to `replacements` are started anew;
     and they no longer wait for one that has been silent for `silent_s` seconds, as it was stopped or is cut off.
+
+    With several `stages` (see `split`) each worker is so many processes, through which its minibatches go in `microbatches`, by
+    default four a stage, in the order of `pipeline`.
     """
     if silent_s <= 0:
         raise ValueError(f"train(silent_s={silent_s}): a worker that is silent for so many seconds is given up; it must be above 0")
-    terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s)
+    terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
+    check_stages("train", strategy, stages, microbatches)
+    if pipeline not in ("1f1b", "gpipe"):
+        raise ValueError(f"train(pipeline={pipeline!r}): microbatches go through the stages by '1f1b' or 'gpipe'")
     if under_launcher():
-        if workers is not None and workers != int(os.environ.get("WORLD_SIZE", workers)):
-            raise ValueError(f"train(workers={workers}) under a launcher that started {os.environ['WORLD_SIZE']}: leave `workers` out")
+        started = int(os.environ.get("WORLD_SIZE", 0)) or dist.get_world_size()
+        if started % terms.depth:
+            raise ValueError(f"train(stages={stages}) under a launcher that started {started}: so many make no whole replicas")
+        if workers is not None and workers * terms.depth != started:
+            raise ValueError(f"train(workers={workers}) under a launcher that started {started}: leave `workers` out")
         return _work(terms, progress)[0]
     if workers is None or workers < 1:
         raise ValueError(
             f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run or torchrun"
         )
-    return _fork(terms, workers, progress)
+    if terms.depth > 1:
+        split_for(task, task.build(), stages, workers)  # What cannot be split is said here, and not by a process.
+    return _fork(terms, workers * terms.depth, progress)
 
 
 def _work(
@@ -166,36 +181,47 @@ def _work(
     limits: dict[str, Any] = {"timeout_s": terms.timeout_s, "silent_s": terms.silent_s}
     with Job(strategy, **place, **limits, ordered=terms.ordered, takes_nonfinite=terms.nonfinite == "pass") as job:
         begun()
-        trainee = Trainee(task, model, job.endpoint.rank, job.workers)
+        if terms.depth > 1:
+            learner = staged(job, task, model, terms.stages, terms.microbatches, terms.pipeline)
+        else:
+            learner = ProcessLearner(Trainee(task, model, job.endpoint.rank, job.workers), job.endpoint)
+        endpoint, trainee = learner.endpoint, learner.trainee
         if strategy.is_elastic:
             check_like_first(job.rank, trainee.flat, job.store)
-        elif job.workers > 1:
-            check_same_model(job.endpoint, trainee.flat, job.store)
-        replica = Replica(job.endpoint, ProcessLearner(trainee, job.endpoint), nonfinite=terms.nonfinite, plan=task.plan)
+        elif len(endpoint.ranks) > 1:
+            check_same_model(endpoint, trainee.flat, job.store)
+        replica = Replica(endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
 
         def evaluate(k: int) -> None:
-            job.endpoint.trace.evaluation(job.endpoint.now(), k * task.batch, trainee.evaluate(replica.deployed))
+            values = learner.evaluated(replica.deployed)
+            if job.rank == 0:
+                endpoint.trace.evaluation(endpoint.now(), k * task.batch, values)
 
         def at_step(k: int) -> None:
-            if progress is not None:
+            if progress is not None and job.rank == 0:
                 progress(k)
             if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0:
                 evaluate(k)
 
-        if job.rank == 0:
+        is_first = job.rank < terms.depth  # All stages of the first replica bring its model together.
+        if is_first:
             replica.at_step = at_step
         drive(replica.run(strategy))
-        if task.evaluate is not None and job.rank == 0 and not replica.is_late:
+        if task.evaluate is not None and is_first and not replica.is_late:
             evaluate(task.total_steps)
+        model = learner.whole()
         for trace in job.server_traces(first_come=store is not None):
-            job.endpoint.trace.merge(trace)
+            endpoint.trace.merge(trace)
     states = [{"replica": replica.state_dict(), "trainee": trainee.state_dict()}]
-    return Run(model, replica.params.clone(), job.endpoint.trace, states), not replica.is_late
+    params = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+    return Run(model, params, endpoint.trace, states), not replica.is_late
 
 
 def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) -> Run:
     context = multiprocessing.get_context("fork")
     import_module("torch._dynamo")  # torch does it with the first optimizer: once here takes less time than in every worker.
+    if terms.depth > 1:
+        import_module("torch.distributed.pipelining")
     # Anonymous memory that forked workers share: who has joined the others, and rank 0's step.
     shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
     life, hold = os.pipe()  # Servers live for as long as it is open, whichever worker has started them.

@@ -109,6 +109,9 @@ class Cluster:
     memory_bandwidth: float | str = "10GB/s"  # a server applying an update
     bus: float | str | None = None  # what all ranks' bytes have to pass, one after the other, like GPUs of one host; None: there is none
     forward_share: float = 1 / 3  # of a gradient's time, before backward fills the first bucket
+    stages: int | Sequence[str] = 1  # Machines of each worker, which hold a part of its model each; see `split`.
+    microbatches: int | None = None  # that a minibatch goes through them in; None: as `train` does
+    stage_link: Link | None = None  # between the stages of a worker; None: as between workers
     seed: int = 0
 
     def __post_init__(self) -> None:

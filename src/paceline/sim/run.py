@@ -23,8 +23,10 @@ from paceline.sim.cluster import Cluster
 from paceline.sim.common import change
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.faults import Faults
+from paceline.sim.pipeline import Pipeline, pipelined
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
+from paceline.stand_in import check_stages, count
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Batch, Task, Trainee
 
@@ -32,9 +34,16 @@ from paceline.task import Batch, Task, Trainee
 class SimLearner(TaskLearner):
     """Computes a worker's gradients for real and lets the virtual time of its machine pass."""
 
-    def __init__(self, trainee: Trainee, endpoint: SimEndpoint, cluster: Cluster, progress: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        trainee: Trainee,
+        endpoint: SimEndpoint,
+        cluster: Cluster,
+        pipeline: Pipeline | None,
+        progress: Callable[[int], None] | None,
+    ) -> None:
         super().__init__(trainee)
-        self.endpoint, self.cluster, self.progress = endpoint, cluster, progress
+        self.endpoint, self.cluster, self.pipeline, self.progress = endpoint, cluster, pipeline, progress
         self._rng = Random(f"{cluster.seed}/{trainee.rank}")
 
     def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]:
@@ -51,6 +60,10 @@ class SimLearner(TaskLearner):
             await self.endpoint.busy(seconds, kind="gradient")
             if not replica.counts(flat.first_bad):
                 flat.grads.zero_()
+        elif self.pipeline is not None:  # Every stage adds up its gradient until the last microbatch.
+            await self.endpoint.busy(seconds, kind="gradient")
+            for bucket in flat.buckets:
+                each(bucket)
         else:
             await self.endpoint.busy(seconds * self.cluster.forward_share, kind="gradient")
             for bucket in flat.buckets:
@@ -86,7 +99,12 @@ class SimLearner(TaskLearner):
         """Compute the gradient; the seconds that it takes on this worker's machine."""
         began = time.perf_counter()
         self.trainee.backward(batch)
-        return self.cluster.computing.seconds(self.trainee.rank, time.perf_counter() - began, self._rng)
+        seconds = self.cluster.computing.seconds(self.trainee.rank, time.perf_counter() - began, self._rng)
+        if self.pipeline is None:
+            return seconds
+        samples, now = len(batch[0]), self.endpoint.now()
+        self.endpoint.trace.span(self.trainee.rank, "stages", now, now, self.pipeline.nbytes(samples))
+        return self.pipeline.seconds(seconds, samples)
 
     def _note(self, replica: Replica, batch: Batch) -> None:
         self.endpoint.trace.point(self.endpoint.now(), replica.rank, replica.k, len(batch[0]), self.trainee.loss)
@@ -116,15 +134,17 @@ def simulate(
     layout = Layout(cluster.workers, strategy.servers)
     joining = [layout.size + i for i in range(len(faults.joins))]
     _check(faults, strategy, [*layout.worker_ranks, *joining])
-    simulator = Simulator(layout.name)
+    check_stages("simulate", strategy, cluster.stages, cluster.microbatches)
+    simulator, model, pipeline = Simulator(layout.name), task.build(), None
+    if count(cluster.stages) > 1:
+        pipeline, cluster = pipelined(task, model, cluster)
     world = World(simulator, cluster, layout, strict=strict, faults=faults)
-    model = task.build()
     replicas: list[Replica] = []
     learners: list[SimLearner] = []
     for rank in (*layout.worker_ranks, *joining):
         trainee = Trainee(task, copy.deepcopy(model), rank, cluster.workers)
         endpoint = SimEndpoint(world, rank)
-        learners.append(SimLearner(trainee, endpoint, cluster, progress))
+        learners.append(SimLearner(trainee, endpoint, cluster, pipeline, progress))
         replicas.append(Replica(endpoint, learners[-1], nonfinite=nonfinite, plan=task.plan))
         if resume is not None:
             replicas[-1].load_state_dict(resume[rank]["replica"])

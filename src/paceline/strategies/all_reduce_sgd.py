@@ -7,6 +7,7 @@ while backward still runs.  With a codec it is 1-bit SGD and its relatives.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class AllReduceSGD(Strategy):
             while means:
                 await means.pop(0)
             if self.clip is not None:
-                g.mul_(min(1.0, self.clip / (float(torch.linalg.vector_norm(g)) + 1e-6)))
+                [squared] = await w.learner.over_stages([float(torch.linalg.vector_norm(g)) ** 2])
+                g.mul_(min(1.0, self.clip / (sqrt(squared) + 1e-6)))
             await w.step(g)
         await w.mean_of_buffers()
