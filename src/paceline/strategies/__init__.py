@@ -12,6 +12,7 @@ from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.downpour import Downpour
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.periodic_averaging import PeriodicAveraging
+from paceline.strategies.sandblaster import Sandblaster
 from paceline.strategies.slow_mo import SlowMo
 from paceline.strategies.soft_sync import SoftSync
 from paceline.strategies.stale_synchronous import StaleSynchronous
@@ -35,6 +36,7 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     DelayCompensated,
     AsyncMomentum,
     AsyncDiLoCo,
+    Sandblaster,
     Replicated,
     Then,
 )
@@ -55,6 +57,7 @@ __all__ = [
     "ParameterServer",
     "PeriodicAveraging",
     "Replicated",
+    "Sandblaster",
     "SlowMo",
     "SoftSync",
     "StaleSynchronous",
