@@ -34,6 +34,7 @@ from paceline import (
     PeriodicAveraging,
     Quorum,
     Replicated,
+    Sandblaster,
     Scaled,
     Sgd,
     SlowMo,
@@ -148,6 +149,8 @@ class Case:
     plain: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     agrees: bool = True  # All ranks end with the same bits.
     least: int = 1  # What a run must have, in steps.
+    whole: bool = False  # It works on whole epochs, and leaves what is left of another.
+    doubles: bool = False  # Some work may be done twice, of which one is dropped.
 
 
 def ring(nbytes: int, workers: int) -> int:
@@ -254,10 +257,12 @@ STRATEGIES: dict[str, Case] = {
         AsyncMomentum(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), alone="rounding", agrees=False
     ),
     "async-diloco": Case(AsyncDiLoCo(period=4, delay=1), None, agrees=False),
+    "sandblaster": Case(Sandblaster(), None, least=4, whole=True, doubles=True),
+    "sandblaster by wolfe, without backups": Case(Sandblaster(search="wolfe", backups=0, push=2), None, least=4, whole=True),
 }
 # Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
-# is the outer loop in test_lattice.
-OTHER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco")
+# is the outer loop in test_lattice; Sandblaster's is in test_sandblaster.
+OTHER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco", "sandblaster")
 ALONE = {name: case for name, case in STRATEGIES.items() if not name.startswith(OTHER) or name == "block-momentum, kept"}
 ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.is_ordered}
 

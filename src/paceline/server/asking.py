@@ -30,13 +30,18 @@ async def answered(endpoint: Endpoint, rank: int, asked: Message, kinds: Collect
             await endpoint.send(rank, asked)
             continue
         silences = 0
-        if answer.kind == "gone":
-            if endpoint.has_ended(rank):
-                raise HasEnded(f"{name} has ended")
-            raise ClusterError(f"{name} is gone, and with it a part of the run")
-        if answer.serial != asked.serial or answer.kind == "wait":
-            continue  # What was asked twice may be answered twice.
-        if answer.kind == "refused":
-            why = bytes(answer.tensors[0].tolist()).decode(errors="replace")
-            raise ClusterError(f"{name} refused a '{asked.kind}' of {endpoint.layout.name(endpoint.rank)}: {why}")
-        return answer
+        if answer.kind == "gone" or (answer.serial == asked.serial and answer.kind != "wait"):  # What was asked twice is answered twice.
+            check_answer(endpoint, asked, answer)
+            return answer
+
+
+def check_answer(endpoint: Endpoint, asked: Message, answer: Message) -> None:
+    """Tell it as an error if the answer is that there is none."""
+    name = endpoint.layout.name(answer.src)
+    if answer.kind == "gone":
+        if endpoint.has_ended(answer.src):
+            raise HasEnded(f"{name} has ended")
+        raise ClusterError(f"{name} is gone, and with it a part of the run")
+    if answer.kind == "refused":
+        why = bytes(answer.tensors[0].tolist()).decode(errors="replace")
+        raise ClusterError(f"{name} refused a '{asked.kind}' of {endpoint.layout.name(endpoint.rank)}: {why}")

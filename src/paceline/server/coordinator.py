@@ -6,14 +6,16 @@ time; each portion is counted exactly once in every pass.
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from math import inf, isfinite
 
 import torch
 
 from paceline.endpoint import Message
-from paceline.server.asking import HasEnded, answered
+from paceline.errors import ClusterError
+from paceline.server.asking import SILENCES, HasEnded, answered, check_answer
 from paceline.server.portions import Portions
 from paceline.server.shard import Shard
 from paceline.server.slice import Refused
@@ -49,6 +51,7 @@ class Coordinator:
         self._portions: Portions | None = None
         self._loss, self._samples, self._first_samples = 0.0, 0, 0
         self._serial = 0
+        self._later: deque[Message] = deque()  # What was said while it waited for the shards.
         self._unsaid: list[str] = []  # What the shards are to do before anything else.
 
     # Vectors.
@@ -74,13 +77,37 @@ class Coordinator:
         program = torch.frombuffer(bytearray("\n".join(self._unsaid).encode()), dtype=torch.uint8)
         self._unsaid = []
         told = Message("do", (program,), serial=self._serial)
-        answers = await self._ask_shards(told, "done")
+        answers = await self._ask_shards(told)
         return torch.stack([a.tensors[0] for a in answers]).sum(0).tolist()
 
-    async def _ask_shards(self, message: Message, kind: str) -> list[Message]:
-        for rank in self.shards:
-            await self.endpoint.send(rank, message)
-        return [await answered(self.endpoint, rank, message, (kind,)) for rank in self.shards]
+    async def _ask_shards(self, asked: Message) -> list[Message]:
+        """What all shards answer; what workers say meanwhile is heard later, and who says it again is told to wait."""
+        endpoint, answers, silences, due = self.endpoint, dict[int, Message](), 0, 0.0
+        while missing := [rank for rank in self.shards if rank not in answers]:
+            if endpoint.now() >= due:
+                for rank in missing:
+                    await endpoint.send(rank, asked)
+                silences, due = silences + 1, inf if endpoint.patience is None else endpoint.now() + endpoint.patience
+            try:
+                message = await endpoint.recv(timeout=None if due == inf else max(0.0, due - endpoint.now()))
+            except TimeoutError:
+                if silences > SILENCES:
+                    raise ClusterError(
+                        f"{endpoint.layout.name(missing[0])} has not answered the coordinator: it is gone, or stuck"
+                    ) from None
+                continue
+            if message.src in missing and (message.serial == asked.serial or message.kind == "gone"):
+                check_answer(endpoint, asked, message)
+                answers[message.src], silences = message, 0
+            elif not self._is_repeated(message):
+                self._later.append(message)
+            else:
+                await endpoint.send(message.src, Message("wait", serial=message.serial))
+        return [answers[rank] for rank in self.shards]
+
+    def _is_repeated(self, message: Message) -> bool:
+        known = {(m.src, m.serial) for m in self._later if m.serial} | {(src, serial) for src, (serial, _) in self._heard.items()}
+        return (message.src, message.serial) in known
 
     # Passes over the data.
 
@@ -106,10 +133,10 @@ class Coordinator:
             await self._hear()
         self._first_samples = self._first_samples or self._samples
         if not self._samples or self._samples < self._first_samples:
-            return math.inf
+            return inf
         self.then("scale", 1 / self._samples, "g")
         mean = self._loss / self._samples
-        return mean if math.isfinite(mean) else math.inf
+        return mean if isfinite(mean) else inf
 
     async def finish(self) -> None:
         """Let all workers have what `w` is now, and go."""
@@ -119,14 +146,15 @@ class Coordinator:
         while self._members:
             await self._hear()
         self._serial += 1
-        for rank in self.shards:  # One after the other: of each it may be the answer alone that was lost.
-            end = Message("end", serial=self._serial)
+        end = Message("end", serial=self._serial)
+        for rank in self.shards:
             await self.endpoint.send(rank, end)
-            with suppress(HasEnded):
+        for rank in self.shards:
+            with suppress(HasEnded):  # It may be the answer alone that was lost.
                 await answered(self.endpoint, rank, end, ("ended",))
         with suppress(TimeoutError):
             while True:  # Whoever came while all went has nothing to do.
-                message = await self.endpoint.recv(timeout=0.0)
+                message = self._later.popleft() if self._later else await self.endpoint.recv(timeout=0.0)
                 if message.src not in self.endpoint.layout.server_ranks:
                     await self.endpoint.send(message.src, Message("late", serial=message.serial))
 
@@ -155,13 +183,14 @@ class Coordinator:
         await self._handle(src, kind, numbers, message)
 
     async def _next(self) -> Message:
-        while True:
+        while not self._later:
             timeout = None if self._members else max(0.0, self._deserted_at - self.endpoint.now())
             try:
                 return await self.endpoint.recv(timeout=timeout)
             except TimeoutError:
                 if not self._members:
                     raise Deserted from None
+        return self._later.popleft()
 
     def _numbers(self, message: Message) -> list[int]:
         """What a request says, if it makes sense."""
