@@ -7,7 +7,6 @@ time; each portion is counted exactly once in every pass.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from math import inf, isfinite
 
@@ -20,7 +19,6 @@ from paceline.server.portions import Portions
 from paceline.server.shard import Shard
 from paceline.server.slice import Refused
 
-AHEAD = 2  # Portions that a worker has at hand, so that it need not wait for the next one.
 REQUESTS = {"draw": (4, 0), "brought": (0, 0), "report": (2, 0), "pushed": (2, 1), "bye": (0, 0)}  # How many int64 and float64 numbers.
 
 
@@ -35,8 +33,8 @@ class Deserted(Exception):
 class Coordinator:
     """What a batch method's server role works with: `then` and `dot` on all shards together, and `evaluate` on all of the data."""
 
-    def __init__(self, s: Shard, *, backups: int) -> None:
-        self.endpoint, self._s, self._backups = s.endpoint, s, backups
+    def __init__(self, s: Shard, *, push: int, backups: int) -> None:
+        self.endpoint, self._s, self._push, self._backups = s.endpoint, s, push, backups
         self.shards = list(s.endpoint.layout.server_ranks)[1:]
         self.passes = 0  # over the data, so far
         self._extent: list[int] | None = None  # The first epoch and the one before which to end, minibatches in each, parts of each.
@@ -204,9 +202,7 @@ class Coordinator:
         if message.kind == "draw":
             first, last, steps, seats = numbers
             if not (0 <= first < last and steps >= 1 and seats >= 1):
-                raise Refused(
-                    f"it wants epochs {first} to {last} of {steps} minibatches in {seats} parts: there must be at least one of each"
-                )
+                raise Refused(f"it wants epochs {first} to {last} of {steps} minibatches in {seats} parts, and there is none")
             if self._extent not in (None, numbers):
                 raise Refused(f"it wants epochs, minibatches and parts {numbers}, and they are {self._extent}")
         return numbers
@@ -261,18 +257,14 @@ class Coordinator:
         portions = self._portions
         if portions is None or portions.is_done:
             return None
-        has = portions.at_hand(src)
-        taken = portions.take(src, max(0, (AHEAD if len(portions.free) > AHEAD * len(self._members) else 1) - has))
-        kind = "work"
-        if not taken and not has:
-            if portions.claimed(src):
-                kind = "push"  # Before it does what others may be slow to do.
-            elif (portion := portions.back_up(src)) is not None:
-                taken = [portion]
-            else:
-                return None
-        told: Sequence[int] = (self.passes, portions.sum_of(src), int(counts), *taken)
-        return Message(kind, (torch.tensor(told),))
+        has_enough, portion = portions.claimed(src) >= self._push, None
+        if not has_enough:
+            portion = portions.take(src)
+        if portion is None and portions.claimed(src):  # Before it does what others may be slow to do.
+            return Message("push", (torch.tensor([self.passes, portions.sum_of(src), int(counts)]),))
+        if portion is None and (portion := portions.back_up(src)) is None:
+            return None
+        return Message("work", (torch.tensor([self.passes, portions.sum_of(src), int(counts), portion]),))
 
     async def _answer(self, src: int, answer: Message) -> None:
         answer.serial = self._heard[src][0]

@@ -14,7 +14,7 @@ class Portions:
 
     >>> portions = Portions(2, backups=1)
     >>> portions.take(0), portions.take(1), portions.take(1)
-    ([0], [1], [])
+    (0, 1, None)
     >>> portions.report(1, 1), portions.back_up(1), portions.report(1, 0), portions.report(0, 0)
     (True, 0, True, False)
     >>> portions.settle(1)
@@ -40,20 +40,20 @@ class Portions:
         """Which of its sums a worker is adding to: what it hands in of another does not count."""
         return self._sums.get(worker, 0)
 
-    def at_hand(self, worker: int) -> int:
-        """How many a worker has that it has not reported."""
-        return len(self._hand.get(worker, ()))
+    def is_busy(self, worker: int) -> bool:
+        """Whether a worker has one that it has not reported."""
+        return bool(self._hand.get(worker))
 
     def claimed(self, worker: int) -> int:
         """How many are in a worker's sum."""
         return len(self._claims.get(worker, ()))
 
-    def take(self, worker: int, wanted: int = 1) -> list[int]:
-        """The next ones that nobody has."""
-        taken = [self.free.popleft() for _ in range(min(wanted, len(self.free)))]
-        for portion in taken:
-            self._give(worker, portion)
-        return taken
+    def take(self, worker: int) -> int | None:
+        """The next one that nobody has."""
+        if not self.free:
+            return None
+        self._give(worker, self.free[0])
+        return self.free.popleft()
 
     def back_up(self, worker: int) -> int | None:
         """What another is slow to finish, for a worker that has nothing to do: first what nobody has finished, longest ago given out,
@@ -61,7 +61,7 @@ class Portions:
         taken = self._done | self._owner.keys()
         unfinished = [p for p, at in self._at.items() if p not in taken and worker not in at and len(at) <= self.backups]
         if not unfinished:
-            unfinished = [p for p, owner in self._owner.items() if self.at_hand(owner) and worker != owner and self._has_room(p, worker)]
+            unfinished = [p for p, owner in self._owner.items() if self.is_busy(owner) and worker != owner and self._has_room(p, worker)]
         if not unfinished:
             return None
         portion = min(unfinished, key=lambda p: len(self._at.get(p, ())))
@@ -80,7 +80,7 @@ class Portions:
         if portion in self._done:
             return False
         if (owner := self._owner.get(portion)) is not None:
-            if not self.at_hand(owner):  # It is handing its sum in.
+            if not self.is_busy(owner):  # It is handing its sum in.
                 return False
             self.void(owner)
         if portion in self.free:

@@ -68,12 +68,12 @@ class Sandblaster(Strategy):
 
     async def worker(self, w: Replica) -> None:
         w.deploy(w.params)  # What is evaluated is the point that is being tried, not a mean of this and the last.
-        await Contributor(w, push=self.push).work()
+        await Contributor(w).work()
 
     async def server(self, s: Shard) -> None:
         if s.endpoint.rank != s.endpoint.layout.server_ranks[0]:
             return await vectors.serve(s)
-        c = Coordinator(s, backups=self.backups)
+        c = Coordinator(s, push=self.push, backups=self.backups)
         with suppress(Deserted):
             await self.minimise(c)
         await c.finish()
