@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline import AllReduceSGD, Cluster, Constant, Sandblaster, Shard, Stragglers, Task, Then, simulate
+from paceline import AllReduceSGD, Cluster, Constant, Replica, Sandblaster, Shard, Stragglers, Task, Then, simulate
 from paceline.line_search import Point, armijo, strong_wolfe
 from paceline.op import Op, Ready, drive
 from paceline.server.coordinator import Coordinator
@@ -338,6 +338,19 @@ def test_a_run_of_less_than_an_epoch_is_refused():
 def test_more_shards_than_parameters_are_refused():
     with pytest.raises(ValueError, match="6 shards for 5 parameters"):
         simulate(quadratic(steps=4, batch=4), Sandblaster(shards=6), Cluster(workers=2))
+
+
+def test_in_a_loop_of_ones_own_it_is_refused():
+    """Where each worker has data of its own, nobody else can work on it."""
+
+    @dataclass(frozen=True)
+    class Attached(Sandblaster):
+        async def worker(self, w: Replica) -> None:
+            w.learner.is_shared_out = False
+            await super().worker(w)
+
+    with pytest.raises(ValueError, match=r"in a loop of your own: .* train\(\) or simulate\(\)"):
+        simulate(quadratic(steps=4, batch=4), Attached(), Cluster(workers=2))
 
 
 # Line searches.
