@@ -41,6 +41,7 @@ from paceline import (
     Quorum,
     Replicated,
     RoundRobinEASGD,
+    Sandblaster,
     Scaled,
     Sgd,
     SlowMo,
@@ -156,6 +157,8 @@ class Case:
     plain: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     agrees: bool = True  # All ranks end with the same bits.
     least: int = 1  # What a run must have, in steps.
+    whole: bool = False  # It works on whole epochs, and leaves what is left of another.
+    doubles: bool = False  # Some work may be done twice, of which one is dropped.
 
 
 def ring(nbytes: int, workers: int) -> int:
@@ -271,12 +274,15 @@ STRATEGIES: dict[str, Case] = {
     "ea-wild on shards": Case(EAWild(period=2, servers=2), None, agrees=False),
     "ea-wild in random groups of one": Case(EAWild(groups="random", regroup=3), None, agrees=False),
     "hogwild": Case(Hogwild(), None),
+    "sandblaster": Case(Sandblaster(), None, least=4, whole=True, doubles=True),
+    "sandblaster by wolfe, without backups": Case(Sandblaster(search="wolfe", backups=0, push=2), None, least=4, whole=True),
 }
 # Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
-# is the outer loop in test_lattice.
-# With elastic averaging the model is the centre, which even a single worker only pulls along.
+# is the outer loop in test_lattice; Sandblaster's is in test_sandblaster.  With elastic averaging the model is the centre, which even a
+# single worker only pulls along.
 ELASTIC = ("easgd", "round-robin-easgd", "async-easgd", "eamsgd", "ea-wild")
-OTHER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco", *ELASTIC)
+OUTER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco")
+OTHER = (*OUTER, *ELASTIC, "sandblaster")
 ALONE = {name: case for name, case in STRATEGIES.items() if not name.startswith(OTHER) or name == "block-momentum, kept"}
 ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.is_ordered}
 

@@ -161,7 +161,9 @@ def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: 
     run = simulate(task, case.strategy, Cluster(workers=4, compute=[0.01, 0.02, 0.03, 0.05]))
     seen = sum(p.samples for p in run.trace.points if p.loss is not None)
     times = 4 if isinstance(case.strategy, Replicated) else 1
-    assert seen == times * sum(len(task.part(k, 0, 1)[0]) for k in range(task.total_steps)), "every sample of every minibatch was seen once"
+    worked = task.total_steps // task.steps_per_epoch * task.steps_per_epoch if case.whole else task.total_steps
+    due = times * sum(len(task.part(k, 0, 1)[0]) for k in range(worked))
+    assert seen == due or (case.doubles and seen > due), "every sample of every minibatch was seen once"
     assert all(p.isfinite().all() for p in params(run))
     if case.agrees:
         assert all(same(p, run.params) for p in params(run))

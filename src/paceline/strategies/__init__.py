@@ -15,6 +15,7 @@ from paceline.strategies.easgd import EAMSGD, EASGD, AsyncEASGD, RoundRobinEASGD
 from paceline.strategies.hogwild import Hogwild
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.periodic_averaging import PeriodicAveraging
+from paceline.strategies.sandblaster import Sandblaster
 from paceline.strategies.slow_mo import SlowMo
 from paceline.strategies.soft_sync import SoftSync
 from paceline.strategies.stale_synchronous import StaleSynchronous
@@ -44,6 +45,7 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     EAMSGD,
     EAWild,
     Hogwild,
+    Sandblaster,
     Replicated,
     Then,
 )
@@ -70,6 +72,7 @@ __all__ = [
     "PeriodicAveraging",
     "Replicated",
     "RoundRobinEASGD",
+    "Sandblaster",
     "SlowMo",
     "SoftSync",
     "StaleSynchronous",
