@@ -28,6 +28,7 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     ends = [min(counts) / 1.3, max(counts) * 1.3]
+    worst = min(95.0, 1.05 * max(value["most"] for value in values))
     x = {
         "field": "workers",
         "type": "quantitative",
@@ -39,8 +40,8 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
         "field": "error",
         "type": "quantitative",
         "title": "test accuracy, %; errors on a logarithmic scale",
-        "scale": {"type": "log", "domain": [10, 95], "reverse": True, "nice": False, "clamp": True},
-        "axis": {"values": list(ERRORS), "labelExpr": "format(100 - datum.value, 'd')"},
+        "scale": {"type": "log", "domain": [10, worst], "reverse": True, "nice": False, "clamp": True},
+        "axis": {"values": [error for error in ERRORS if error <= worst], "labelExpr": "format(100 - datum.value, 'd')"},
     }
     colour = {
         "field": "method",
