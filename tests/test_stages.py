@@ -56,9 +56,17 @@ class Swapped(nn.Module):
         return self.late(self.early(x))
 
 
+class Masked(nn.Module):
+    """Makes a tensor of its own as it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(6, 6, dtype=x.dtype).tril()
+
+
 MODELS = {
     "sequential": lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3)),
     "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))),
+    "masked": lambda: nn.Sequential(nn.Linear(6, 6), Masked(), nn.Linear(6, 3)),
     "residual": Residual,
     "blocks": Blocks,
     "swapped": Swapped,

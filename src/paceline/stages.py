@@ -208,11 +208,23 @@ def _weights(model: nn.Module, layers: Sequence[_Layer], sample: Tensor | None) 
 
 def _passed(modules: Sequence[nn.Module], x: Tensor) -> Iterator[Tensor]:
     """What modules one after the other make of `x`, in shapes alone."""
-    x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    from torch._subclasses import FakeTensorMode
+
+    # Not on the meta device: layers may make tensors of their own, masks say, and these are where `x` is.
+    shapes, device = FakeTensorMode(allow_non_fake_inputs=True), x.device
+
+    def like(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    with shapes:
+        x = like(x)
     for module in modules:
-        state = {n: t.detach().to("meta") for n, t in (*module.named_parameters(), *module.named_buffers())}
-        with torch.no_grad():
-            y: object = functional_call(module, state, (x,))
+        try:
+            with shapes, torch.no_grad():
+                state = {n: like(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
+                y: object = functional_call(module, state, (x,))
+        except Exception as error:
+            raise ValueError(f"what a layer hands on cannot be known without computing it: {error}") from error
         if not isinstance(y, Tensor):
             raise ValueError(f"a layer of the model returns {type(y).__name__}, and only a tensor can pass to the next stage")
         yield (x := y)

@@ -67,8 +67,7 @@ def test_two_replicas_of_two_stages_are_two_workers(name: str):
     assert [(s.step, s.period) for s in split.trace.syncs if s.rank == 3] == [(s.step, s.period) for s in other.trace.syncs if s.rank == 1]
 
 
-@pytest.mark.parametrize("pipeline", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("stages", [2, 4, ["1", "4"]], ids=str)
+@pytest.mark.parametrize(("stages", "pipeline"), [(2, "1f1b"), (4, "1f1b"), (["1", "4"], "1f1b"), (4, "gpipe")], ids=str)
 def test_a_model_in_stages_alone_is_the_whole_model(stages: int | list[str], pipeline: Any):
     job = task(optimizer=OPTIMIZERS["adam"])
     run = pl.train(job, pl.PeriodicAveraging(period=3), 1, stages=stages, pipeline=pipeline)

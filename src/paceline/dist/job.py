@@ -72,7 +72,6 @@ class Job:
         self._companions: Companions | None = None
         self._apart: dist.ProcessGroup | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._opened: list[dist.ProcessGroup] = []
         self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
         self.endpoint: ProcessEndpoint
         try:
@@ -175,9 +174,7 @@ class Job:
         """Only its members take part in opening a group; they must open theirs in the same order, and have opened as many before."""
         shared, group = self._share(ranks), self._groups.get(ranks)
         if group is None and len(ranks) > 1 and (shared is None or self._device.type != "cpu"):
-            limit = timedelta(seconds=self._timeout_s)  # torch gives a new group its own default, not that of the first.
-            group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-            assert not isinstance(group, int)  # What torch gives to those who are no members.
+            group = self.open(ranks)
         return ProcessEndpoint(
             self.rank,
             self.layout,
@@ -193,10 +190,11 @@ class Job:
         )
 
     def open(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group of torch's own, for its members alone; every rank must open as many, as in `_open_group`."""
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
-        assert group is not None and not isinstance(group, int)
-        self._opened.append(group)
+        """torch's own group of these ranks, which they alone open: in the same order, and after as many others."""
+        limit = timedelta(seconds=self._timeout_s)  # torch gives a new group its own default, not that of the first.
+        group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+        assert group is not None and not isinstance(group, int)  # What torch gives to those who are no members.
+        self._groups[tuple(ranks)] = group
         return group
 
     def _group_of_all(self, apart: bool) -> dist.ProcessGroup | None:
@@ -270,7 +268,6 @@ class Job:
             with suppress(ValueError):  # The user's own end of everything took it along.
                 dist.destroy_process_group(self._apart)
         self._apart = None
-        self._opened.clear()
         if self._folder is not None:
             self._folder.cleanup()
 
