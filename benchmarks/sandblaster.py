@@ -22,7 +22,7 @@ import paceline as pl
 from paceline.data import digits
 
 BUDGETS = (10, 20, 40)
-RATES = [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
+RATES = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 WORKERS, SLOW, FACTOR = 8, 3, 10.0
 PASS_S, PASSES = 0.5, 4  # What a pass takes on all workers together, and how many are timed.
 
@@ -122,7 +122,7 @@ def tables(lost: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[Tabl
     for name in TASKS:
         for method in dict.fromkeys(r["method"] for r in lost):
             of = {r["epochs"]: r for r in lost if (r["task"], r["method"]) == (name, method)}
-            told = [f"{of[b]['loss']:.6f}" + (f" (rate {of[b]['rate']:.2g})" if of[b]["rate"] else "") for b in BUDGETS]
+            told = [f"{of[b]['loss']:.4g}" + (f" (rate {of[b]['rate']:.2g})" if of[b]["rate"] else "") for b in BUDGETS]
             first.add_row(name, method, *told)
     second = Table("portions", "backups", "undisturbed", "one 10x slower", "ratio", title="seconds of a pass")
     for r in timed:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline import Cluster, ClusterError, Faults, Replica, Run, Sandblaster, Shard, Task, simulate
+from paceline import Cluster, ClusterError, Faults, Link, Replica, Run, Sandblaster, Shard, Task, simulate
 from paceline.endpoint import Message
 from paceline.server.asking import answered
 from paceline.server.portions import Portions
@@ -112,6 +112,15 @@ def test_who_joins_shares_the_work():
     alone, helped = (simulate(counting(), Sandblaster(), two, faults=Faults(joins=joins)) for joins in ([], [0.01, 0.01]))
     assert helped.seconds < 0.7 * alone.seconds
     assert_each_was_counted_once(helped)
+
+
+@pytest.mark.parametrize("before_s", [0.0, 0.0001, 0.0004, 0.001, 0.002, 0.004])
+@pytest.mark.parametrize("latency", ["50us", "2ms"])
+def test_who_joins_as_the_others_go_has_nothing_to_do(before_s: float, latency: str):
+    joining, coordinator = 5, 2
+    two = Cluster(workers=2, compute="10ms", links={(joining, coordinator): Link("10Gbit/s", latency)})
+    end = simulate(counting(), Sandblaster(), two).seconds
+    assert_each_was_counted_once(simulate(counting(), Sandblaster(), two, faults=Faults(joins=[end - before_s])))
 
 
 # Who works on what.

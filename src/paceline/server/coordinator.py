@@ -198,6 +198,8 @@ class Coordinator:
         wanted = [(dtype, (n,)) for dtype, n in zip((torch.int64, torch.float64), REQUESTS[message.kind], strict=True) if n]
         if forms != wanted:
             raise Refused(f"a '{message.kind}' has {wanted}, not {forms}")
+        if message.samples < 0:
+            raise Refused(f"there are no {message.samples} samples behind anything")
         numbers: list[int] = message.tensors[0].tolist() if wanted else []
         if message.kind == "draw":
             first, last, steps, seats = numbers

@@ -125,8 +125,9 @@ class World:
         return not self.simulator.is_running(server)
 
     def deliver(self, dst: int, message: Message) -> None:
-        if self.faults.suspicions and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
-            return self.deliver(message.src, Message("gone", src=dst))  # Who has come back finds nobody there.
+        comes_late = self.faults.suspicions or self.faults.joins
+        if comes_late and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
+            return self.deliver(message.src, Message("gone", src=dst))  # Who has come, or come back, finds nobody there.
         receivers = self.receivers[dst]
         for i, receiver in enumerate(receivers):
             if receiver.wants(message):
