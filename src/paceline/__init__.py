@@ -62,16 +62,19 @@ from paceline.strategies import (
     DelayCompensated,
     DiLoCo,
     Downpour,
+    Gossip,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
     SlowMo,
     SoftSync,
     StaleSynchronous,
+    Strom,
     Then,
 )
 from paceline.strategy import Strategy
 from paceline.task import Task
+from paceline.topology import Exponential, RandomPairs, Ring
 from paceline.trace import Trace
 
 if TYPE_CHECKING:
@@ -111,12 +114,14 @@ __all__ = [
     "Entropy",
     "ErrorFeedback",
     "Every",
+    "Exponential",
     "Faults",
     "Fp8",
     "Fp16",
     "Fp32",
     "Free",
     "Gate",
+    "Gossip",
     "Link",
     "LogNormal",
     "Measured",
@@ -136,8 +141,10 @@ __all__ = [
     "PowerSGD",
     "Push",
     "Quorum",
+    "RandomPairs",
     "Replica",
     "Replicated",
+    "Ring",
     "RoundRobin",
     "Rounds",
     "Rule",
@@ -153,6 +160,7 @@ __all__ = [
     "Store",
     "Stragglers",
     "Strategy",
+    "Strom",
     "Task",
     "TernGrad",
     "Then",

@@ -172,6 +172,7 @@ def _work(
         elif job.workers > 1:
             check_same_model(job.endpoint, trainee.flat, job.store)
         replica = Replica(job.endpoint, ProcessLearner(trainee, job.endpoint), nonfinite=terms.nonfinite, plan=task.plan)
+        replica.seat = None if job.rank == job.endpoint.rank else job.rank
 
         def evaluate(k: int) -> None:
             job.endpoint.trace.evaluation(job.endpoint.now(), k * task.batch, trainee.evaluate(replica.deployed))

@@ -10,11 +10,13 @@ from paceline.strategies.decreasing_averaging import AdaComm, DecreasingAveragin
 from paceline.strategies.delay_compensated import DelayCompensated
 from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.downpour import Downpour
+from paceline.strategies.gossip import Gossip
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.periodic_averaging import PeriodicAveraging
 from paceline.strategies.slow_mo import SlowMo
 from paceline.strategies.soft_sync import SoftSync
 from paceline.strategies.stale_synchronous import StaleSynchronous
+from paceline.strategies.strom import Strom
 from paceline.strategies.then import Replicated, Then
 from paceline.strategy import Strategy
 
@@ -35,6 +37,8 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     DelayCompensated,
     AsyncMomentum,
     AsyncDiLoCo,
+    Strom,
+    Gossip,
     Replicated,
     Then,
 )
@@ -52,11 +56,13 @@ __all__ = [
     "DelayCompensated",
     "DiLoCo",
     "Downpour",
+    "Gossip",
     "ParameterServer",
     "PeriodicAveraging",
     "Replicated",
     "SlowMo",
     "SoftSync",
     "StaleSynchronous",
+    "Strom",
     "Then",
 ]

@@ -1,0 +1,240 @@
+"""Peers: the other workers, where there is no server that knows who is there and when all is done.
+
+Everybody writes to everybody.  A process answers between two gradients and never waits for another while it has data, so nothing
+that others do or leave undone can hold it up.  Who dies is struck off by each that hears of it; who comes in the place of a dead one
+tells all, and then begins with the model of one of them.  At the end all wait until all are done, and have been heard.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.endpoint import Message
+from paceline.op import Op
+from paceline.replica import Replica
+from paceline.strategy import Ended
+
+LINGERS = 12  # How often one asks that is done whether it was heard, before it leaves all the same.
+
+
+class Peers(ABC):
+    """What a method without servers is made of: it says what to do with its own messages, and what a newcomer must know."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.endpoint = replica, replica.endpoint
+        self.rank, self.seat = replica.rank, replica.rank if replica.seat is None else replica.seat
+        ranks = self.endpoint.layout.worker_ranks
+        self.is_new = self.rank not in ranks
+        self.seats = {} if self.is_new else {rank: rank for rank in ranks if rank != self.rank}  # Who lives, and has whose data.
+        self._sending: list[Op[None]] = []
+        self._early: deque[Message] = deque()  # What came before this worker had a model.
+        self._welcomed: dict[int, bool] = {}  # Who has noted this newcomer, and whether it has a model.
+        self._model: Message | None = None
+        self._request: tuple[int, Message] | None = None  # What this worker waits to be answered.
+        self._silent: set[int] = set()  # Taken for dead, and perhaps alive.
+        self._is_in = not self.is_new
+        self._last: int | None = None  # The number of this worker's last message, once it is done,
+        self._done: dict[int, int] = {}  # and those of others',
+        self._heard: set[int] = set()  # who have all of this one's.
+        self._ends: dict[int, Tensor] = {}  # What others have in the end,
+        self._mean: Tensor | None = None  # the mean of it all,
+        self._left: set[int] = set()  # and who has got that.
+
+    @abstractmethod
+    async def handle(self, message: Message) -> None:
+        """Do what one of the method's own messages, or the "gone" of a peer, asks for."""
+
+    async def repeat(self) -> None:
+        """Nothing has come for a long time: say again what may not have been heard."""
+
+    def model(self) -> tuple[Tensor, ...]:
+        """What a newcomer begins with."""
+        return (self.replica.params,)
+
+    def begin_with(self, message: Message) -> None:
+        """Begin with what another's `model` gave."""
+        self.replica.params.copy_(message.tensors[0])
+
+    async def has_all(self, peer: int, last: int) -> bool:
+        """Whether all of a peer's messages have come, up to its last; otherwise ask for them."""
+        return True
+
+    # Messages.
+
+    async def send(self, dst: int, message: Message) -> None:
+        """Begin to send; the time it takes passes while this worker does other things."""
+        self._sending.append(self.endpoint.send(dst, message))
+
+    async def flush(self) -> None:
+        """Wait until all has been sent."""
+        while self._sending:
+            await self._sending.pop(0)
+
+    async def take(self, timeout: float | None) -> bool:
+        """Take in a message; False if there was none in time."""
+        if self._early and self._is_in:
+            await self.handle(self._early.popleft())
+            return True
+        try:
+            message = await self.endpoint.recv(timeout=timeout)
+        except TimeoutError:
+            return False
+        if await self._is_news(message):
+            return True
+        if self._is_in:
+            await self.handle(message)
+        else:
+            self._early.append(message)
+        return True
+
+    async def take_all(self) -> None:
+        """Take in what has come meanwhile."""
+        await self.flush()
+        while await self.take(0.0):
+            pass
+
+    async def until(self, is_so: Callable[[], bool], tries: int | None = None) -> None:
+        """Take in messages until something is so; or for so many silences."""
+        await self.flush()
+        while not is_so() and tries != 0:
+            if not await self.take(self.endpoint.patience):
+                tries = None if tries is None else tries - 1
+                await self.repeat()
+                await self._repeat_news()
+            await self.flush()
+
+    # Who is there.
+
+    async def enter(self) -> None:
+        """A newcomer tells all that it is here, and begins with the model of one of them."""
+        if not self.is_new:
+            return
+        self.seats = {rank: -1 for rank in self.endpoint.come() if rank != self.rank}
+        for rank in self.seats:
+            await self._join(rank)
+        await self.until(lambda: self.seats.keys() <= self._welcomed.keys())
+        if not self.seats and any(self.endpoint.has_ended(rank) for rank in self.endpoint.come()):
+            self.replica.is_late = True
+            raise Ended
+        # Only now, when all keep for this worker what they say from here on, is a model as good as theirs.
+        while self._model is None and (having := [rank for rank in self.seats if self._welcomed.get(rank)]):
+            await self._ask(min(having), Message("model?"), lambda: self._model is not None)
+        if self._model is not None:
+            self.begin_with(self._model)
+            self.replica.begin_at(self._model.steps)
+            self._model = None
+        self._is_in = True
+
+    async def _ask(self, rank: int, message: Message, is_answered: Callable[[], bool]) -> None:
+        """Ask one of the others for something, until it has answered or is gone."""
+        self._request = rank, message
+        await self.send(rank, message)
+        await self.until(lambda: is_answered() or rank not in self.seats)
+        self._request = None
+
+    async def _join(self, rank: int) -> None:
+        await self.send(rank, Message("join", samples=self.seat))
+
+    async def _is_news(self, message: Message) -> bool:
+        """Whether a message is of who is there and who is done, and not one of the method's own."""
+        kind, src = message.kind, message.src
+        if kind in ("gone", "silent"):
+            if kind == "silent":
+                self._silent.add(src)
+            await self._strike_off(src)
+        elif src in self._silent:
+            await self.send(src, Message("away"))
+        elif kind == "away":  # It was silent for so long that the others have gone on without it.
+            self.replica.is_late = True
+            raise Ended
+        elif kind == "join":
+            for rank in [r for r, seat in self.seats.items() if seat == message.samples and r != src]:
+                await self._strike_off(rank)  # Another is in its place: it must be dead.
+            self.seats[src] = message.samples
+            await self.send(src, Message("welcome", samples=self.seat, steps=int(self._is_in)))
+            await self._say_done(src)
+        elif kind == "welcome":
+            if src in self.seats:
+                self.seats[src], self._welcomed[src] = message.samples, bool(message.steps)
+        elif kind == "model?":
+            if self._is_in:
+                await self.send(src, Message("model", tuple(t.clone() for t in self.model()), steps=self.replica.k))
+        elif kind == "model":
+            self._model = message
+        elif kind == "done":
+            if src in self.seats and await self.has_all(src, message.serial):
+                self._done[src] = message.serial
+                await self.send(src, Message("heard"))
+        elif kind == "heard":
+            self._heard.add(src)
+        elif kind == "end":
+            self._ends[src] = message.tensors[0]
+            if self._mean is not None:
+                await self.send(src, Message("mean", (self._mean,)))
+        elif kind == "mean":
+            self._mean = message.tensors[0]
+            await self.send(src, Message("bye"))
+        elif kind == "bye":
+            self._left.add(src)
+        else:
+            return False
+        return True
+
+    async def _strike_off(self, rank: int) -> None:
+        self.seats.pop(rank, None)
+        self._ends.pop(rank, None)
+        if self._is_in:
+            await self.handle(Message("gone", src=rank))
+
+    def at(self, seat: int) -> int | None:
+        """Who works on a part of the data; None if nobody does."""
+        return next((rank for rank, s in self.seats.items() if s == seat), None)
+
+    def is_done(self, rank: int) -> bool:
+        return rank in self._done
+
+    # The end.
+
+    async def finish(self, last: int = 0) -> None:
+        """Wait until everybody is done and has all that this worker has said, up to its `last` message."""
+        self._last = last
+        for rank in self.seats:
+            await self._say_done(rank)
+        await self.until(lambda: self.seats.keys() <= self._done.keys())
+        await self.until(lambda: self.seats.keys() <= self._heard, tries=LINGERS)
+
+    async def _say_done(self, rank: int) -> None:
+        if self._last is not None:
+            await self.send(rank, Message("done", serial=self._last))
+
+    async def agree(self) -> None:
+        """All take the mean of their models, which the first of those who live works out."""
+        params = self.replica.params
+        while self._mean is None and (first := min((self.rank, *self.seats))) != self.rank:
+            await self._ask(first, Message("end", (params,)), lambda: self._mean is not None)
+        if self._mean is None:
+            await self.until(lambda: self.seats.keys() <= self._ends.keys())
+            ends = {self.rank: params, **{rank: self._ends[rank] for rank in self.seats}}
+            total = torch.zeros_like(params)
+            for rank in sorted(ends):
+                total.add_(ends[rank])
+            self._mean = total.div_(len(ends))
+            for rank in self.seats:
+                await self.send(rank, Message("mean", (self._mean,)))
+            await self.until(lambda: self.seats.keys() <= self._left, tries=LINGERS)
+        await self.flush()
+        params.copy_(self._mean)
+
+    async def _repeat_news(self) -> None:
+        for rank in list(self.seats):
+            if not self._is_in and rank not in self._welcomed:
+                await self._join(rank)
+            elif rank not in self._heard:
+                await self._say_done(rank)
+        if self._request is not None:
+            await self.send(*self._request)
