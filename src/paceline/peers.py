@@ -38,9 +38,10 @@ class Peers(ABC):
         self._request: tuple[int, Message] | None = None  # What this worker waits to be answered.
         self._silent: set[int] = set()  # Taken for dead, and perhaps alive.
         self._is_in = not self.is_new
-        self._last: int | None = None  # The number of this worker's last message, once it is done,
-        self._done: dict[int, int] = {}  # and those of others',
-        self._heard: set[int] = set()  # who have all of this one's.
+        self._is_done = False
+        self._done: dict[int, Message] = {}  # The accounts of those who are done,
+        self._complete: set[int] = set()  # of whom all has come,
+        self._heard: set[int] = set()  # and who have all of this worker's.
         self._ends: dict[int, Tensor] = {}  # What others have in the end,
         self._mean: Tensor | None = None  # the mean of it all,
         self._left: set[int] = set()  # and who has got that.
@@ -60,9 +61,16 @@ class Peers(ABC):
         """Begin with what another's `model` gave."""
         self.replica.params.copy_(message.tensors[0])
 
-    async def has_all(self, peer: int, last: int) -> bool:
-        """Whether all of a peer's messages have come, up to its last; otherwise ask for them."""
+    def account(self) -> Message:
+        """What the others must have before this worker may leave."""
+        return Message("done")
+
+    def has_all(self, done: Message) -> bool:
+        """Whether all that a peer's account speaks of is here."""
         return True
+
+    async def want(self, done: Message) -> None:
+        """Ask the peer for what is not."""
 
     # Messages.
 
@@ -78,7 +86,9 @@ class Peers(ABC):
     async def take(self, timeout: float | None) -> bool:
         """Take in a message; False if there was none in time."""
         if self._early and self._is_in:
-            await self.handle(self._early.popleft())
+            message = self._early.popleft()
+            await self.handle(message)
+            await self._acknowledge(message.src)
             return True
         try:
             message = await self.endpoint.recv(timeout=timeout)
@@ -88,6 +98,7 @@ class Peers(ABC):
             return True
         if self._is_in:
             await self.handle(message)
+            await self._acknowledge(message.src)
         else:
             self._early.append(message)
         return True
@@ -99,13 +110,17 @@ class Peers(ABC):
             pass
 
     async def until(self, is_so: Callable[[], bool], tries: int | None = None) -> None:
-        """Take in messages until something is so; or for so many silences."""
+        """Take in messages until something is so, saying now and then again what may be lost; at most so many times."""
+        now, patience = self.endpoint.now, self.endpoint.patience
+        due = now() + (patience or 0.0)
         await self.flush()
         while not is_so() and tries != 0:
-            if not await self.take(self.endpoint.patience):
+            await self.take(None if patience is None else max(0.0, due - now()))
+            if patience is not None and now() >= due:
                 tries = None if tries is None else tries - 1
                 await self.repeat()
                 await self._repeat_news()
+                due = now() + patience
             await self.flush()
 
     # Who is there.
@@ -129,6 +144,8 @@ class Peers(ABC):
             self.replica.begin_at(self._model.steps)
             self._model = None
         self._is_in = True
+        for done in list(self._done.values()):
+            await self._settle(done)
 
     async def _ask(self, rank: int, message: Message, is_answered: Callable[[], bool]) -> None:
         """Ask one of the others for something, until it has answered or is gone."""
@@ -156,8 +173,10 @@ class Peers(ABC):
             for rank in [r for r, seat in self.seats.items() if seat == message.samples and r != src]:
                 await self._strike_off(rank)  # Another is in its place: it must be dead.
             self.seats[src] = message.samples
+            self._welcomed.setdefault(src, False)  # Two that come at once need not ask each other in.
             await self.send(src, Message("welcome", samples=self.seat, steps=int(self._is_in)))
             await self._say_done(src)
+            await self._tell_mean()
         elif kind == "welcome":
             if src in self.seats:
                 self.seats[src], self._welcomed[src] = message.samples, bool(message.steps)
@@ -167,9 +186,8 @@ class Peers(ABC):
         elif kind == "model":
             self._model = message
         elif kind == "done":
-            if src in self.seats and await self.has_all(src, message.serial):
-                self._done[src] = message.serial
-                await self.send(src, Message("heard"))
+            self._done[src] = message
+            await self._settle(message)
         elif kind == "heard":
             self._heard.add(src)
         elif kind == "end":
@@ -177,8 +195,13 @@ class Peers(ABC):
             if self._mean is not None:
                 await self.send(src, Message("mean", (self._mean,)))
         elif kind == "mean":
-            self._mean = message.tensors[0]
-            await self.send(src, Message("bye"))
+            self._left.add(src)
+            if self._mean is None:
+                self._mean = message.tensors[0].to(self.replica.params.device, copy=True)  # Its sender may be gone before it is read.
+                for rank in self.seats:
+                    await self.send(rank, Message("bye"))
+            else:
+                await self.send(src, Message("bye"))
         elif kind == "bye":
             self._left.add(src)
         else:
@@ -188,8 +211,13 @@ class Peers(ABC):
     async def _strike_off(self, rank: int) -> None:
         self.seats.pop(rank, None)
         self._ends.pop(rank, None)
+        self._done.pop(rank, None)
         if self._is_in:
             await self.handle(Message("gone", src=rank))
+            for done in list(self._done.values()):  # What one has that is gone cannot be had from itself any more.
+                await self._settle(done)
+            await self._tell_mean()
+            await self.account_anew()
 
     def at(self, seat: int) -> int | None:
         """Who works on a part of the data; None if nobody does."""
@@ -200,20 +228,37 @@ class Peers(ABC):
 
     # The end.
 
-    async def finish(self, last: int = 0) -> None:
-        """Wait until everybody is done and has all that this worker has said, up to its `last` message."""
-        self._last = last
+    async def finish(self) -> None:
+        """Wait until everybody is done, and all have all."""
+        self._is_done = True
+        await self.account_anew()
+        await self.until(lambda: self.seats.keys() <= self._complete)
+        await self.until(lambda: self.seats.keys() <= self._complete & self._heard, tries=LINGERS)
+
+    async def _settle(self, done: Message) -> None:
+        """Ask for what there is in another's account and not here, or tell it that nothing is missing."""
+        self._complete.discard(done.src)
+        if self._is_in:
+            await self.want(done)
+            await self._acknowledge(done.src)
+
+    async def _acknowledge(self, peer: int) -> None:
+        if (done := self._done.get(peer)) is not None and peer not in self._complete and self.has_all(done):
+            self._complete.add(peer)
+            await self.send(peer, Message("heard"))
+
+    async def account_anew(self) -> None:
+        """Let all know what this worker has now, if it is done."""
         for rank in self.seats:
             await self._say_done(rank)
-        await self.until(lambda: self.seats.keys() <= self._done.keys())
-        await self.until(lambda: self.seats.keys() <= self._heard, tries=LINGERS)
 
     async def _say_done(self, rank: int) -> None:
-        if self._last is not None:
-            await self.send(rank, Message("done", serial=self._last))
+        if self._is_done:
+            self._heard.discard(rank)
+            await self.send(rank, self.account())
 
     async def agree(self) -> None:
-        """All take the mean of their models, which the first of those who live works out."""
+        """All take the mean of their models, which the first of those who live works out, once nobody's changes any more."""
         params = self.replica.params
         while self._mean is None and (first := min((self.rank, *self.seats))) != self.rank:
             await self._ask(first, Message("end", (params,)), lambda: self._mean is not None)
@@ -224,11 +269,15 @@ class Peers(ABC):
             for rank in sorted(ends):
                 total.add_(ends[rank])
             self._mean = total.div_(len(ends))
-            for rank in self.seats:
-                await self.send(rank, Message("mean", (self._mean,)))
-            await self.until(lambda: self.seats.keys() <= self._left, tries=LINGERS)
-        await self.flush()
+            await self._tell_mean()
+        # Whoever has it stays until all do: the first may die while it tells them.
+        await self.until(lambda: self.seats.keys() <= self._left, tries=LINGERS)
         params.copy_(self._mean)
+
+    async def _tell_mean(self) -> None:
+        if self._mean is not None:
+            for rank in [rank for rank in self.seats if rank not in self._left]:
+                await self.send(rank, Message("mean", (self._mean,)))
 
     async def _repeat_news(self) -> None:
         for rank in list(self.seats):
@@ -238,3 +287,4 @@ class Peers(ABC):
                 await self._say_done(rank)
         if self._request is not None:
             await self.send(*self._request)
+        await self._tell_mean()

@@ -26,19 +26,23 @@ from paceline import (
     DiLoCo,
     Downpour,
     Every,
+    Exponential,
     Fp16,
     Fp32,
+    Gossip,
     Momentum,
     OneBit,
     ParameterServer,
     PeriodicAveraging,
     Quorum,
+    RandomPairs,
     Replicated,
     Scaled,
     Sgd,
     SlowMo,
     SoftSync,
     StaleSynchronous,
+    Strom,
     Then,
 )
 from paceline.codecs import (
@@ -186,6 +190,11 @@ def served(numel: int, workers: int, steps: int, rank: int) -> int:
     return 4 * numel * (steps + (rank == 0)) + 24 * (steps + 1)
 
 
+def flooded(numel: int, workers: int, steps: int, rank: int) -> int:
+    """Every update to every other worker."""
+    return 4 * numel * steps * (workers - 1)
+
+
 STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd": Case(AllReduceSGD(), summed(1)),
     "all-reduce-sgd by fp32": Case(AllReduceSGD(codec=Fp32()), striped(Fp32())),
@@ -254,6 +263,15 @@ STRATEGIES: dict[str, Case] = {
         AsyncMomentum(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), alone="rounding", agrees=False
     ),
     "async-diloco": Case(AsyncDiLoCo(period=4, delay=1), None, agrees=False),
+    "strom": Case(
+        Strom(Threshold(tau=0.01, limit=math.inf), lr=0.05), None, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
+    ),
+    "strom, dense": Case(Strom(None, lr=0.05), flooded, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False),
+    "strom of local steps": Case(Strom(Threshold(tau=0.001, limit=math.inf)), None, agrees=False),
+    "strom, few at first": Case(Strom(None, few=2, few_steps=3), None, agrees=False),
+    "gossip": Case(Gossip(), None),
+    "gossip in rounds": Case(Gossip(Exponential(), rounds=2, overlap=False), None),
+    "gossip, seldom": Case(Gossip(RandomPairs(), period=2), None),
 }
 # Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
 # is the outer loop in test_lattice.

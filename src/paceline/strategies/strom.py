@@ -10,13 +10,15 @@ gradients, and everybody steps by `lr` times what they say; without, it sends th
 as it is, and momentum stays its owner's.  The threshold is in the units of what is sent.
 
 A message has a number and says how far its receiver's own have been heard.  Each sender keeps its messages until all have them, so
-that a lost one is asked for again, and every receiver keeps them until it knows that all do: of a worker that dies, whatever one
-of the others has heard they all get to hear.
+that a lost one is asked for again, and every receiver keeps them until it knows that all have them: of a worker that dies, whatever
+one of the others has heard they all have in the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -36,8 +38,8 @@ class Strom(Strategy):
     """Send every update, encoded by `codec` (None: as it is), to all other workers, and apply theirs as they come.
 
     With `lr` updates are gradients and applied by it, otherwise steps of the local optimizer.  As they are added up and not averaged, N
-    workers want an N-th of the learning rate.  For the first `few_steps` steps only the first `few` workers train; the others apply what
-    these send, and leave out their own parts of those minibatches.
+    workers want an N-th of the learning rate.  For the first `few_steps` steps only the first `few` workers train, and share out all
+    parts of each minibatch among them; the others apply what these send.
     """
 
     codec: Codec | None
@@ -63,12 +65,9 @@ class Strom(Strategy):
         flood = Flood(w, self.codec, scale=1.0 if self.lr is None else self.lr)
         if w.seats == 1 and self.lr is None:
             return await w.train_alone()
-        await flood.enter()
-        if flood.seat >= self.few and w.k < self.few_steps:
-            await flood.until(lambda: flood.have_come(self.few, self.few_steps))
-            w.begin_at(self.few_steps)
         before = torch.empty_like(w.params if self.lr is None else w.params[:0])
-        for _ in w.steps_alone():
+
+        async def step() -> None:
             if self.lr is None:
                 before.copy_(w.params)
                 await w.local_step()
@@ -79,7 +78,28 @@ class Strom(Strategy):
             if w.samples_at_hand:
                 await flood.spread(update)
             await flood.take_all()
-        await flood.finish(last=flood.count)
+
+        await flood.enter()
+        if w.k < self.few_steps and w.seats > 1:
+            await self._begin(w, flood, step)
+        for _ in w.steps_alone():
+            await step()
+        await flood.finish()
+
+    async def _begin(self, w: Replica, flood: Flood, step: Callable[[], Awaitable[None]]) -> None:
+        """Train as one of the few, or wait for them."""
+        seat = w.seat
+        if flood.seat >= self.few:
+            await flood.until(lambda: flood.have_come(self.few, self.few_steps))
+        elif w.learner.is_shared_out:  # In the user's own loop each worker has its own part, and no other.
+            for k, part in product(range(w.k, self.few_steps), range(flood.seat, w.seats, self.few)):
+                if w.has_data(k):
+                    w.turn_to(k, part)
+                    await step()
+        else:
+            return
+        w.seat = seat
+        w.begin_at(self.few_steps)
 
 
 class Flood(Peers):
@@ -134,62 +154,73 @@ class Flood(Peers):
             self._steps[src] = max(self._steps.get(src, 0), message.steps)
             await self._hear(src, message.serial, message.tensors[0])
             self._kept[src] = {n: data for n, data in self._kept.get(src, {}).items() if n > message.samples}
-            await self._ask_again(src, message.serial)
+            await self.want(Message("done", serial=message.serial, src=src))
             if (owed := self._owed.get(src, 0) + 1) >= MOST_OWED:  # This worker has nothing to say itself.
                 await self.send(src, Message("ack", version=self._upto[src]))
             self._owed[src] = owed % MOST_OWED
         elif kind == "again":
-            for number in message.tensors[0].tolist():
-                if number in self._said:
+            for sender, number in message.tensors[0].tolist():
+                if sender == self.rank and number in self._said:
                     await self.send(src, self._update(src, number))
+                elif number in self._kept.get(sender, {}):
+                    await self.send(src, Message("relay", (self._kept[sender][number],), version=sender, serial=number))
         elif kind == "relay":
             await self._hear(message.version, message.serial, message.tensors[0])
         elif kind == "gone":
             self._acked.pop(src, None)
-            for number, data in self._kept.pop(src, {}).items():
-                await self._relay(src, number, data)
 
     async def _hear(self, sender: int, number: int, data: Tensor) -> None:
         """Apply a message, unless that was done before."""
-        beyond = self._beyond.setdefault(sender, set())
-        if number <= self._upto.setdefault(sender, 0) or number in beyond:
+        if self._has(sender, number):
             return
         await self.endpoint.compute(lambda: self._apply(data), kind="decode", nbytes=data.nbytes)
+        self._kept.setdefault(sender, {})[number] = data
+        beyond = self._beyond.setdefault(sender, set())
         beyond.add(number)
-        while self._upto[sender] + 1 in beyond:
+        while self._upto.setdefault(sender, 0) + 1 in beyond:
             self._upto[sender] += 1
             beyond.remove(self._upto[sender])
-        if sender in self.seats:
-            self._kept.setdefault(sender, {})[number] = data
-        else:  # It is gone, and others may not have heard that.
-            await self._relay(sender, number, data)
+        if sender not in self.seats:  # Others may not have heard it, and nobody can ask its sender.
+            await self.account_anew()
 
-    async def _relay(self, sender: int, number: int, data: Tensor) -> None:
-        for rank in self.seats:
-            await self.send(rank, Message("relay", (data,), version=sender, serial=number))
+    def _has(self, sender: int, number: int) -> bool:
+        return number <= self._upto.get(sender, 0) or number in self._beyond.get(sender, ()) or sender == self.rank
 
-    async def _ask_again(self, sender: int, last: int) -> None:
-        """Ask for those messages up to the last that have not come."""
-        if missing := [n for n in range(self._upto.get(sender, 0) + 1, last + 1) if n not in self._beyond.get(sender, ())]:
-            await self.send(sender, Message("again", (torch.tensor(missing),)))
+    def account(self) -> Message:
+        """How many messages there were, and what of others' is here that not all may have."""
+        return Message("done", (pairs((s, n) for s, kept in self._kept.items() for n in kept),), serial=self.count)
 
-    async def has_all(self, peer: int, last: int) -> bool:
-        await self._ask_again(peer, last)
-        return self._upto.get(peer, 0) >= last
+    def has_all(self, done: Message) -> bool:
+        return not self._missing(done)
+
+    async def want(self, done: Message) -> None:
+        if missing := self._missing(done):
+            await self.send(done.src, Message("again", (pairs(missing),)))
+
+    def _missing(self, done: Message) -> list[tuple[int, int]]:
+        """What a sender has said, and what those have said that are gone and can no longer be asked."""
+        theirs = done.tensors[0].tolist() if done.tensors else []
+        gone = [(sender, number) for sender, number in theirs if sender not in self.seats]
+        own = [(done.src, number) for number in range(self._upto.get(done.src, 0) + 1, done.serial + 1)]
+        return [(sender, number) for sender, number in (*own, *gone) if not self._has(sender, number)]
 
     def have_come(self, few: int, steps: int) -> bool:
         """Whether the first workers have come to that step, or are gone or done."""
         waited = [rank for rank, seat in self.seats.items() if seat < few and not self.is_done(rank)]
-        return all(self._steps.get(rank, 0) >= steps - 1 for rank in waited)
+        return all(self._steps.get(rank, 0) >= steps for rank in waited)
 
     def model(self) -> tuple[Tensor, ...]:
         """And which messages are in it."""
         upto = [(self.rank, self.count), *self._upto.items()]
         beyond = [(sender, number) for sender, numbers in self._beyond.items() for number in numbers]
-        return self.replica.params, torch.tensor(upto).view(-1, 2), torch.tensor(beyond, dtype=torch.int64).view(-1, 2)
+        return self.replica.params, pairs(upto), pairs(beyond)
 
     def begin_with(self, message: Message) -> None:
         super().begin_with(message)
-        self._upto = {int(sender): int(number) for sender, number in message.tensors[1]}
+        self._upto = dict(message.tensors[1].tolist())
         for sender, number in message.tensors[2].tolist():
             self._beyond.setdefault(sender, set()).add(number)
+
+
+def pairs(values: Iterable[tuple[int, int]]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64).view(-1, 2)
