@@ -146,7 +146,8 @@ def simulate(
     roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy) for r in replicas[: cluster.workers]}
 
     spare: list[Replica] = []
-    vacant: list[int] = []  # Places of the dead, where each worker has data of its own.
+    places = {r.rank: r.rank for r in replicas}  # Whose data each has, where it has data of its own,
+    vacant: list[int] = []  # and which nobody has.
 
     def join(replica: Replica) -> None:
         if not strategy.servers:
@@ -157,16 +158,15 @@ def simulate(
 
     def die(rank: int) -> None:
         world.kill(rank)
-        dead = next(r for r in replicas if r.rank == rank)
         if world.dead.get(rank) == simulator.now:
-            vacant.append(rank if dead.seat is None else dead.seat)
+            vacant.append(places[rank])
             replace()
 
     def replace() -> None:
         """As a launcher does that starts another worker in the place of one that died."""
         while spare and vacant and any(simulator.is_running(r.rank) for r in replicas):
             replica = spare.pop(0)
-            replica.seat = vacant.pop(0)
+            replica.seat = places[replica.rank] = vacant.pop(0)
             world.come.append(replica.rank)
             simulator.begin(replica.rank, replica.run(strategy), simulator.now)
 

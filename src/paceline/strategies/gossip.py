@@ -9,15 +9,17 @@ overlap, and workers that ask each other in a circle could swap their models for
 promise but the exchange itself:
 
 - Two that have asked each other have each other's copies, and need no answer: each takes its half.
-- Of two others, who is asked while it has asked elsewhere refuses ("busy") if the asker has the lower rank, and otherwise answers once
-  it is free.  So whoever waits, waits for a lower rank than its own: there is no circle of waiting, whatever asks cross.
-- Who is asked of one that is gone is free at once, and keeps its own model.
+- Every question has a lot, drawn from its number.  Who is asked while its own question is out refuses ("busy") if the other's lot is
+  the lower one, and otherwise answers once it is free.  So along a chain of those who wait lots fall, and no chain is a circle, however
+  questions cross; and as lots are drawn anew each time, nobody is always refused.
+- Who has asked one that is gone is free at once, and keeps its own model.
 
 With all pairs averaged after each step (two workers; or 2**n, `Exponential()` and n rounds) and no overlap it is AllReduceSGD.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -98,7 +100,8 @@ class Pairing(Peers):
     async def repeat(self) -> None:
         if self.asked is not None and self._copy is not None:
             self._since = self.endpoint.now()
-            await self.send(self.asked, Message("ask", (self._copy,), serial=self._serial))
+            heard = self._last_heard.get(self.asked, 0)
+            await self.send(self.asked, Message("ask", (self._copy,), serial=self._serial, version=heard))
 
     async def until_free(self) -> None:
         await self.until(lambda: self.asked is None)
@@ -131,7 +134,7 @@ class Pairing(Peers):
         if message.serial <= self._last_heard.get(src, 0):  # Again: what it was answered may be lost.
             if (kept := self._answers.get(src)) is not None and kept.serial == message.serial:
                 await self.send(src, kept)
-        elif self.asked == src:  # And it has asked this worker: both know both copies.
+        elif self.asked == src and message.version < self._serial:  # It asked before it was asked: both know both copies.
             assert self._copy is not None
             half = (message.tensors[0] - self._copy).div_(2)
             self.replica.params.add_(half)
@@ -141,7 +144,7 @@ class Pairing(Peers):
             half = (self.replica.params - message.tensors[0]).div_(2)
             self.replica.params.sub_(half)
             await self._answer(Message("answer", (half,), serial=message.serial, src=src))
-        elif src < self.rank:
+        elif lot(src, message.serial) < lot(self.rank, self._serial):
             await self._answer(Message("busy", serial=message.serial, src=src))
         elif all(m.src != src for m in self._held):
             self._held.append(message)
@@ -161,3 +164,8 @@ class Pairing(Peers):
         held, self._held = self._held, []
         for message in held:
             await self._be_asked(message)
+
+
+def lot(rank: int, serial: int) -> tuple[int, int]:
+    """As good as drawn, and the same wherever it is asked for; no two questions have the same."""
+    return zlib.crc32(f"{rank}/{serial}".encode()), rank
