@@ -187,8 +187,9 @@ class Flood(Peers):
         return number <= self._upto.get(sender, 0) or number in self._beyond.get(sender, ()) or sender == self.rank
 
     def account(self) -> Message:
-        """How many messages there were, and what of others' is here that not all may have."""
-        return Message("done", (pairs((s, n) for s, kept in self._kept.items() for n in kept),), serial=self.count)
+        """How many messages there were, and which there are of those who are gone that not all may have."""
+        gone = pairs((s, n) for s, kept in self._kept.items() if s not in self.seats for n in kept)
+        return Message("done", (gone,), serial=self.count)
 
     def has_all(self, done: Message) -> bool:
         return not self._missing(done)
@@ -198,9 +199,8 @@ class Flood(Peers):
             await self.send(done.src, Message("again", (pairs(missing),)))
 
     def _missing(self, done: Message) -> list[tuple[int, int]]:
-        """What a sender has said, and what those have said that are gone and can no longer be asked."""
-        theirs = done.tensors[0].tolist() if done.tensors else []
-        gone = [(sender, number) for sender, number in theirs if sender not in self.seats]
+        """What a sender has said, and those that are gone and can no longer be asked, and has not come."""
+        gone = done.tensors[0].tolist() if done.tensors else []
         own = [(done.src, number) for number in range(self._upto.get(done.src, 0) + 1, done.serial + 1)]
         return [(sender, number) for sender, number in (*own, *gone) if not self._has(sender, number)]
 
