@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -53,7 +54,7 @@ def pixels(images: Tensor) -> Tensor:
 
 
 def perceptron(linear: Callable[[int, int], nn.Module] = nn.Linear) -> nn.Module:
-    layers = [module for a, b in zip(SIZES, SIZES[1:], strict=False) for module in (linear(a, b), nn.ReLU())]
+    layers = [module for a, b in pairwise(SIZES) for module in (linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -83,9 +84,9 @@ class Noted(nn.Linear):
         super().__init__(inputs, outputs)
         self.places, self.ledger = places, ledger
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight, bias = (NotingGradient.apply(p, self.ledger.totals[i]) for p, i in zip(self.parameters(), self.places, strict=True))
-        return F.linear(x, weight, bias)
+        return F.linear(input, weight, bias)
 
 
 class NotingGradient(torch.autograd.Function):
@@ -207,7 +208,7 @@ def print_all(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("sizes", "mass", "accuracy"), action="append", help="only this one")
     parser.add_argument("--steps", type=int, default=60, help="of the large model")
     parser.add_argument("--epochs", type=int, default=20, help="of the small task")

@@ -46,6 +46,19 @@ class Ready(Op[T]):
         return self.value
 
 
+class Begun(Op[T]):
+    """Finished by a call, in the thread of whoever waits first."""
+
+    def __init__(self, kind: str, finish: Callable[[], T]) -> None:
+        super().__init__(kind)
+        self._finish: Callable[[], T] | None = finish
+
+    def wait(self) -> T:
+        if self._finish is not None:
+            self._value, self._finish = self._finish(), None
+        return self._value
+
+
 class Routine(Op[T]):
     """A coroutine begun at once and carried on, in the caller's own thread, by whoever waits for it.
 

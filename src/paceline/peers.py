@@ -50,8 +50,8 @@ class Peers(ABC):
     async def handle(self, message: Message) -> None:
         """Do what one of the method's own messages, or the "gone" of a peer, asks for."""
 
-    async def repeat(self) -> None:
-        """Nothing has come for a long time: say again what may not have been heard."""
+    async def repeat(self) -> None:  # noqa: B027 (not every method has anything to say)
+        """What was waited for has not come for a long time: say again what may not have been heard."""
 
     def model(self) -> tuple[Tensor, ...]:
         """What a newcomer begins with."""
@@ -69,7 +69,7 @@ class Peers(ABC):
         """Whether all that a peer's account speaks of is here."""
         return True
 
-    async def want(self, done: Message) -> None:
+    async def want(self, done: Message) -> None:  # noqa: B027 (nor to ask for)
         """Ask the peer for what is not."""
 
     # Messages.
@@ -133,9 +133,6 @@ class Peers(ABC):
         for rank in self.seats:
             await self._join(rank)
         await self.until(lambda: self.seats.keys() <= self._welcomed.keys())
-        if not self.seats and any(self.endpoint.has_ended(rank) for rank in self.endpoint.come()):
-            self.replica.is_late = True
-            raise Ended
         # Only now, when all keep for this worker what they say from here on, is a model as good as theirs.
         while self._model is None and (having := [rank for rank in self.seats if self._welcomed.get(rank)]):
             await self._ask(min(having), Message("model?"), lambda: self._model is not None)
@@ -163,12 +160,13 @@ class Peers(ABC):
         if kind in ("gone", "silent"):
             if kind == "silent":
                 self._silent.add(src)
+            elif not self._is_done and self.endpoint.has_ended(src):
+                self._be_late()
             await self._strike_off(src)
         elif src in self._silent:
             await self.send(src, Message("away"))
-        elif kind == "away":  # It was silent for so long that the others have gone on without it.
-            self.replica.is_late = True
-            raise Ended
+        elif kind == "away":
+            self._be_late()
         elif kind == "join":
             for rank in [r for r, seat in self.seats.items() if seat == message.samples and r != src]:
                 await self._strike_off(rank)  # Another is in its place: it must be dead.
@@ -207,6 +205,11 @@ class Peers(ABC):
         else:
             return False
         return True
+
+    def _be_late(self) -> None:
+        """The others have ended, or gone on for long, without this worker, as it came too late or was silent: leave it to them."""
+        self.replica.is_late = True
+        raise Ended
 
     async def _strike_off(self, rank: int) -> None:
         self.seats.pop(rank, None)

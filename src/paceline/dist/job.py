@@ -247,7 +247,9 @@ class Job:
         from paceline.dist.mailbox import Mailbox
 
         mine, is_open = self.rank if rank is None else rank, rank is not None
-        mailbox = Mailbox(self.store, mine, self.layout.size, bind=self.bind, timeout_s=self._timeout_s, is_open=is_open)
+        beat_s, silent_s = (min(BEAT_S, self._silent_s / 4), self._silent_s) if is_open and not self.layout.servers else (None, None)
+        limits: dict[str, float | None] = {"timeout_s": self._timeout_s, "beat_s": beat_s, "silent_s": silent_s}
+        mailbox = Mailbox(self.store, mine, self.layout.size, bind=self.bind, is_open=is_open, **limits)  # pyright: ignore
         if is_open and self.layout.servers:
             mailbox.beat(self.layout.server_ranks, every_s=min(BEAT_S, self._silent_s / 4))
         return mailbox
@@ -264,7 +266,8 @@ class Job:
             self._companions.close()
         if hasattr(self, "endpoint"):
             if not failed and not self.layout.servers and self._is_elastic:
-                self.store.set(f"ended/{self.endpoint.rank}", "")
+                with suppress(RuntimeError):  # Who serves the store may have ended before.
+                    self.store.set(f"ended/{self.endpoint.rank}", "")
             self.endpoint.close()
         self._groups.clear()
         if self._own_group and dist.is_initialized():
