@@ -142,13 +142,13 @@ import json, sys, torch, paceline as pl
 from torch.utils.data import DataLoader, TensorDataset
 torch.set_num_threads(1)
 x = torch.randn(240, 8, generator=torch.Generator().manual_seed(0))
-for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=0.01, limit=float("inf")), lr=0.02), pl.Strom(None)):
+for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if strategy.steps_locally else None
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=24)
     with pl.attach(model, optimizer, strategy) as session:
-        for _ in range(8):
+        for _ in range(12):
             for inputs, targets in session.shard(loader):
                 model.zero_grad()
                 (model(inputs) - targets).square().mean().backward()
