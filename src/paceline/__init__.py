@@ -69,6 +69,7 @@ from paceline.strategies import (
     DiLoCo,
     Downpour,
     EAWild,
+    Gossip,
     Hogwild,
     ParameterServer,
     PeriodicAveraging,
@@ -78,10 +79,12 @@ from paceline.strategies import (
     SlowMo,
     SoftSync,
     StaleSynchronous,
+    Strom,
     Then,
 )
 from paceline.strategy import Strategy
 from paceline.task import Task
+from paceline.topology import Exponential, RandomPairs, Ring
 from paceline.trace import Trace
 
 if TYPE_CHECKING:
@@ -126,12 +129,14 @@ __all__ = [
     "Entropy",
     "ErrorFeedback",
     "Every",
+    "Exponential",
     "Faults",
     "Fp8",
     "Fp16",
     "Fp32",
     "Free",
     "Gate",
+    "Gossip",
     "Hogwild",
     "Link",
     "LogNormal",
@@ -152,8 +157,10 @@ __all__ = [
     "PowerSGD",
     "Push",
     "Quorum",
+    "RandomPairs",
     "Replica",
     "Replicated",
+    "Ring",
     "RoundRobin",
     "RoundRobinEASGD",
     "Rounds",
@@ -172,6 +179,7 @@ __all__ = [
     "Store",
     "Stragglers",
     "Strategy",
+    "Strom",
     "Task",
     "TernGrad",
     "Then",

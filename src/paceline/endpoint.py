@@ -154,8 +154,12 @@ class Endpoint(Protocol):
         """The next message, from `src` and of one of `kinds` if these are given; TimeoutError after `timeout` seconds."""
         ...
 
-    def has_ended(self, server: int) -> bool:
-        """Whether a server that no longer answers has come to its end, with all work done."""
+    def has_ended(self, rank: int) -> bool:
+        """Whether one that no longer answers has come to its end, with all work done."""
+        ...
+
+    def come(self) -> Sequence[int]:
+        """The workers that have come so far, also those that are gone again; this one is among them."""
         ...
 
     def room(self, like: Tensor) -> Tensor:

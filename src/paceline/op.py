@@ -46,17 +46,17 @@ class Ready(Op[T]):
         return self.value
 
 
-class Computed(Op[T]):
-    """Work that is done when it is waited for."""
+class Begun(Op[T]):
+    """Finished by a call, in the thread of whoever waits first."""
 
-    __slots__ = ("_work",)
-
-    def __init__(self, kind: str, work: Callable[[], T]) -> None:
+    def __init__(self, kind: str, finish: Callable[[], T]) -> None:
         super().__init__(kind)
-        self._work = work
+        self._finish: Callable[[], T] | None = finish
 
     def wait(self) -> T:
-        return self._work()
+        if self._finish is not None:
+            self._value, self._finish = self._finish(), None
+        return self._value
 
 
 class Routine(Op[T]):

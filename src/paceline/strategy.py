@@ -22,7 +22,7 @@ class Strategy(ABC):
     servers: int = 0
     is_ordered: ClassVar[bool] = True  # the same bits whatever the timing: synchronous methods
     steps_locally: ClassVar[bool] = True  # workers step by their own optimizer, not servers by a rule
-    is_elastic: ClassVar[bool] = False  # workers talk to servers alone, and may join, leave and die
+    is_elastic: ClassVar[bool] = False  # workers meet by messages alone, never in collectives: they may join, leave and die
 
     @abstractmethod
     async def worker(self, w: Replica) -> None:

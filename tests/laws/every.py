@@ -31,14 +31,17 @@ from paceline import (
     Downpour,
     EAWild,
     Every,
+    Exponential,
     Fp16,
     Fp32,
+    Gossip,
     Hogwild,
     Momentum,
     OneBit,
     ParameterServer,
     PeriodicAveraging,
     Quorum,
+    RandomPairs,
     Replicated,
     RoundRobinEASGD,
     Sandblaster,
@@ -47,6 +50,7 @@ from paceline import (
     SlowMo,
     SoftSync,
     StaleSynchronous,
+    Strom,
     Then,
 )
 from paceline.codecs import (
@@ -197,6 +201,11 @@ def served(numel: int, workers: int, steps: int, rank: int) -> int:
     return 4 * numel * (steps + (rank == 0)) + 24 * (steps + 1)
 
 
+def flooded(numel: int, workers: int, steps: int, rank: int) -> int:
+    """Every update to every other worker."""
+    return 4 * numel * steps * (workers - 1)
+
+
 STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd": Case(AllReduceSGD(), summed(1)),
     "all-reduce-sgd by fp32": Case(AllReduceSGD(codec=Fp32()), striped(Fp32())),
@@ -276,6 +285,15 @@ STRATEGIES: dict[str, Case] = {
     "hogwild": Case(Hogwild(), None),
     "sandblaster": Case(Sandblaster(), None, least=4, whole=True, doubles=True),
     "sandblaster by wolfe, without backups": Case(Sandblaster(search="wolfe", backups=0, push=2), None, least=4, whole=True),
+    "strom": Case(
+        Strom(Threshold(tau=0.01, limit=math.inf), lr=0.05), None, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
+    ),
+    "strom, dense": Case(Strom(None, lr=0.05), flooded, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False),
+    "strom of local steps": Case(Strom(Threshold(tau=0.001, limit=math.inf)), None, agrees=False),
+    "strom, few at first": Case(Strom(None, few=2, few_steps=3), None, agrees=False),
+    "gossip": Case(Gossip(), None),
+    "gossip in rounds": Case(Gossip(Exponential(), rounds=2, overlap=False), None),
+    "gossip, seldom": Case(Gossip(RandomPairs(), period=2), None),
 }
 # Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
 # is the outer loop in test_lattice; Sandblaster's is in test_sandblaster.  With elastic averaging the model is the centre, which even a

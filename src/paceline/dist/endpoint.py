@@ -113,11 +113,12 @@ class ProcessEndpoint:
         hosts: Sequence[Sequence[int]] | None = None,
         open_mailbox: Callable[[], Mailbox] | None = None,
         open_group: Callable[[tuple[int, ...]], ProcessEndpoint] | None = None,
-        has_ended: Callable[[int], bool] = lambda server: False,
+        has_ended: Callable[[int], bool] = lambda rank: False,
+        come: Callable[[], Sequence[int]] | None = None,
         ordered: bool = False,
         trace: Trace | None = None,
     ) -> None:
-        self._has_ended = has_ended
+        self._has_ended, self._come = has_ended, come
         self.rank, self.layout, self.clock, self.ordered = rank, layout, clock, ordered
         self.ranks = tuple(layout.worker_ranks if ranks is None else ranks)
         self.trace = Trace() if trace is None else trace
@@ -174,8 +175,11 @@ class ProcessEndpoint:
     def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
         return Watched(self.mailbox.recv(src, timeout, kinds), self, 0)
 
-    def has_ended(self, server: int) -> bool:
-        return self._has_ended(server)
+    def has_ended(self, rank: int) -> bool:
+        return self._has_ended(rank)
+
+    def come(self) -> Sequence[int]:
+        return self.ranks if self._come is None else self._come()
 
     def room(self, like: Tensor) -> Tensor:
         return self.mailbox.room(like) if like.device.type == "cpu" else torch.empty_like(like)

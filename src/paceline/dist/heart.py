@@ -22,12 +22,16 @@ class Heart(threading.Thread):
 
     def __init__(self, sockets: Sequence[zmq.SyncSocket], beat: bytes, name: str, *, every_s: float) -> None:
         super().__init__(name=name, daemon=True)
-        self._sockets, self._beat, self._every_s = sockets, beat, every_s
+        self._sockets, self._beat, self._every_s = list(sockets), beat, every_s
         self._stopped = threading.Event()
+
+    def add(self, sockets: Sequence[zmq.SyncSocket]) -> None:
+        """Others that are from now on to hear it, and its own to use."""
+        self._sockets.extend(sockets)
 
     def run(self) -> None:
         while not self._stopped.wait(self._every_s):
-            for socket in self._sockets:
+            for socket in list(self._sockets):
                 with suppress(zmq.Again):
                     socket.send(self._beat, zmq.NOBLOCK)
         for socket in self._sockets:

@@ -66,7 +66,7 @@ class Job:
         silent_s: float = SILENT_S,
     ) -> None:
         """`life` is a pipe of a launcher that replaces dead workers: servers live as long as it is open, and refuse NaN unless told."""
-        self._takes_nonfinite, self._silent_s = takes_nonfinite, silent_s
+        self._takes_nonfinite, self._silent_s, self._is_elastic = takes_nonfinite, silent_s, strategy.is_elastic
         self._life = life if life is not None or "PACELINE_LIFE" not in os.environ else int(os.environ["PACELINE_LIFE"])
         self._timeout_s, self._device, self._own_group, self._folder = timeout_s, device, False, None
         self._companions: Companions | None = None
@@ -143,17 +143,28 @@ class Job:
             self.store.set(f"served/{own}", "")
 
     def _open_alone(self, life: int) -> None:
-        """A worker that talks to servers alone: it may die and another take its place, which nobody has seen before."""
+        """A worker that meets others by messages alone: it may die and another take its place, which nobody has seen before."""
         self.lane = None
-        rank = self.rank if life == 1 else self.layout.size + self.store.add("joined", 1) - 1
+        # Who died before anybody could write to it has not been seen either.
+        is_new = life > 1 and (self.layout.servers > 0 or self.store.check([f"mail/{self.rank}"]))
+        rank = self.layout.size + self.store.add("joined", 1) - 1 if is_new else self.rank
         self.endpoint = ProcessEndpoint(
             rank,
             self.layout,
             self._clock,
             open_mailbox=lambda: self._open_mailbox(rank),
-            has_ended=lambda server: self.store.check([f"trace/{server}"]),
+            has_ended=lambda other: self.store.check([f"trace/{other}" if self.layout.servers else f"ended/{other}"]),
+            come=self._come,
             trace=Trace(keep=SPANS_KEPT),
         )
+        if not self.layout.servers and self.workers > 1:
+            self.endpoint.mailbox  # noqa: B018 (opened now: others may write to it from the beginning)
+            self._everyones("there", "")
+
+    def _come(self) -> list[int]:
+        """The workers that others can have written to."""
+        ranks = [*self.layout.worker_ranks, *range(self.layout.size, self.layout.size + self.store.add("joined", 0))]
+        return [rank for rank in ranks if self.store.check([f"mail/{rank}"])]
 
     def server_traces(self, *, first_come: bool = False) -> list[Trace]:
         """What the servers did, once all workers have left them; on the first worker, or on whoever comes first."""
@@ -244,7 +255,9 @@ class Job:
         from paceline.dist.mailbox import Mailbox
 
         mine, is_open = self.rank if rank is None else rank, rank is not None
-        mailbox = Mailbox(self.store, mine, self.layout.size, bind=self.bind, timeout_s=self._timeout_s, is_open=is_open)
+        beat_s, silent_s = (min(BEAT_S, self._silent_s / 4), self._silent_s) if is_open and not self.layout.servers else (None, None)
+        limits: dict[str, float | None] = {"timeout_s": self._timeout_s, "beat_s": beat_s, "silent_s": silent_s}
+        mailbox = Mailbox(self.store, mine, self.layout.size, bind=self.bind, is_open=is_open, **limits)  # pyright: ignore
         if is_open and self.layout.servers:
             mailbox.beat(self.layout.server_ranks, every_s=min(BEAT_S, self._silent_s / 4))
         return mailbox
@@ -260,6 +273,9 @@ class Job:
                 self._companions.wait()
             self._companions.close()
         if hasattr(self, "endpoint"):
+            if not failed and not self.layout.servers and self._is_elastic:
+                with suppress(RuntimeError):  # Who serves the store may have ended before.
+                    self.store.set(f"ended/{self.endpoint.rank}", "")
             self.endpoint.close()
         self._groups.clear()
         if self._own_group and dist.is_initialized():

@@ -14,10 +14,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -32,9 +32,7 @@ from paceline.dist.letters import DTYPES, NAMES, Header, Name, Shape, check_form
 from paceline.dist.parcels import OnTheWay, Place, Receiver, Sender, here
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
-from paceline.op import Op, Ready
-
-T = TypeVar("T")
+from paceline.op import Begun, Op, Ready
 
 # Smaller tensors are copied: up to here, lending a buffer to ZeroMQ and hearing of its return costs more.
 COPY_BELOW = 2**20
@@ -50,26 +48,13 @@ LAST_WORDS_S = 1.0
 LOOKED_THROUGH = 1000
 
 
-class _Begun(Op[T]):
-    """Finished by a call, in the thread of whoever waits first."""
-
-    def __init__(self, kind: str, finish: Callable[[], T]) -> None:
-        super().__init__(kind)
-        self._finish: Callable[[], T] | None = finish
-
-    def wait(self) -> T:
-        if self._finish is not None:
-            self._value, self._finish = self._finish(), None
-        return self._value
-
-
 class Mailbox:
     """What arrives for `rank` of `size`, and the way to the others; for the process and thread that made it.
 
     `store` holds one mailbox a rank: give each job a PrefixStore of its own.  `bind` is this machine's address or interface.
     `timeout_s` bounds every wait that names no time of its own, `max_nbytes` every tensor, the same at all ranks.  If it `is_open`,
     other ranks may join the first ones, and the last that is heard of a process of this host is a message of the kind "gone"; one of the
-    kind "silent" says of a rank with a `beat` that for `silent_s` seconds it has said nothing.
+    kind "silent" says of a rank with a `beat` that for `silent_s` seconds it has said nothing.  With `beat_s` it beats to all it writes to.
     """
 
     def __init__(
@@ -83,6 +68,7 @@ class Mailbox:
         max_nbytes: int | None = None,
         is_open: bool = False,
         silent_s: float | None = None,
+        beat_s: float | None = None,
     ) -> None:
         if not 0 <= rank < (math.inf if is_open else size):
             raise ValueError(f"Mailbox(rank={rank}, size={size}): a rank counts from 0 and is below the size")
@@ -101,9 +87,9 @@ class Mailbox:
         self._watched: dict[int, int] = {}  # The ranks whose processes are watched, by their pidfds.
         self._gone: set[int] = set()
         self._heart: Heart | None = None
+        self._beat_s = beat_s
         self._silence = None if silent_s is None else Silence(silent_s)
-        self._poller = zmq.Poller()
-        self._context = zmq.Context()
+        self._poller, self._context = zmq.Poller(), zmq.Context()
         self._context.linger = 0
         endpoint = f"tcp://[{bind}]:*" if ":" in bind else f"tcp://{bind}:*"
         self._inbox = self._socket(zmq.PULL, endpoint)
@@ -156,7 +142,7 @@ class Mailbox:
         # However large it is, a message need not be opened before its sender goes on, if all others have been.
         unread = max(UNREAD_NBYTES, packed) if (packed := sum(p.nbytes for p in places if p is not None)) else math.inf
         deadline = time.monotonic() + self.timeout_s
-        return _Begun("send", partial(self._get_back, zmq.MessageTracker(*lent), unread, dst, message.kind, deadline))
+        return Begun("send", partial(self._get_back, zmq.MessageTracker(*lent), unread, dst, message.kind, deadline))
 
     def recv(self, src: int | None = None, timeout: float | None = None, kinds: Collection[str] | None = None) -> Op[Message]:
         """The next message when it is waited for, from `src` and of one of `kinds` if given.
@@ -165,7 +151,7 @@ class Mailbox:
         """
         self._check_call("recv", src)
         limit = self.timeout_s if timeout is None else timeout
-        return _Begun("recv", partial(self._next, src, kinds, limit, time.monotonic() + limit))
+        return Begun("recv", partial(self._next, src, kinds, limit, time.monotonic() + limit))
 
     def room(self, like: Tensor) -> Tensor:
         """Memory for a tensor that ranks of this host read without a copy, and no send waits for: see `is_read`."""
@@ -196,6 +182,8 @@ class Mailbox:
     def beat(self, ranks: Sequence[int], every_s: float) -> None:
         """From now on let these ranks know, every so often, that this one lives."""
         sockets, letter = [self._connected(rank, unsent=UNSENT) for rank in ranks], Header("beat", self.rank, 0, 0, 0, 0, ())
+        if self._heart is not None:
+            return self._heart.add(sockets)
         self._heart = Heart(sockets, msgspec.msgpack.encode(letter), f"mailbox-{self.rank}-heart", every_s=every_s)
         self._heart.start()
 
@@ -259,6 +247,8 @@ class Mailbox:
         if dst not in self._outboxes:
             # send() must not block, or two ranks that both write first would; what queues here is the caller's own tensors.
             self._outboxes[dst] = self._connected(dst, unsent=0)
+            if self._beat_s is not None:
+                self.beat([dst], self._beat_s)
         return self._outboxes[dst]
 
     def _connected(self, dst: int, *, unsent: int) -> zmq.SyncSocket:

@@ -20,7 +20,7 @@ from paceline.dist.job import Job
 from paceline.dist.same_model import everything
 from paceline.errors import ClusterError
 from paceline.learner import TaskLearner
-from paceline.op import Computed, Op
+from paceline.op import Begun, Op
 from paceline.replica import Replica
 from paceline.stages import Split
 from paceline.stand_in import StandIn, count, model_input, split_for, usual_microbatches
@@ -146,7 +146,7 @@ class StageLearner(TaskLearner):
         self._bad: str | None = None
 
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
-        return Computed("gradient", lambda: self._gradient(replica, each))
+        return Begun("gradient", lambda: self._gradient(replica, each))
 
     def _gradient(self, replica: Replica, each: Each | None) -> Tensor:
         flat = self.flat
@@ -162,14 +162,14 @@ class StageLearner(TaskLearner):
         return flat.grads
 
     def local_step(self, replica: Replica) -> Op[None]:
-        return Computed("local step", lambda: self._local_step(replica))
+        return Begun("local step", lambda: self._local_step(replica))
 
     def _local_step(self, replica: Replica) -> None:
         if self._backward(replica) and replica.counts(lambda: self._bad):
             self.trainee.optimizer.step()
 
     def step(self, replica: Replica, g: Tensor) -> Op[None]:
-        return Computed("step", partial(self._step, replica, g))
+        return Begun("step", partial(self._step, replica, g))
 
     def _step(self, replica: Replica, g: Tensor) -> None:
         if any(refused for [refused] in self.stages.tell([0.0]).wait()):
@@ -179,7 +179,7 @@ class StageLearner(TaskLearner):
 
     def skip(self, replica: Replica) -> Op[None]:
         """An update that this stage cannot take, as somebody's has NaN in it, the others must not take either."""
-        return Computed("skip", self._skip)
+        return Begun("skip", self._skip)
 
     def _skip(self) -> None:
         self.stages.tell([1.0]).wait()

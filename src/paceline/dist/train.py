@@ -34,7 +34,7 @@ from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.flat import FlatModel
 from paceline.learner import TaskLearner
-from paceline.op import Computed, Op, drive
+from paceline.op import Begun, Op, drive
 from paceline.replica import NonFinite, Replica
 from paceline.run import Run
 from paceline.stand_in import check_stages, count, split_for
@@ -53,7 +53,7 @@ class ProcessLearner(TaskLearner):
         self._hooks = BucketHooks(trainee.flat, lambda: self._each, lambda: None)
 
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
-        return Computed("gradient", lambda: self._gradient(replica, each))
+        return Begun("gradient", lambda: self._gradient(replica, each))
 
     def _gradient(self, replica: Replica, each: Each | None) -> Tensor:
         flat = self.flat
@@ -67,7 +67,7 @@ class ProcessLearner(TaskLearner):
         return flat.grads
 
     def local_step(self, replica: Replica) -> Op[None]:
-        return Computed("local step", lambda: self._local_step(replica))
+        return Begun("local step", lambda: self._local_step(replica))
 
     def _local_step(self, replica: Replica) -> None:
         if self._backward(replica, None) and replica.counts(self.flat.first_bad_grad):
@@ -191,6 +191,7 @@ def _work(
         elif len(endpoint.ranks) > 1:
             check_same_model(endpoint, trainee.flat, job.store)
         replica = Replica(endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
+        replica.seat = None if job.rank == job.endpoint.rank else job.rank
 
         def evaluate(k: int) -> None:
             values = learner.evaluated(replica.deployed)

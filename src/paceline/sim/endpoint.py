@@ -130,7 +130,7 @@ class SimEndpoint:
     def _arrive(self, dst: int, message: Message, sent: float) -> None:
         """Unless its sender died before all of it was sent, or its receiver is dead."""
         dead = self.world.dead
-        if not dead or (dst not in dead and dead.get(self.rank, sent) >= sent):
+        if dead.get(self.rank, sent) >= sent and not self.world.return_to_sender(dst, message) and dst not in dead:
             self.world.deliver(dst, message)
 
     def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
@@ -152,8 +152,11 @@ class SimEndpoint:
             self.world.receivers[self.rank].remove(receiver)
             self._simulator.finish(receiver.op, error=TimeoutError(f"rank {self.rank} waited {timeout:g} s for {receiver.op!r}"))
 
-    def has_ended(self, server: int) -> bool:
-        return self.world.has_ended(server)
+    def has_ended(self, rank: int) -> bool:
+        return self.world.has_ended(rank)
+
+    def come(self) -> Sequence[int]:
+        return self.world.come
 
     def room(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)

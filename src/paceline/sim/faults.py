@@ -9,11 +9,12 @@ from math import inf
 
 @dataclass(frozen=True)
 class Faults:
-    """Workers that die at a time, and others that join; only methods with servers bear it.
+    """Workers that die at a time, and others that join; only methods whose workers do not wait for each other bear it.
 
-    What a dying worker was just sending does not arrive.  The servers notice a death `notice` seconds later.  They may also take for
-    dead who lives (`suspicions`, each a rank and a time), as if it had been silent for too long.  Of all messages between workers and
-    servers a share `lost` does not arrive, and a share `doubled` arrives twice.
+    What a dying worker was just sending does not arrive.  The servers, or where there are none the other workers, notice a death
+    `notice` seconds later.  Servers may also take for dead who lives (`suspicions`, each a rank and a time), as if it had been silent
+    for too long.  Without servers each minibatch has as many parts as there were workers, and who joins waits until it can take a dead
+    one's place.  Of all messages a share `lost` does not arrive, and a share `doubled` arrives twice.
     """
 
     deaths: Mapping[int, float] = field(default_factory=dict[int, float])

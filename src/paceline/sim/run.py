@@ -172,14 +172,35 @@ def simulate(
         replica.at_step = partial(at_step, replica)
     roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy) for r in replicas[: cluster.workers]}
 
+    spare: list[Replica] = []
+    places = {r.rank: r.rank for r in replicas}  # Whose data each has, where it has data of its own,
+    vacant: list[int] = []  # and which nobody has.
+
     def join(replica: Replica) -> None:
-        if any(simulator.is_running(r.rank) for r in replicas):
+        if not strategy.servers:
+            spare.append(replica)
+            replace()
+        elif any(simulator.is_running(r.rank) for r in replicas):
+            simulator.begin(replica.rank, replica.run(strategy), simulator.now)
+
+    def die(rank: int) -> None:
+        world.kill(rank)
+        if world.dead.get(rank) == simulator.now:
+            vacant.append(places[rank])
+            replace()
+
+    def replace() -> None:
+        """As a launcher does that starts another worker in the place of one that died."""
+        while spare and vacant and any(simulator.is_running(r.rank) for r in replicas):
+            replica = spare.pop(0)
+            replica.seat = places[replica.rank] = vacant.pop(0)
+            world.come.append(replica.rank)
             simulator.begin(replica.rank, replica.run(strategy), simulator.now)
 
     for replica, time_of in zip(replicas[cluster.workers :], faults.joins, strict=True):
         simulator.at(time_of, join, replica)
     for rank, time_of in faults.deaths.items():
-        simulator.at(time_of, world.kill, rank)
+        simulator.at(time_of, die, rank)
     for rank, time_of in faults.suspicions:
         simulator.at(time_of, world.suspect, rank)
     for rank in layout.server_ranks:
@@ -198,6 +219,8 @@ def simulate(
 def _check(faults: Faults, strategy: Strategy, workers: list[int]) -> None:
     if (faults.deaths or faults.joins or faults.suspicions or faults.is_lossy) and not strategy.is_elastic:
         raise ValueError(f"simulate({faults}): workers of {type(strategy).__name__} wait for each other, and cannot go on without one")
+    if faults.suspicions and not strategy.servers:
+        raise ValueError(f"simulate({faults}): servers take a worker for dead who lives, and {type(strategy).__name__} has none")
     for rank in (*faults.deaths, *(rank for rank, _ in faults.suspicions)):
         if rank not in workers:
             raise ValueError(f"simulate({faults}): rank {rank} is none of the workers {workers}")

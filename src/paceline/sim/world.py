@@ -85,6 +85,7 @@ class World:
         self.inboxes: list[deque[Message]] = [deque() for _ in range(size)]
         self.receivers: list[list[Receiver]] = [[] for _ in range(size)]
         self.dead: dict[int, float] = {}  # since when
+        self.come = list(layout.worker_ranks)  # The workers that have ever begun.
         self._groups: dict[tuple[int, ...], Group] = {}
         self._usual_link = None if cluster.links else cluster.link(0, 0)
 
@@ -108,21 +109,32 @@ class World:
         return 1 if not faults.is_lossy else 0 if chance.random() < faults.lost else 2 if chance.random() < faults.doubled else 1
 
     def kill(self, rank: int) -> None:
-        """Let a worker die, if it still lives; the servers will notice."""
+        """Let a worker die, if it still lives; the servers will notice, or where there are none the other workers."""
         if self.simulator.kill(rank):
             self.dead[rank] = self.simulator.now
             self.receivers[rank].clear()
             self.inboxes[rank].clear()
-            for server in self.layout.server_ranks:
-                self.simulator.at(self.simulator.now + self.faults.notice, self.deliver, server, Message("gone", src=rank))
+            for other in self.layout.server_ranks or [r for r in self.come if r not in self.dead]:
+                self.simulator.at(self.simulator.now + self.faults.notice, self._tell_end, other, rank)
+
+    def _tell_end(self, dst: int, gone: int) -> None:
+        if dst not in self.dead:
+            self.deliver(dst, Message("gone", src=gone))
 
     def suspect(self, rank: int) -> None:
         """Let the servers take a worker for dead."""
         for server in self.layout.server_ranks:
             self.deliver(server, Message("silent", src=rank))
 
-    def has_ended(self, server: int) -> bool:
-        return not self.simulator.is_running(server)
+    def has_ended(self, rank: int) -> bool:
+        return rank not in self.dead and not self.simulator.is_running(rank)
+
+    def return_to_sender(self, dst: int, message: Message) -> bool:
+        """Where workers write to each other: let who writes to one that is gone know of it, and lose what it wrote."""
+        if self.layout.servers or self.faults == Faults() or self.simulator.is_running(dst):
+            return False
+        self.simulator.at(self.simulator.now + self.faults.notice, self._tell_end, message.src, dst)
+        return True
 
     def deliver(self, dst: int, message: Message) -> None:
         comes_late = self.faults.suspicions or self.faults.joins

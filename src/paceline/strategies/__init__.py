@@ -12,6 +12,7 @@ from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.downpour import Downpour
 from paceline.strategies.ea_wild import EAWild
 from paceline.strategies.easgd import EAMSGD, EASGD, AsyncEASGD, RoundRobinEASGD
+from paceline.strategies.gossip import Gossip
 from paceline.strategies.hogwild import Hogwild
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.periodic_averaging import PeriodicAveraging
@@ -19,6 +20,7 @@ from paceline.strategies.sandblaster import Sandblaster
 from paceline.strategies.slow_mo import SlowMo
 from paceline.strategies.soft_sync import SoftSync
 from paceline.strategies.stale_synchronous import StaleSynchronous
+from paceline.strategies.strom import Strom
 from paceline.strategies.then import Replicated, Then
 from paceline.strategy import Strategy
 
@@ -46,6 +48,8 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     EAWild,
     Hogwild,
     Sandblaster,
+    Strom,
+    Gossip,
     Replicated,
     Then,
 )
@@ -67,6 +71,7 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "EAWild",
+    "Gossip",
     "Hogwild",
     "ParameterServer",
     "PeriodicAveraging",
@@ -76,5 +81,6 @@ __all__ = [
     "SlowMo",
     "SoftSync",
     "StaleSynchronous",
+    "Strom",
     "Then",
 ]

@@ -1,0 +1,167 @@
+"""Methods without a server, on real processes: what all have in the end, and workers that are killed, replaced and stopped."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from tests.dist.test_elastic import counting
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+WORKERS, STEPS, BATCH = 3, 60, 6
+PART = BATCH // WORKERS
+
+
+def mortal(task: pl.Task, flag: Path, when: Callable[[int], bool], how: signal.Signals, victim: int = 1) -> pl.Task:
+    """The same task, in which a signal strikes a worker, once, in one of its gradients, counted from 0."""
+    done = 0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal done
+        if multiprocessing.current_process().name == f"worker-{victim}" and when(done) and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), how)
+        done += 1
+        return task.loss(model, batch)
+
+    return pl.Task(**{**vars(task), "loss": loss, "_orders": {}})  # pyright: ignore
+
+
+def visits(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
+    """How often each worker's part of each minibatch was applied, a row a worker."""
+    rows: list[list[float]] = []
+    for rank in range(WORKERS):
+        parts = [task.part(k, rank, WORKERS)[0] for k in range(task.total_steps)]
+        counts = [{float(v) for v in params[part.argmax(1)]} for part in parts]
+        assert all(len(count) == 1 for count in counts), "a message is applied as a whole"
+        rows.append([count.pop() for count in counts])
+    return rows
+
+
+@pytest.mark.parametrize("codec", [None, pl.Threshold(tau=1.0)], ids=str)
+def test_every_gradient_is_applied_once(codec: pl.Codec | None):
+    task = counting(STEPS, BATCH)
+    run = pl.train(task, pl.Strom(codec, lr=1.0), workers=WORKERS)
+    assert run.params.tolist() == [1.0] * task.samples
+
+
+def test_what_a_killed_worker_has_said_stays_and_its_part_of_the_data_is_left_out(tmp_path: Path):
+    task = counting(STEPS, BATCH, slow_s=0.005)
+    run = pl.train(mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL), pl.Strom(None, lr=1.0), WORKERS, replacements=0)
+    first, dead, last = visits(task, run.params)
+    assert first == last == [1.0] * STEPS
+    said = int(sum(dead))
+    assert dead == [1.0] * said + [0.0] * (STEPS - said) and said <= 20
+
+
+def test_a_replacement_goes_on_with_the_dead_ones_part(tmp_path: Path):
+    task = counting(400, BATCH, slow_s=0.01)
+    run = pl.train(mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL), pl.Strom(None, lr=1.0), WORKERS, replacements=1)
+    first, second, last = visits(task, run.params)
+    assert first == last == [1.0] * 400
+    lost = second.index(0.0)
+    assert lost <= 20
+    back = lost + second[lost:].index(1.0)
+    assert second == [1.0] * lost + [0.0] * (back - lost) + [1.0] * (400 - back), "between the two its part is lost"
+
+
+@pytest.mark.parametrize(("overlap", "replacements"), [(True, 1), (False, 0)])
+def test_gossip_goes_on_whoever_vanishes_in_mid_exchange(overlap: bool, replacements: int, tmp_path: Path):
+    """The second worker is killed while others have copies with it: they end with a mean of those who live."""
+    task = counting(100, BATCH, slow_s=0.01)
+    deadly = mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL)
+    run = pl.train(deadly, pl.Gossip(overlap=overlap), WORKERS, replacements=replacements)
+    steps = [{p.step for p in run.trace.points if p.rank == rank} for rank in range(WORKERS + 1)]
+    assert steps[0] == steps[2] == set(range(100))
+    if replacements:
+        assert max(steps[WORKERS]) == 99 and min(steps[WORKERS]) > 0
+    # A mean of models each of which has its own part whole: of all that was applied no more than all is there.
+    first, dead, last = visits_of_means(task, run.params)
+    assert all(0 < v <= 1 for v in (*first, *last)) and all(0 <= v <= 1 for v in dead)
+
+
+def visits_of_means(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
+    return [[float(params[task.part(k, rank, WORKERS)[0].argmax(1)].mean()) for k in range(task.total_steps)] for rank in range(WORKERS)]
+
+
+def test_gossip_ends_with_the_mean_of_all_models():
+    """Every sample's gradient is in one of three models and whatever these have given each other of it: a third in the mean."""
+    task = counting(STEPS, BATCH)
+    run = pl.train(task, pl.Gossip(), workers=WORKERS)
+    assert torch.allclose(run.params, torch.full((task.samples,), 1 / WORKERS), atol=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "victim"), [(pl.Strom(None, lr=1.0), 0), (pl.Gossip(), 2)], ids=["strom", "gossip"])
+def test_nobody_waits_for_a_worker_that_was_stopped(strategy: pl.Strategy, victim: int, tmp_path: Path):
+    """The others end without it; when it goes on, nobody is there, and what it has counts for nothing."""
+    task, flag, began = counting(150, BATCH, slow_s=0.01), tmp_path / "flag", time.monotonic()
+    # It must have been heard of: its heart beats every quarter of a second.
+    stopped = mortal(task, flag, lambda n: n > 100 or (n > 10 and time.monotonic() - began > 1.5), signal.SIGSTOP, victim)
+    done = threading.Event()
+
+    def wake() -> None:
+        while not done.wait(0.05):
+            alive = [p for p in multiprocessing.active_children() if p.name.startswith("worker-")]
+            if flag.exists() and [p.name for p in alive] == [f"worker-{victim}"] and alive[0].pid:
+                return os.kill(alive[0].pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    try:
+        run = pl.train(stopped, strategy, WORKERS, replacements=0, silent_s=1.0)
+    finally:
+        done.set()
+        thread.join()
+    assert flag.exists(), "the run was over before the worker was stopped"
+    others = [rank for rank in range(WORKERS) if rank != victim]
+    assert all({p.step for p in run.trace.points if p.rank == rank} == set(range(150)) for rank in others)
+    if isinstance(strategy, pl.Strom):
+        assert all(visits(task, run.params)[rank] == [1.0] * 150 for rank in others)
+
+
+def test_in_a_users_own_loop(tmp_path: Path):
+    """Under the launcher, with the loader's minibatches shared out: both end with one model, the same on all ranks."""
+    script = tmp_path / "train.py"
+    script.write_text("""
+import json, sys, torch, paceline as pl
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+x = torch.randn(240, 8, generator=torch.Generator().manual_seed(0))
+for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if strategy.steps_locally else None
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=24)
+    with pl.attach(model, optimizer, strategy) as session:
+        for _ in range(12):
+            for inputs, targets in session.shard(loader):
+                model.zero_grad()
+                (model(inputs) - targets).square().mean().backward()
+                session.step()
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean().item()
+    assert loss < 1.0, loss
+    with open(f"{sys.argv[1]}/{session.rank}.txt", "a") as file:
+        print(json.dumps(model.weight.flatten().tolist()), file=file)
+""")
+    command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    first, second = ([json.loads(line) for line in (tmp_path / f"{rank}.txt").read_text().splitlines()] for rank in range(2))
+    assert len(first) == 3
+    for a, b in zip(first, second, strict=True):
+        assert torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-5)

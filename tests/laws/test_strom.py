@@ -1,0 +1,259 @@
+"""Strom: everybody applies the same messages, once, and no gradient is lost but what the residuals hold."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    Codec,
+    Faults,
+    Link,
+    LogNormal,
+    OneBit,
+    PowerSGD,
+    Replicated,
+    Run,
+    Strom,
+    Task,
+    Then,
+    Threshold,
+    TopK,
+    simulate,
+)
+from paceline.peers import Peers
+from paceline.strategies.strom import Flood
+from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
+
+NUMEL, STEPS, BATCH, LR, TAU = 24, 12, 16, 2.0**-5, 2.0
+LOSSY = Faults(lost=0.15, doubled=0.15, patience=0.05)
+
+
+class Sum(nn.Module):
+    """Its gradients are the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(float(NUMEL)))
+
+
+def slope(model: nn.Module, batch: Any) -> Tensor:
+    return (model.w * batch[0]).sum(1).mean()
+
+
+def dyadic(steps: int = STEPS, numbers: int = 12, **more: Any) -> Task:
+    """Gradients that do not depend on the model, in float32 and of so few bits that all sums of them are exact."""
+    generator = torch.Generator().manual_seed(5)
+    data = [torch.randint(-numbers, numbers, (64, NUMEL), generator=generator) / 4]
+    return Task(Sum, slope, data, BATCH, lambda p: torch.optim.SGD(p, lr=LR), steps=steps, **more)
+
+
+def gradients(task: Task, workers: int) -> Tensor:
+    """The sum of all workers' gradients of a slope."""
+    parts = [task.part(k, rank, workers)[0] for k in range(task.total_steps) for rank in range(workers)]
+    return torch.stack([part.mean(0) for part in parts if len(part)]).sum(0)
+
+
+def uneven(workers: int, seed: int) -> Cluster:
+    return Cluster(workers, compute=LogNormal("10ms", 1.0), links={(0, workers - 1): Link("1MB/s", "30ms")}, seed=seed)
+
+
+def residuals(run: Run) -> Tensor:
+    return torch.stack([state["replica"]["memories"][0]["residual"] for state in run.states]).sum(0)
+
+
+# The lattice.
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("lr", [0.02, None], ids=["gradients", "steps of sgd"])
+def test_dense_and_in_step_it_is_all_reduce_sgd_with_the_sum(workers: int, lr: float | None):
+    """The sum of N means over equal parts is N times the mean: as many times the learning rate."""
+    task = regression(steps=20, batch=3 * workers, optimizer=lambda p: torch.optim.SGD(p, lr=0.02))
+    summed = regression(steps=20, batch=3 * workers, optimizer=lambda p: torch.optim.SGD(p, lr=0.02 * workers))
+    run = simulate(task, Strom(None, lr), instant(workers))
+    assert close(run.params, simulate(summed, AllReduceSGD(), Cluster(workers)).params)
+
+
+def test_of_local_steps_momentum_stays_its_owners():
+    """In step and dense, momentum is linear: the sum of everybody's steps is the step of everybody's sum."""
+    task = regression(steps=20, batch=8, optimizer=OPTIMIZERS["nesterov"])
+    summed = regression(steps=20, batch=8, optimizer=lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, nesterov=True))
+    assert close(simulate(task, Strom(None), instant(4)).params, simulate(summed, AllReduceSGD(), Cluster(4)).params)
+
+
+# F1.1 and F1.2
+
+
+@pytest.mark.parametrize("codec", [Threshold(TAU, limit=math.inf), Threshold(TAU, entropy=True, limit=math.inf), None], ids=str)
+@pytest.mark.parametrize("lr", [LR, None], ids=["gradients", "local steps"])
+@pytest.mark.parametrize("seed", range(6))
+def test_all_apply_the_same_messages_and_no_mass_is_lost(codec: Codec | None, lr: float | None, seed: int):
+    """To the bit, as everything is a power of two: w = w_0 - lr * (all gradients - all residuals), on every worker; whatever the
+    speeds, and with messages lost and doubled too."""
+    task = dyadic()
+    if lr is None and codec is not None:
+        codec = Threshold(TAU * LR, entropy=codec.entropy, limit=math.inf)  # pyright: ignore
+    run = simulate(task, Strom(codec, lr), uneven(4, seed), faults=LOSSY if seed % 2 else Faults())
+    assert all(same(p, run.params) for p in params(run))
+    left = residuals(run) * (LR if lr is not None else 1.0) if codec is not None else torch.zeros(NUMEL)
+    assert torch.equal(run.params, torch.arange(float(NUMEL)) - (LR * gradients(task, 4) - left))
+    if codec is not None:
+        assert left.abs().max() > 0, "something waits"
+
+
+def test_what_is_sent_is_the_threshold_or_nothing():
+    """Every model is the first one, moved by whole numbers of lr * tau."""
+    run = simulate(dyadic(), Strom(Threshold(TAU, limit=math.inf), LR), uneven(4, 0))
+    moved = (torch.arange(float(NUMEL)) - run.params) / (LR * TAU)
+    assert torch.equal(moved, moved.round()) and moved.abs().max() >= 1
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(ratio=0.1)], ids=str)
+def test_any_codec_will_do(codec: Codec):
+    """Up to rounding, as what they send has many bits."""
+    task = dyadic()
+    run = simulate(task, Strom(codec, LR), uneven(4, 0))
+    expected = torch.arange(float(NUMEL)) - LR * (gradients(task, 4) - residuals(run))
+    assert all(torch.allclose(p, expected, atol=1e-4) for p in params(run))
+
+
+# F1.4
+
+
+def test_a_lost_message_that_nobody_asks_for_again_leaves_a_replica_behind_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """What the numbers are for: without them the same losses end in different models."""
+
+    async def never(self: Flood, done: Any) -> None:
+        pass
+
+    strategy = Strom(Threshold(TAU, limit=math.inf), LR)
+    whole = simulate(dyadic(), strategy, uneven(4, 1), faults=LOSSY)
+    assert all(same(p, whole.params) for p in params(whole))
+    monkeypatch.setattr(Flood, "want", never)
+    monkeypatch.setattr(Flood, "has_all", Peers.has_all)
+    broken = simulate(dyadic(), strategy, uneven(4, 1), faults=LOSSY)
+    assert any(not same(p, broken.params) for p in params(broken))
+
+
+def test_nothing_is_asked_for_again_where_nothing_is_lost():
+    run = simulate(dyadic(), Strom(None, LR), uneven(4, 0))
+    assert [run.trace.bytes_sent(rank) for rank in range(4)] == [3 * STEPS * 4 * NUMEL] * 4
+
+
+def test_what_all_have_is_forgotten():
+    """A worker keeps its messages, and others', only until everybody has them: also those of one that says nothing itself."""
+    kept: list[int] = []
+    task = dyadic(steps=60)
+
+    class Watched(Flood):
+        async def spread(self, update: Tensor) -> None:
+            await super().spread(update)
+            kept.append(len(self._said) + sum(map(len, self._kept.values())))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.strategies.strom.Flood", Watched)
+        simulate(task, Strom(None, LR), Cluster(workers=3, compute=["10ms", "10ms", "11ms"]))
+        assert max(kept) < 20
+        kept.clear()
+        simulate(task, Strom(None, LR), Cluster(workers=2, compute=["1ms", "10ms"]))  # The first is done early.
+        assert max(kept[len(kept) // 2 :]) < 40
+
+
+# Who dies and who joins.
+
+
+@pytest.mark.parametrize("lossy", [False, True], ids=["", "lossy"])
+@pytest.mark.parametrize("seed", range(15))
+def test_all_that_live_have_the_same_messages_whoever_dies(lossy: bool, seed: int):
+    """Of a dead worker's last words as well, whoever has heard them; and who joins has all of what was before."""
+    chance = Random(seed)
+    dead = chance.sample(range(4), chance.randrange(1, 4))
+    faults = Faults(
+        {rank: chance.uniform(0, 0.2) for rank in dead},
+        [chance.uniform(0, 0.15) for _ in range(chance.randrange(3))],
+        notice=chance.choice([0.0, 0.001, 0.05]),
+        lost=0.1 * lossy,
+        doubled=0.1 * lossy,
+        patience=0.05,
+    )
+    run = simulate(dyadic(), Strom(Threshold(TAU, limit=math.inf), LR), uneven(4, seed), faults=faults)
+    begun = {p.rank for p in run.trace.points}
+    living = [p for rank, p in enumerate(params(run)) if rank in begun and rank not in dead]
+    assert living and all(same(p, living[0]) for p in living)
+
+
+def test_what_a_dead_worker_has_said_stays_and_its_residual_is_lost():
+    task = dyadic(steps=40)
+    died = 0.155
+    run = simulate(task, Strom(None, LR), Cluster(workers=4, compute="10ms"), faults=Faults({3: died}))
+    said = [task.part(k, rank, 4)[0].mean(0) for k in range(40) for rank in range(4) if rank < 3 or 0.010 * (k + 1) < died]
+    assert torch.equal(run.params, torch.arange(float(NUMEL)) - LR * torch.stack(said).sum(0))
+
+
+def test_nobody_waits_for_a_slow_or_dead_peer():
+    cluster = Cluster(workers=4, compute=["10ms", "10ms", "200ms", "10ms"])
+    run = simulate(dyadic(steps=30), Strom(None, LR), cluster, faults=Faults({3: 0.1}))
+    last = {rank: max(s.stop for s in run.trace.spans if s.rank == rank and s.kind == "gradient") for rank in range(4)}
+    assert last[0] < 0.31 and last[1] < 0.31
+
+
+# The beginning.
+
+
+@pytest.mark.parametrize("few", [1, 2, 3])
+def test_few_workers_begin_and_nothing_is_left_out(few: int):
+    task = dyadic()
+    run = simulate(task, Strom(None, LR, few=few, few_steps=5), Cluster(workers=4, compute="10ms"))
+    assert {p.rank for p in run.trace.points if p.step < 5} == set(range(few))
+    assert {p.rank for p in run.trace.points if p.step >= 5} == set(range(4))
+    assert torch.equal(run.params, torch.arange(float(NUMEL)) - LR * gradients(task, 4))
+    assert all(same(p, run.params) for p in params(run))
+
+
+def test_it_may_begin_after_a_warm_start():
+    task = dyadic()
+    run = simulate(task, Then(Replicated(), Strom(Threshold(TAU, limit=math.inf), LR), steps=4), Cluster(workers=4))
+    assert all(same(p, run.params) for p in params(run))
+    assert {p.samples for p in run.trace.points if p.step < 4} == {16} and {p.samples for p in run.trace.points if p.step >= 4} == {4}
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Strom(Threshold(tau=0.0)), "tau is a positive number"),
+        (lambda: Strom(Threshold(tau=-2.0)), "tau is a positive number"),
+        (lambda: Strom(PowerSGD()), r"Strom\(codec=PowerSGD"),
+        (lambda: Strom(None, lr=0.0), r"Strom\(lr=0.0\): a learning rate is positive"),
+        (lambda: Strom(None, few=0), r"Strom\(few=0, few_steps=0\)"),
+        (
+            lambda: simulate(quadratic(steps=3, batch=4), Strom(None), Cluster(workers=2), faults=Faults(suspicions=[(1, 0.1)])),
+            "Strom has none",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Any, said: str):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_a_nan_is_not_sent():
+    task = dyadic()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return slope(model, batch) * (torch.nan if float(batch[0][0, 0]) > 2 else 1.0)
+
+    with pytest.warns(match="NaN"):
+        run = simulate(Task(Sum, loss, task.data, BATCH, task.optimizer, steps=STEPS), Strom(None, LR), Cluster(workers=4))
+    assert all(same(p, run.params) for p in params(run)) and run.params.isfinite().all()
+    assert not same(run.params, trained_alone(task).float())
