@@ -78,6 +78,10 @@ class Peers(ABC):
         """Begin to send; the time it takes passes while this worker does other things."""
         self._sending.append(self.endpoint.send(dst, message))
 
+    def here(self, x: Tensor) -> Tensor:
+        """What has come, where the model is."""
+        return x.to(self.replica.params.device)
+
     async def flush(self) -> None:
         """Wait until all has been sent."""
         while self._sending:
@@ -270,7 +274,7 @@ class Peers(ABC):
             ends = {self.rank: params, **{rank: self._ends[rank] for rank in self.seats}}
             total = torch.zeros_like(params)
             for rank in sorted(ends):
-                total.add_(ends[rank])
+                total.add_(self.here(ends[rank]))
             self._mean = total.div_(len(ends))
             await self._tell_mean()
         # Whoever has it stays until all do: the first may die while it tells them.

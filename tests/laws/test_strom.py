@@ -15,12 +15,15 @@ from paceline import (
     Cluster,
     Codec,
     Faults,
+    Gossip,
     Link,
     LogNormal,
     OneBit,
     PowerSGD,
+    RandomPairs,
     Replicated,
     Run,
+    Strategy,
     Strom,
     Task,
     Then,
@@ -28,6 +31,7 @@ from paceline import (
     TopK,
     simulate,
 )
+from paceline.demo import CLUSTER, Demo
 from paceline.peers import Peers
 from paceline.strategies.strom import Flood
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
@@ -203,6 +207,22 @@ def test_nobody_waits_for_a_slow_or_dead_peer():
     run = simulate(dyadic(steps=30), Strom(None, LR), cluster, faults=Faults({3: 0.1}))
     last = {rank: max(s.stop for s in run.trace.spans if s.rank == rank and s.kind == "gradient") for rank in range(4)}
     assert last[0] < 0.31 and last[1] < 0.31
+
+
+# What is learnt.
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Strom(Threshold(tau=0.05, limit=math.inf), lr=0.2 / 8), Gossip(RandomPairs()), Gossip()],
+    ids=["strom", "gossip", "on a ring"],
+)
+def test_digits_are_learnt_almost_as_well_as_by_all_reduce_sgd(strategy: Strategy):
+    """On eight unequal workers; see docs/results/strom.md for more of them."""
+    reference, run = (simulate(Demo(10).task(), s, CLUSTER, strict=False) for s in (AllReduceSGD(), strategy))
+    assert reference.final["accuracy"] > 0.93
+    assert run.final["accuracy"] > reference.final["accuracy"] - 0.03
+    assert run.trace.bytes_sent(0) < 0.25 * reference.trace.bytes_sent(0) and run.seconds < 0.4 * reference.seconds
 
 
 # The beginning.

@@ -229,6 +229,11 @@ def attach(
     wrapped: SessionOptimizer | None = None
     try:
         if strategy.is_elastic:  # Its parameters come from the servers, which have the first one's.
+            if initial == "broadcast" and not strategy.servers:
+                raise ValueError(
+                    f"attach(initial='broadcast'): workers of {type(strategy).__name__} have no server to take parameters from; build the "
+                    "model after the same torch.manual_seed on every rank"
+                )
             check_like_first(job.rank, flat, job.store, values=initial == "equal")
         elif job.workers > 1:
             if initial == "broadcast":

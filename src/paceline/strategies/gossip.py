@@ -126,7 +126,7 @@ class Pairing(Peers):
                 await self.send(src, Message("thanks", serial=message.serial))
             if self.asked == src and message.serial == self._serial:
                 if kind == "answer":
-                    self.replica.params.add_(message.tensors[0])
+                    self.replica.params.add_(self.here(message.tensors[0]))
                 await self._be_free()
 
     async def _be_asked(self, message: Message) -> None:
@@ -136,12 +136,12 @@ class Pairing(Peers):
                 await self.send(src, kept)
         elif self.asked == src and message.version < self._serial:  # It asked before it was asked: both know both copies.
             assert self._copy is not None
-            half = (message.tensors[0] - self._copy).div_(2)
+            half = (self.here(message.tensors[0]) - self._copy).div_(2)
             self.replica.params.add_(half)
             self._note(Message("answer", (half.neg(),), version=self._serial, serial=message.serial, src=src))
             await self._be_free()
         elif self.asked is None:
-            half = (self.replica.params - message.tensors[0]).div_(2)
+            half = (self.replica.params - self.here(message.tensors[0])).div_(2)
             self.replica.params.sub_(half)
             await self._answer(Message("answer", (half,), serial=message.serial, src=src))
         elif lot(src, message.serial) < lot(self.rank, self._serial):

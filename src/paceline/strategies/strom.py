@@ -142,9 +142,9 @@ class Flood(Peers):
     def _apply(self, data: Tensor) -> None:
         params = self.replica.params
         if self.link is None:
-            params.add_(data.to(params.device), alpha=-self.scale)
+            params.add_(self.here(data), alpha=-self.scale)
         else:
-            self.link.add(data.to(params.device), params, -self.scale)
+            self.link.add(self.here(data), params, -self.scale)
 
     async def handle(self, message: Message) -> None:
         kind, src = message.kind, message.src
