@@ -165,12 +165,12 @@ class Peers(ABC):
             if kind == "silent":
                 self._silent.add(src)
             elif not self._is_done and self.endpoint.has_ended(src):
-                self._be_late()
+                await self._be_late()
             await self._strike_off(src)
         elif src in self._silent:
             await self.send(src, Message("away"))
         elif kind == "away":
-            self._be_late()
+            await self._be_late()
         elif kind == "join":
             for rank in [r for r, seat in self.seats.items() if seat == message.samples and r != src]:
                 await self._strike_off(rank)  # Another is in its place: it must be dead.
@@ -210,8 +210,9 @@ class Peers(ABC):
             return False
         return True
 
-    def _be_late(self) -> None:
+    async def _be_late(self) -> None:
         """The others have ended, or gone on for long, without this worker, as it came too late or was silent: leave it to them."""
+        await self.flush()
         self.replica.is_late = True
         raise Ended
 
