@@ -91,7 +91,7 @@ class SimEndpoint:
             start, stop = simulator.now, simulator.now + world.cluster.work_seconds(kind, nbytes)
         else:
             start, stop = world.take_bus(simulator.now, nbytes)
-        simulator.trace.span(self.rank, kind, start, stop, nbytes)
+        simulator.trace.span(self.rank, kind, start, stop)  # Nothing is sent to anybody.
         op = simulator.op(kind, self.rank)
         simulator.at(stop, simulator.finish, op, None)
         return op
