@@ -66,6 +66,11 @@ class Ballot:
         return f"rank {self.bad_rank:.0f}" if self.bad == 1 else f"{self.bad:.0f} ranks"
 
 
+async def all_there(endpoint: Endpoint) -> None:
+    """Wait until all others have come here too."""
+    await endpoint.all_reduce(torch.zeros(1, dtype=torch.float64))
+
+
 async def mean(endpoint: Endpoint, x: Tensor, ballot: Ballot, codec: Codec | None = None, groups: Groups | None = None) -> Ballot:
     """The weighted mean of `x`, by an all-reduce of sums; within `groups` first and then between them, if they are given.
 

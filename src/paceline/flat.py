@@ -65,9 +65,9 @@ class FlatModel:
         self.buckets = self._cut(bucket_bytes)
         self.bucket_of = {i: b for b in self.buckets for i in b.parameters}
 
-    def live_in(self, vector: Tensor) -> None:
-        """From now on, use this memory for `params`, with the values that are in it; others may have it in common."""
-        self.params, self.is_common = vector, True
+    def live_in(self, vector: Tensor, *, is_common: bool) -> None:
+        """From now on, use this memory for `params`, with the values that are in it; whether others have it in common."""
+        self.params, self.is_common = vector, is_common
         for i, p in enumerate(self.parameters):
             p.data = vector[self.where(i)].view(p.shape)
 

@@ -6,7 +6,7 @@ The first stage learns from it what the model is given, and the last one lets th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,20 @@ from paceline.strategy import Strategy
 from paceline.task import Batch, Task
 
 MICROBATCHES_PER_STAGE = 4  # From there on the time that stages wait for each other hardly counts (GPipe, 2019).
+
+
+# What a loss may look at of a model, and would find empty here: a penalty on the parameters for instance.
+LOOKS = {
+    "parameters",
+    "named_parameters",
+    "buffers",
+    "named_buffers",
+    "modules",
+    "named_modules",
+    "children",
+    "named_children",
+    "state_dict",
+}
 
 
 class StandIn(nn.Module):
@@ -39,11 +53,20 @@ class StandIn(nn.Module):
             raise _Asked
         return self._outputs[0]
 
+    def __getattribute__(self, name: str) -> Any:
+        if name in LOOKS:
+            _refuse(name)
+        return super().__getattribute__(name)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise ValueError(f"the task's loss asks its model for '{name}': a model in stages can only be called") from None
+            _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"the task's loss asks its model for '{name}': a model in stages can only be called") from None
 
 
 class _Asked(Exception):
@@ -52,10 +75,14 @@ class _Asked(Exception):
 
 def model_input(task: Task, batch: Batch) -> Tensor:
     """What the task's loss gives to its model."""
-    stand_in, samples = StandIn(), len(batch[0])
+    stand_in, samples, chance = StandIn(), len(batch[0]), torch.get_rng_state()
     try:
         task.loss(stand_in, batch)
     except _Asked:
+        if not torch.equal(torch.get_rng_state(), chance):
+            raise ValueError(
+                "the task's loss draws random numbers before it calls its model: stages would not draw the same ones"
+            ) from None
         x = stand_in.given
         assert x is not None
         if x.dim() and len(x) and not len(x) % samples:

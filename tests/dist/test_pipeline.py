@@ -287,7 +287,17 @@ def casting(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return squared_error(model, batch)
 
 
+def penalising(model: Any, batch: Any) -> Tensor:
+    return squared_error(model, batch) + sum(p.square().sum() for p in model.parameters())
+
+
+def masking(model: Any, batch: Any) -> Tensor:
+    return squared_error(model, (batch[0] * (torch.rand_like(batch[0]) < 0.5), batch[1]))
+
+
 ODD: dict[Any, str] = {
+    penalising: "asks its model for 'parameters'",
+    masking: "draws random numbers before it calls its model",
     asking: "asks its model for '0'",
     calling_twice: "calls its model more than once",
     casting: "under autocast, which stages do not see",

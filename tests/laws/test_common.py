@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import Cluster, EAWild, Hogwild, LogNormal, Task, simulate, train
+from paceline import AllReduceSGD, Cluster, EAWild, Hogwild, LogNormal, Task, Then, simulate, train
 from paceline.endpoint import Layout
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
@@ -147,6 +147,21 @@ def test_sparse_steps_touch_only_their_rows(how: str):
     if how == "simulated":
         dense = Task(lambda: Point(4000, torch.float32), slope, [torch.ones(32, 4000)], 8, lambda p: torch.optim.SGD(p, lr=LR), steps=4)
         assert simulate(dense, Hogwild(), cluster).seconds > 10 * run.seconds
+
+
+def test_what_comes_after_has_parameters_of_its_own():
+    def task(steps: int) -> Task:
+        return regression(steps=steps, batch=9, optimizer=OPTIMIZERS["sgd"])
+
+    run = simulate(task(9), Then(Hogwild(), AllReduceSGD(), steps=5), instant(3))
+    model = task(9).build()
+    torch.nn.utils.vector_to_parameters(simulate(task(5), Hogwild(), instant(3)).params, model.parameters())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for k in range(5, 9):
+        optimizer.zero_grad()
+        task(9).loss(model, task(9).part(k, 0, 1)).backward()
+        optimizer.step()
+    assert close(run.params, vector(model))
 
 
 # On real processes.

@@ -11,10 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import EAMSGD, EASGD, AsyncEASGD, Cluster, Constant, EAWild, LogNormal, Replica, RoundRobinEASGD, Task, simulate
+from paceline import (
+    EAMSGD,
+    EASGD,
+    AllReduceSGD,
+    AsyncEASGD,
+    Cluster,
+    Constant,
+    EAWild,
+    LogNormal,
+    Replica,
+    RoundRobinEASGD,
+    Task,
+    Then,
+    simulate,
+)
 from paceline.strategies.easgd import UnstableElastic, largest_share
 from paceline.strategy import Strategy
-from tests.laws.tasks import Point, close, instant, quadratic, regression, same, squared_distance, vector
+from tests.laws.tasks import Point, close, instant, numbers, quadratic, regression, same, squared_distance, vector
 
 FORMS = {"async": AsyncEASGD, "with momentum": partial(EAMSGD, momentum=0.0)}
 LR = 0.1
@@ -29,10 +43,10 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self: Replica) -> None:
-        assert self.deployed is not None
-        found[self.rank] = self.params.clone(), self.deployed.clone()
-        self.params.copy_(self.deployed)
-        self.deployed = None
+        if self.deployed is not None:
+            found[self.rank] = self.params.clone(), self.deployed.clone()
+            self.params.copy_(self.deployed)
+            self.deployed = None
 
     monkeypatch.setattr(Replica, "_take_deployed", keep)
     return found
@@ -49,10 +63,10 @@ def gradient_at(task: Task, x: Tensor, step: int, rank: int, workers: int) -> Te
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-def in_turn(task: Task, workers: int, alpha: float, period: int, *, at_the_end: bool) -> tuple[list[Tensor], Tensor]:
+def in_turn(task: Task, workers: int, alpha: float, period: int) -> tuple[list[Tensor], Tensor]:
     """What the paper writes down for one worker after the other: the elastic move and the gradient both start at the old values.
 
-    Workers may meet the centre `at_the_end` once more.
+    At the end they meet the centre once more.
     """
     centre = vector(task.build())
     xs = [centre.clone() for _ in range(workers)]
@@ -61,7 +75,7 @@ def in_turn(task: Task, workers: int, alpha: float, period: int, *, at_the_end: 
             force = alpha * (xs[j] - centre) if k % period == 0 else torch.zeros_like(centre)
             centre = centre + force
             xs[j] = xs[j] - LR * gradient_at(task, xs[j], k, j, workers) - force
-    for j in range(workers if at_the_end else 0):
+    for j in range(workers):
         force = alpha * (xs[j] - centre)
         centre, xs[j] = centre + force, xs[j] - force
     return xs, centre
@@ -76,6 +90,22 @@ def together(task: Task, workers: int, alpha: float, period: int) -> tuple[list[
         xs = [x - LR * gradient_at(task, x, k, j, workers) - force for j, (x, force) in enumerate(zip(xs, forces, strict=True))]
         centre = centre + torch.stack(forces).sum(0)
     return xs, centre
+
+
+def walk(*, steps: int, batch: int, samples: int, seed: int = 0) -> Task:
+    """Down a slope that is the same everywhere, so that it is known how far all workers go together."""
+
+    def slope(model: Any, batch: Sequence[Tensor]) -> Tensor:
+        return (model.w * batch[0]).sum(1).mean()
+
+    return Task(lambda: Point(5), slope, [numbers(samples, 5, seed=seed)], batch, plain, steps=steps)
+
+
+def come_to(task: Task, workers: int) -> Tensor:
+    """What workers and centre must have together after all steps."""
+    start = vector(task.build())
+    gone = [gradient_at(task, start, k, j, workers) for k in range(task.total_steps) for j in range(workers)]
+    return (workers + 1) * start - LR * sum(g for g in gone if g.isfinite().all())
 
 
 def staggered(workers: int, **more: Any) -> Cluster:
@@ -97,10 +127,32 @@ def test_the_synchronous_form_is_the_paper_s(workers: int, period: int, monkeypa
 
 
 def test_the_synchronous_centre_is_a_moving_average_of_the_mean(monkeypatch: pytest.MonkeyPatch):
-    """Exactly as in E1.3: with all of it the centre is the mean of where the workers stood."""
-    task, found = regression(steps=1, batch=12, optimizer=plain), ends(monkeypatch)
-    simulate(task, EASGD(beta=1.0, period=1), instant(3))
-    assert same(found[0][1], vector(task.build())), "they all stood where they began"
+    """One step more moves it by beta to where the workers stood after the last."""
+    found = ends(monkeypatch)
+
+    def centre_and_mean(steps: int) -> tuple[Tensor, Tensor]:
+        run = simulate(regression(steps=steps, batch=12, optimizer=plain), EASGD(beta=0.7, period=1), instant(3))
+        return run.params, torch.stack([x for x, _ in found.values()]).mean(0)
+
+    (before, mean), (after, _) = centre_and_mean(5), centre_and_mean(6)
+    assert close(after, 0.3 * before + 0.7 * mean)
+    assert not close(after, before, rtol=1e-3)
+
+
+def test_unequal_parts_of_a_minibatch_change_nothing_of_what_is_conserved(monkeypatch: pytest.MonkeyPatch):
+    """Parts of 3, 2 and 2 samples: who has seen more pulls the centre more, and is pulled as much more."""
+    task, found = walk(steps=8, batch=7, samples=28), ends(monkeypatch)
+    simulate(task, EASGD(beta=0.6, period=2), instant(3))
+    assert close(sum(x for x, _ in found.values()) + found[0][1], come_to(task, 3))
+
+
+@pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient")
+def test_a_step_without_a_gradient_changes_nothing_of_it_either(monkeypatch: pytest.MonkeyPatch):
+    """That of a minibatch with NaN in it is left out."""
+    task, found = walk(steps=6, batch=4, samples=24), ends(monkeypatch)
+    task.data[0][5] = float("nan")
+    simulate(task, AsyncEASGD(alpha=0.3, period=1), instant(2))
+    assert close(sum(x for x, _ in found.values()) + found[0][1], come_to(task, 2))
 
 
 class Apart(Task):
@@ -129,7 +181,7 @@ def test_the_fixed_point_of_parabolas_with_different_minima(rho: float, monkeypa
 def test_in_the_order_of_ranks_it_is_the_round_robin_of_the_paper(form: str, workers: int, period: int, monkeypatch: pytest.MonkeyPatch):
     task, found = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch)
     run = simulate(task, FORMS[form](alpha=0.3, period=period), staggered(workers))
-    xs, centre = in_turn(task, workers, 0.3, period, at_the_end=True)  # As 8 steps are a multiple of the period.
+    xs, centre = in_turn(task, workers, 0.3, period)  # As 8 steps are a multiple of the period.
     assert all(close(found[j][0], x) for j, x in enumerate(xs))
     assert close(run.params, centre)
 
@@ -140,9 +192,9 @@ def test_ea_wild_in_the_order_of_ranks_is_that_too(servers: int, workers: int, p
     """Though there the centre's side of the difference is worked out where the centre is."""
     task, found = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch)
     run = simulate(task, EAWild(alpha=0.3, period=period, servers=servers), staggered(workers))
-    xs, centre = in_turn(task, workers, 0.3, period, at_the_end=False)
-    assert all(close(found[j][0], x) for j, x in enumerate(xs))
+    _, centre = in_turn(task, workers, 0.3, period)
     assert close(run.params, centre)
+    assert len(found) == workers
 
 
 @pytest.mark.parametrize("speeds", [0.0, 0.5])
@@ -151,7 +203,7 @@ def test_round_robin_is_in_turn_whatever_the_speeds(speeds: float, monkeypatch: 
     task, found = quadratic(steps=8, batch=3, samples=3, optimizer=plain), ends(monkeypatch)
     task.data[0][:] = task.data[0][0]
     run = simulate(task, RoundRobinEASGD(alpha=0.3, period=1), instant(3, compute=LogNormal(1.0, speeds)))
-    xs, centre = in_turn(task, 3, 0.3, 1, at_the_end=True)
+    xs, centre = in_turn(task, 3, 0.3, 1)
     assert close(run.params, centre)
     assert len(found) == len(xs)
 
@@ -159,16 +211,10 @@ def test_round_robin_is_in_turn_whatever_the_speeds(speeds: float, monkeypatch: 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("strategy", [AsyncEASGD(alpha=0.3, period=2), RoundRobinEASGD(alpha=0.3, period=2)], ids=["async", "round robin"])
 def test_what_workers_and_centre_have_together_changes_by_gradients_alone(strategy: Strategy, seed: int, monkeypatch: pytest.MonkeyPatch):
-    """In any order: a slope that is the same everywhere says what they have gone by in all."""
-
-    def slope(model: Any, batch: Sequence[Tensor]) -> Tensor:
-        return (model.w * batch[0]).sum(1).mean()
-
-    data, workers, steps = torch.randn(24, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), 4, 18
-    task, found = Task(lambda: Point(5), slope, [data], 8, plain, steps=steps), ends(monkeypatch)
-    simulate(task, strategy, Cluster(workers, compute=LogNormal("5ms", 0.8), bandwidth="1MB/s", seed=seed))
-    gone = sum(gradient_at(task, vector(task.build()), k, j, workers) for k in range(steps) for j in range(workers))
-    assert close(sum(x for x, _ in found.values()) + found[0][1], (workers + 1) * vector(task.build()) - LR * gone)
+    """In any order."""
+    task, found = walk(steps=18, batch=8, samples=24, seed=seed), ends(monkeypatch)
+    simulate(task, strategy, Cluster(4, compute=LogNormal("5ms", 0.8), bandwidth="1MB/s", seed=seed))
+    assert close(sum(x for x, _ in found.values()) + found[0][1], come_to(task, 4))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -223,15 +269,40 @@ def test_the_centre_stays_between_all_that_it_was_and_was_pulled_to(seed: int):
 
 
 def test_random_groups_change_and_are_the_same_for_all_their_members():
-    strategy, ranks = EAWild(group=2, groups="random"), range(6)
-    walks = [strategy.partitions_of(rank, ranks) for rank in ranks]
+    strategy, ranks = EAWild(group=2, groups="random", regroup=10), range(6)
     seen: set[tuple[int, ...]] = set()
-    for _ in range(8):
-        groups = [next(walk) for walk in walks]
+    for step in range(5, 80, 10):
+        groups = [strategy.group_of(rank, ranks, step) for rank in ranks]
         assert all(rank in group and groups[other] == group for rank, group in enumerate(groups) for other in group)
         assert sorted(r for group in set(groups) for r in group) == list(ranks)
         seen |= set(groups)
     assert len(seen) > 3
+
+
+@pytest.mark.parametrize("strategy", [EAWild(alpha=0.0, group=2), EAWild(alpha=0.0, group=2, servers=1)], ids=["in memory", "on a shard"])
+def test_groups_begin_wherever_a_method_before_has_ended(strategy: Strategy, monkeypatch: pytest.MonkeyPatch):
+    task, found = regression(steps=9, batch=12, optimizer=plain), ends(monkeypatch)
+    if strategy.servers:
+        simulate(task, strategy, instant(4))
+    else:
+        simulate(task, Then(AllReduceSGD(), strategy, steps=3), instant(4))
+    assert close(found[0][0], found[1][0]) and close(found[2][0], found[3][0])
+    assert not close(found[0][0], found[2][0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("period", [5, 100])
+@pytest.mark.parametrize("servers", [0, 1])
+def test_the_last_steps_reach_the_centre(servers: int, period: int):
+    task = regression(steps=12, batch=12, optimizer=plain)
+    run = simulate(task, EAWild(alpha=0.3, period=period, servers=servers), instant(3))
+    assert not close(run.params, vector(task.build()), rtol=1e-2)
+
+
+def test_nobody_waits_for_a_lock():
+    """On one bus, where all that locked ones do takes its time."""
+    task, host = quadratic(steps=40, batch=4, numel=100), Cluster(4, compute=LogNormal("1ms", 0.2), bus="10MB/s", latency="20us")
+    wild, locked = (simulate(task, s, host).seconds for s in (EAWild(), RoundRobinEASGD(period=1, servers=1)))
+    assert wild < 0.9 * locked
 
 
 # Where it is stable.
@@ -279,6 +350,7 @@ def test_a_moderate_force_is_not_warned_of():
         (lambda: EAWild(groups=cast(Any, "some")), "'fixed' or 'random'"),
         (lambda: EAWild(rho=1.0, servers=1), "give alpha or beta"),
         (lambda: AsyncEASGD(servers=0), "at least 1 shard"),
+        (lambda: AsyncEASGD(sparse=True), "nothing of it is sparse"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, says: str):

@@ -219,3 +219,13 @@ def test_buckets_of_unequal_workers_are_exchanged_in_one_order():
         assert same(
             simulate(task, AllReduceSGD(codec=codec), uneven).params, simulate(task, AllReduceSGD(codec=codec), Cluster(workers=4)).params
         )
+
+
+FREE = {name: case for name, case in STRATEGIES.items() if name not in ORDERED}
+
+
+@pytest.mark.parametrize("case", FREE.values(), ids=FREE)
+def test_what_runs_free_is_not_broken_off_to_be_resumed(case: Case):
+    """What is under way between workers would be lost."""
+    with pytest.raises(ValueError, match="is in no state"):
+        simulate(quadratic(steps=9, batch=4), case.strategy, Cluster(workers=2), stop_at=5)

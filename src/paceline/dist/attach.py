@@ -150,6 +150,8 @@ class Session:
         """Go on from a saved state; before the first step."""
         if self.strategy.servers:
             raise ValueError(f"{type(self.strategy).__name__} holds its parameters on servers, which a worker's saved state does not reach")
+        if not self.strategy.is_ordered:
+            raise ValueError(f"workers of {type(self.strategy).__name__} never wait for each other: what is under way is in no saved state")
         if state["strategy"] != type(self.strategy).__name__:
             raise ValueError(f"the state was saved under {state['strategy']}, this session runs {type(self.strategy).__name__}")
         self.loop.replica.load_state_dict(state["replica"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from paceline.collectives import all_there
 from paceline.errors import ClusterError
 from paceline.op import Op
 
@@ -53,7 +54,7 @@ async def common(endpoint: ProcessEndpoint, first: Tensor) -> ProcessCommon:
         if is_first:
             values.copy_(first)
         # Until all have mapped it, its maker keeps it open; and nobody is to read before it has its values.
-        await endpoint.all_reduce(torch.zeros(1, dtype=torch.float64))
+        await all_there(endpoint)
     finally:
         if file >= 0:
             os.close(file)

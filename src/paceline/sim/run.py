@@ -129,6 +129,8 @@ def simulate(
     `stop_at` breaks off before that step; `resume` takes such a run's states, `resized` if there are now more or fewer workers.
     `faults` says what goes wrong.
     """
+    if (resume is not None or stop_at is not None) and not strategy.is_ordered:
+        raise ValueError(f"simulate({type(strategy).__name__}, stop_at or resume): what its workers have told each other is in no state")
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(f"simulate: {len(resume)} workers' states for {cluster.workers} workers; give resized(states, {cluster.workers})")
     layout = Layout(cluster.workers, strategy.servers)

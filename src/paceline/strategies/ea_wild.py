@@ -7,15 +7,14 @@ one of them meets the centre for all.  On one host the centre lies in memory tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from random import Random
 from typing import ClassVar, Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from paceline.collectives import all_there
 from paceline.endpoint import Common, Endpoint
 from paceline.op import Op
 from paceline.replica import Replica
@@ -61,16 +60,23 @@ class EAWild(Elastic, Strategy):
         if w.workers % self.group:
             over = w.workers % self.group
             raise ValueError(f"EAWild(group={self.group}): {w.workers} workers make {pullers} such groups, and leave {over} over")
+        if self.groups == "random" and not w.learner.is_shared_out:
+            raise ValueError(
+                "EAWild(groups='random') in a loop of your own, which may be longer than another worker's: give groups='fixed'"
+            )
         self.warn_if_unstable(w, pullers)
         everyone = w.endpoint
-        centre = OnShards(Store(w)) if self.servers else InMemory(await everyone.common(w.params), everyone)
+        centre = await OnShards.of(w) if self.servers else InMemory(await everyone.common(w.params), everyone)
         w.deploy(seen := w.params.clone())  # The centre, as this worker's group has last seen it.
-        partitions = self.partitions_of(w.rank, everyone.ranks)
+        is_grouped = False
         for k in w.steps():
-            if k == 0 or (self.groups == "random" and k % self.regroup == 0):
-                w.endpoint = everyone.group(next(partitions))
+            if not is_grouped or (self.groups == "random" and k % self.regroup == 0):
+                w.endpoint = everyone.group(self.group_of(w.rank, everyone.ranks, k))
                 await w.endpoint.all_reduce(w.params.div_(self.group))
-            await self._step(w, centre, seen, pullers, meets=k % self.period == 0 and w.has_data(k))
+            await self._step(w, centre, seen, pullers, meets=is_grouped and k % self.period == 0)
+            is_grouped = True
+        if w.rank == w.endpoint.ranks[0]:  # What the last steps have found counts too.
+            await centre.meet(w.params.clone(), self.share(w, pullers), seen)
         w.endpoint = everyone
         seen.copy_(await centre.end())
         await w.mean_of_buffers()
@@ -90,13 +96,13 @@ class EAWild(Elastic, Strategy):
             await w.endpoint.broadcast(seen, leader)
             w.params.sub_(before.sub_(seen), alpha=alpha)
 
-    def partitions_of(self, rank: int, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """With whom a worker is in a group, one time after the other."""
-        chance = Random(f"EAWild/{len(ranks)}/{self.group}")
-        drawn = [chance.sample(ranks, len(ranks)) for _ in range(PARTITIONS)] if self.groups == "random" else [list(ranks)]
-        for order in cycle(drawn):
-            first = order.index(rank) // self.group * self.group
-            yield tuple(sorted(order[first : first + self.group]))
+    def group_of(self, rank: int, ranks: Sequence[int], step: int) -> tuple[int, ...]:
+        """With whom a worker is in a group at that step."""
+        order = list(ranks)
+        if self.groups == "random":
+            order = Random(f"EAWild/{step // self.regroup % PARTITIONS}").sample(order, len(order))
+        first = order.index(rank) // self.group * self.group
+        return tuple(sorted(order[first : first + self.group]))
 
     async def server(self, s: Shard) -> None:
         alpha = self.alpha if self.alpha is not None else self.beta * self.group / s.endpoint.layout.workers
@@ -129,7 +135,7 @@ class InMemory:
         await self.common.draw(x, alpha)
 
     async def end(self) -> Tensor:
-        await self.endpoint.all_reduce(torch.zeros(1, dtype=torch.float64))
+        await all_there(self.endpoint)
         return self.common.values
 
 
@@ -138,6 +144,13 @@ class OnShards:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+
+    @classmethod
+    async def of(cls, w: Replica) -> OnShards:
+        """Where the first worker stands, and the others with it."""
+        store = Store(w)
+        await store.pull(into=w.params)
+        return cls(store)
 
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
         return self.store.endpoint.spawn(self._meet(x, into), kind="meet")

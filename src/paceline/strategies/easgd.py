@@ -89,16 +89,18 @@ class EASGD(Elastic, Strategy):
         m = w.memory(centre=w.params.clone())
         w.deploy(m.centre)
         self.warn_if_unstable(w, w.workers, together=True)
+        own = w.memory("own", seen=[w.samples])  # up to the last meeting
         for k in w.steps():
-            if (k + 1) % self.period:
-                await w.local_step()
-                continue
-            before = w.params.clone()
+            before = None if (k + 1) % self.period else w.params.clone()
             await w.local_step()
-            alpha = self.share(w, w.workers)
-            w.params.sub_(before - m.centre, alpha=alpha)
+            if before is None:
+                continue
+            beta, way = self.share(w, w.workers) * w.workers, before - m.centre
             mean = await w.mean(before)
-            m.centre.lerp_(mean, alpha * w.workers)
+            if w.samples_at_hand:  # Of all workers.  Where all have seen as many, each moves by alpha.
+                w.params.sub_(way, alpha=beta * (w.samples - own.seen[0]) / w.samples_at_hand)
+                m.centre.lerp_(mean, beta)
+            own.seen = [w.samples]
         await w.mean_of_buffers()
 
 
@@ -119,6 +121,8 @@ class ElasticServed(Elastic, Served):
         super().__post_init__()
         self.check_force()
         check_period(self, self.period)
+        if self.sparse:
+            raise ValueError(f"{type(self).__name__}(sparse=True): a force is as long as the model; nothing of it is sparse")
 
     def shard_rule(self, workers: int) -> Rule:
         return Sgd(lr=1.0)  # Shards take away what is pushed.
@@ -143,7 +147,7 @@ class ElasticServed(Elastic, Served):
             if pushed is not None:
                 await pushed
             torch.sub(w.params, await store.pull(), out=force).mul_(self.share(w, pullers))
-            pushed = store.push(-force, seen)
+            pushed = store.push(-force, max(1.0, seen))  # What no samples are behind would change nothing.
             count, seen = 0, 0.0
 
         while await store.next(before_waiting=meet):

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from paceline.collectives import all_there
 from paceline.replica import Replica
 from paceline.strategy import Strategy
 
@@ -25,6 +24,9 @@ class Hogwild(Strategy):
     is_ordered: ClassVar[bool] = False
 
     async def worker(self, w: Replica) -> None:
-        w.flat.live_in((await w.endpoint.common(w.params)).values)
+        w.flat.live_in((await w.endpoint.common(w.params)).values, is_common=True)
         await w.train_alone()
-        await w.endpoint.all_reduce(torch.zeros(1, dtype=torch.float64))  # The model is ready when the last of them is.
+        await all_there(w.endpoint)  # The model is ready when the last of them is.
+        w.flat.live_in(w.params.clone(), is_common=False)
+        await all_there(w.endpoint)  # Nobody changes it before all have it.
+        await w.mean_of_buffers()
