@@ -71,6 +71,9 @@ def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str,
             near = get_close_matches(key, known, n=1, cutoff=0.0)
             hint = f"; did you mean '{near[0]}'? It has: {', '.join(known)}" if near else "; it has no settings"
             raise ValueError(f"{cls.__name__} has no setting '{key}'{hint}")
+    needed = [f.name for f in dataclasses.fields(cls) if f.init and _is_required(f) and f.name not in settings]  # pyright: ignore
+    if needed:
+        raise ValueError(f"{cls.__name__} needs {', '.join(needed)}: there is no default that would suit everybody")
     return cls(**settings)
 
 

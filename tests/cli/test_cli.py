@@ -52,6 +52,7 @@ def test_one_strategy_can_be_asked_for():
         (lambda: registry.codec("onbit"), "there is no codec 'onbit'; did you mean 'one-bit'?"),
         (lambda: registry.strategy("block-momentum", perod=3), "BlockMomentum has no setting 'perod'; did you mean 'period'?"),
         (lambda: registry.codec("fp16", bucket=3), "Fp16 has no setting 'bucket'; it has no settings"),
+        (lambda: registry.strategy("strom"), "Strom needs codec: there is no default"),
         (
             lambda: registry.strategy("periodic-averaging", period=0),
             "PeriodicAveraging(period=0): it counts steps between synchronisations",

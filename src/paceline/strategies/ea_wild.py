@@ -105,8 +105,7 @@ class EAWild(Elastic, Strategy):
         return tuple(sorted(order[first : first + self.group]))
 
     async def server(self, s: Shard) -> None:
-        alpha = self.alpha if self.alpha is not None else self.beta * self.group / s.endpoint.layout.workers
-        await s.serve(Attract(alpha))
+        await s.serve(Attract(self.constant_share(s.endpoint.layout.workers // self.group)))
 
 
 class Centre(Protocol):

@@ -43,9 +43,11 @@ class Elastic:
 
     def share(self, w: Replica, pullers: int) -> float:
         """alpha, where so many pull at the centre."""
-        if self.alpha is not None:
-            return self.alpha
-        return self.beta / pullers if self.rho is None else self.rho * w.lr
+        return self.constant_share(pullers) if self.rho is None else self.rho * w.lr
+
+    def constant_share(self, pullers: int) -> float:
+        """The same, if it does not depend on the learning rate."""
+        return self.beta / pullers if self.alpha is None else self.alpha
 
     def warn_if_unstable(self, w: Replica, pullers: int, *, together: bool = False) -> None:
         """Tell, once, of a force that is too strong even for the simplest of losses."""
