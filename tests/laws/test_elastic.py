@@ -279,13 +279,9 @@ def test_random_groups_change_and_are_the_same_for_all_their_members():
     assert len(seen) > 3
 
 
-@pytest.mark.parametrize("strategy", [EAWild(alpha=0.0, group=2), EAWild(alpha=0.0, group=2, servers=1)], ids=["in memory", "on a shard"])
-def test_groups_begin_wherever_a_method_before_has_ended(strategy: Strategy, monkeypatch: pytest.MonkeyPatch):
+def test_groups_begin_wherever_a_method_before_has_ended(monkeypatch: pytest.MonkeyPatch):
     task, found = regression(steps=9, batch=12, optimizer=plain), ends(monkeypatch)
-    if strategy.servers:
-        simulate(task, strategy, instant(4))
-    else:
-        simulate(task, Then(AllReduceSGD(), strategy, steps=3), instant(4))
+    simulate(task, Then(AllReduceSGD(), EAWild(alpha=0.0, group=2), steps=3), instant(4))
     assert close(found[0][0], found[1][0]) and close(found[2][0], found[3][0])
     assert not close(found[0][0], found[2][0], rtol=1e-3)
 
