@@ -203,7 +203,7 @@ class Job:
     def open(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """torch's own group of these ranks, which they alone open: in the same order, and after as many others."""
         limit = timedelta(seconds=self._timeout_s)  # torch gives a new group its own default, not that of the first.
-        group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+        group = dist.new_group(list(ranks), backend=self._kind(), timeout=limit, use_local_synchronization=True)
         assert group is not None and not isinstance(group, int)  # What torch gives to those who are no members.
         self._groups[tuple(ranks)] = group
         return group
@@ -214,12 +214,14 @@ class Job:
             return None
         if not apart:
             return dist.group.WORLD
-        # The user's group is often NCCL's alone, and ballots are on the CPU; None: the same kind as the user's.
-        backend = _backend(self._device) if dist.get_backend() == "nccl" else None
-        group = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout_s))
+        group = dist.new_group(backend=self._kind(), timeout=timedelta(seconds=self._timeout_s))
         assert group is not None and not isinstance(group, int)  # What torch gives to those who are no members.
         self._apart = group
         return group
+
+    def _kind(self) -> str | None:
+        """Of a new group: the user's is often NCCL's alone, and ballots are on the CPU.  None: of the same kind as the user's."""
+        return _backend(self._device) if dist.get_backend() == "nccl" else None
 
     def _join(self, device: torch.device, store: dist.Store | None, rank: int | None, workers: int | None, *, alone: bool) -> None:
         if not dist.is_initialized():

@@ -14,34 +14,38 @@ class HasEnded(ClusterError):
     """Who was asked has come to its end, with all work done."""
 
 
-async def answered(endpoint: Endpoint, rank: int, asked: Message, kinds: Collection[str]) -> Message:
-    """The answer, of one of these kinds, to what `rank` was sent; it is sent again if it, or the answer, may have been lost."""
-    silences, name = 0, endpoint.layout.name(rank)
+async def answered(endpoint: Endpoint, rank: int, asked: Message, kinds: Collection[str], *, again: Message | None = None) -> Message:
+    """The answer, of one of these kinds, to what `rank` was sent; or what that rank asks for itself, which has no serial.
+
+    If the request, or the answer, may have been lost, it is sent again, or what is given to be sent `again` instead.
+    """
+    silences = 0
     while True:
         try:
             answer = await endpoint.recv(src=rank, kinds=(*kinds, "wait", "refused", "gone"), timeout=endpoint.patience)
         except TimeoutError:
             silences += 1
+            name = endpoint.layout.name(rank)
             if endpoint.has_ended(rank):
                 raise HasEnded(f"{name} has ended") from None
             if silences > SILENCES:
                 said = f"{name} has not answered a '{asked.kind}' of {endpoint.layout.name(endpoint.rank)}: it is gone, or stuck"
                 raise ClusterError(said) from None
-            await endpoint.send(rank, asked)
+            await endpoint.send(rank, asked if again is None else again)
             continue
         silences = 0
-        if answer.kind == "gone" or (answer.serial == asked.serial and answer.kind != "wait"):  # What was asked twice is answered twice.
-            check_answer(endpoint, asked, answer)
+        check_answer(endpoint, answer)
+        if answer.kind in kinds and answer.serial in (asked.serial, 0):  # What was asked twice may be answered twice.
             return answer
 
 
-def check_answer(endpoint: Endpoint, asked: Message, answer: Message) -> None:
-    """Tell it as an error if the answer is that there is none."""
+def check_answer(endpoint: Endpoint, answer: Message) -> None:
+    """Tell it as an error if there will be no other answer, to whichever request."""
     name = endpoint.layout.name(answer.src)
     if answer.kind == "gone":
         if endpoint.has_ended(answer.src):
             raise HasEnded(f"{name} has ended")
-        raise ClusterError(f"{name} is gone, and with it a part of the run")
-    if answer.kind == "refused":
+        raise ClusterError(f"{name} is gone, and the run cannot go on without it")
+    if answer.kind == "refused" and answer.serial:
         why = bytes(answer.tensors[0].tolist()).decode(errors="replace")
-        raise ClusterError(f"{name} refused a '{asked.kind}' of {endpoint.layout.name(endpoint.rank)}: {why}")
+        raise ClusterError(f"{name} refused a request of {endpoint.layout.name(endpoint.rank)}: {why}")

@@ -95,7 +95,7 @@ class Coordinator:
                     ) from None
                 continue
             if message.src in missing and (message.serial == asked.serial or message.kind == "gone"):
-                check_answer(endpoint, asked, message)
+                check_answer(endpoint, message)
                 answers[message.src], silences = message, 0
             elif not self._is_repeated(message):
                 self._later.append(message)

@@ -17,7 +17,7 @@ from paceline.errors import ClusterError
 from paceline.server.desk import Desk
 from paceline.server.gates import Free, Gate
 from paceline.server.rules import Rule
-from paceline.server.slice import Away, Refused, Slice
+from paceline.server.slice import Away, Refused, Slice, check_value
 
 PUSHES = ("push", "exchange")  # What brings an update,
 ASKS = ("pull", "exchange")  # and what wants the value.
@@ -280,9 +280,7 @@ class Shard:
             raise Refused("it is not, or no longer, among the workers")
         if not self.held.is_there and message.src and self._is_there(0):
             raise Refused("the first value is worker 0's to bring")
-        told = [(t.dtype, tuple(t.shape)) for t in message.tensors]
-        if len(told) != 1 or not told[0][0].is_floating_point or len(told[0][1]) != 1:
-            raise Refused(f"a value is one vector of real numbers, not {told}")
+        check_value(message)
 
     async def _find(self, message: Message) -> bool:
         """A worker, who has waited for long, wants to know whether its update has been heard; whether it is to be answered anew."""

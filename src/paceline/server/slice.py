@@ -30,6 +30,13 @@ class Away(Refused):
     answer = "away"
 
 
+def check_value(message: Message) -> None:
+    """Whether what a worker brings can be a shard's first value."""
+    told = [(t.dtype, tuple(t.shape)) for t in message.tensors]
+    if len(told) != 1 or not told[0][0].is_floating_point or len(told[0][1]) != 1:
+        raise Refused(f"a value is one vector of real numbers, not {told}")
+
+
 class Slice:
     """Nothing until it has its first value."""
 

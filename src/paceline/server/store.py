@@ -12,18 +12,17 @@ from paceline.codecs import kernels
 from paceline.codecs.codec import Codec
 from paceline.collectives import stripe_of
 from paceline.endpoint import LIFE, Message
-from paceline.errors import ClusterError
 from paceline.op import Op
 from paceline.replica import Replica
 from paceline.rows import positions, within
+from paceline.server.asking import HasEnded, answered
 from paceline.server.desk import MOST_DRAWN
 from paceline.server.tickets import Ticket
 from paceline.strategy import Ended
 
 # What requests are answered by.
-ALIVE = ("again", "away", "bring", "wait", "refused", "ended", "gone")
-VALUES, HEARD, TICKETS = ("value", *ALIVE), ("heard", *ALIVE), ("tickets", "later", "idle", "over", "away", "refused", "ended", "gone")
-SILENCES = 12  # So many times a worker asks again before it gives up a shard that says nothing at all.
+ALIVE = ("again", "away", "bring", "ended")
+VALUES, HEARD, TICKETS = ("value", *ALIVE), ("heard", *ALIVE), ("tickets", "later", "idle", "over", "away", "ended")
 
 
 class Store:
@@ -244,44 +243,25 @@ class Store:
         self.versions[shard] = answer.version
 
     async def _answer(self, rank: int, asked: Message, kinds: Collection[str]) -> Message:
-        """What a shard answers to a request, which is repeated if it was lost."""
-        silences, name = 0, self.endpoint.layout.name(rank)
+        """What a shard answers to a request, once all has been done that it asks for before."""
         while True:
+            # What is large is sent again only if it has not been heard.
+            again = Message(f"ask {asked.kind}", serial=asked.serial) if asked.kind in ("push", "exchange") else None
             try:
-                answer = await self.endpoint.recv(src=rank, kinds=kinds, timeout=self.endpoint.patience)
-            except TimeoutError:
-                silences += 1
-                if silences > SILENCES:
-                    self._end_if_over(rank)
-                    said = f"{name} has not answered a '{asked.kind}' of worker {self.endpoint.rank}: it is gone, or stuck"
-                    raise ClusterError(said) from None
-                # What is large is sent again only if it has not been heard.
-                is_large = asked.kind in ("push", "exchange")
-                await self.endpoint.send(rank, Message(f"ask {asked.kind}", serial=asked.serial) if is_large else asked)
-                continue
-            silences = 0
-            if answer.kind in ("gone", "ended"):
-                self._end_if_over(rank, is_over=answer.kind == "ended")
-                raise ClusterError(f"{name} is gone, and with it a part of the model")
+                answer = await answered(self.endpoint, rank, asked, kinds, again=again)
+            except HasEnded:
+                answer = Message("ended")
+            if answer.kind == "ended":  # Whoever comes too late has nothing to do.
+                self.replica.is_late = True
+                raise Ended
             if answer.kind == "bring":
                 await self._bring()
-            elif answer.kind == "refused" and answer.serial:
-                why = bytes(answer.tensors[0].tolist()).decode(errors="replace")
-                raise ClusterError(f"{name} refused a request of worker {self.endpoint.rank}: {why}")
-            elif answer.serial != asked.serial:
-                continue  # What was asked twice may be answered twice.
             elif answer.kind == "away":
                 asked, kinds = await self._come_back(rank, asked, kinds)
             elif answer.kind == "again":
                 await self.endpoint.send(rank, asked)
-            elif answer.kind != "wait":
+            else:
                 return answer
-
-    def _end_if_over(self, rank: int, *, is_over: bool = False) -> None:
-        """Whoever comes too late has nothing to do."""
-        if is_over or self.endpoint.has_ended(rank):
-            self.replica.is_late = True
-            raise Ended
 
     async def _come_back(self, rank: int, asked: Message, kinds: Collection[str]) -> tuple[Message, Collection[str]]:
         """It was silent for so long that it was taken for dead: others do its work, and what it has pushed does not count.

@@ -16,7 +16,7 @@ from paceline.endpoint import Endpoint, Message
 from paceline.errors import ClusterError
 from paceline.flat import is_finite
 from paceline.server.shard import Shard
-from paceline.server.slice import Refused
+from paceline.server.slice import Refused, check_value
 
 # What each operation is told: a number, a count, a vector that there is, or one that may be new.
 OPERATIONS = {
@@ -47,9 +47,7 @@ class Vectors:
 
     def begin(self, message: Message) -> None:
         """Take the first value of `w`, unless there is one."""
-        told = [(t.dtype, tuple(t.shape)) for t in message.tensors]
-        if len(told) != 1 or not told[0][0].is_floating_point or len(told[0][1]) != 1:
-            raise Refused(f"a value is one vector of real numbers, not {told}")
+        check_value(message)
         if not self._named:
             self._named["w"] = self.endpoint.room(message.tensors[0]).copy_(message.tensors[0])
 

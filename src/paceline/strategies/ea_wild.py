@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.collectives import all_there
@@ -68,12 +69,12 @@ class EAWild(Elastic, Strategy):
         everyone = w.endpoint
         centre = await OnShards.of(w) if self.servers else InMemory(await everyone.common(w.params), everyone)
         w.deploy(seen := w.params.clone())  # The centre, as this worker's group has last seen it.
-        is_grouped = False
+        before, is_grouped = torch.empty_like(w.params), False
         for k in w.steps():
             if not is_grouped or (self.groups == "random" and k % self.regroup == 0):
                 w.endpoint = everyone.group(self.group_of(w.rank, everyone.ranks, k))
                 await w.endpoint.all_reduce(w.params.div_(self.group))
-            await self._step(w, centre, seen, pullers, meets=is_grouped and k % self.period == 0)
+            await self._step(w, centre, seen, before, self.share(w, pullers), meets=is_grouped and k % self.period == 0)
             is_grouped = True
         if w.rank == w.endpoint.ranks[0]:  # What the last steps have found counts too.
             await centre.meet(w.params.clone(), self.share(w, pullers), seen)
@@ -81,9 +82,10 @@ class EAWild(Elastic, Strategy):
         seen.copy_(await centre.end())
         await w.mean_of_buffers()
 
-    async def _step(self, w: Replica, centre: Centre, seen: Tensor, pullers: int, *, meets: bool) -> None:
-        leader, alpha = w.endpoint.ranks[0], self.share(w, pullers)
-        before = w.params.clone() if meets else w.params
+    async def _step(self, w: Replica, centre: Centre, seen: Tensor, before: Tensor, alpha: float, *, meets: bool) -> None:
+        leader = w.endpoint.ranks[0]
+        if meets:
+            before.copy_(w.params)
         met = centre.meet(before, alpha, seen) if meets and w.rank == leader else None
         means: list[Op[Tensor]] = []
         g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket)))
@@ -112,7 +114,7 @@ class Centre(Protocol):
     """Where workers meet."""
 
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
-        """Read it, and then pull it by a share of the way to `x`."""
+        """Read it, and then pull it by a share of the way to `x`; what holds it may have the share from elsewhere."""
         ...
 
     async def end(self) -> Tensor:

@@ -92,13 +92,15 @@ class EASGD(Elastic, Strategy):
         w.deploy(m.centre)
         self.warn_if_unstable(w, w.workers, together=True)
         own = w.memory("own", seen=[w.samples])  # up to the last meeting
+        before, way = torch.empty_like(w.params), torch.empty_like(w.params)
         for k in w.steps():
-            before = None if (k + 1) % self.period else w.params.clone()
+            meets = (k + 1) % self.period == 0
+            if meets:
+                torch.sub(before.copy_(w.params), m.centre, out=way)
             await w.local_step()
-            if before is None:
+            if not meets:
                 continue
-            beta, way = self.share(w, w.workers) * w.workers, before - m.centre
-            mean = await w.mean(before)
+            beta, mean = self.share(w, w.workers) * w.workers, await w.mean(before)
             if w.samples_at_hand:  # Of all workers.  Where all have seen as many, each moves by alpha.
                 w.params.sub_(way, alpha=beta * (w.samples - own.seen[0]) / w.samples_at_hand)
                 m.centre.lerp_(mean, beta)
@@ -140,21 +142,24 @@ class ElasticServed(Elastic, Served):
         w.deploy(store.value)
         self.warn_if_unstable(w, pullers)
         force, velocity = torch.zeros_like(w.params), torch.zeros_like(w.params)
+        before = torch.empty_like(w.params) if self.mu else w.params
+        said = store.room().zero_()
         count, seen = 0, 0.0
-        pushed: Op[None] | None = store.push(force.clone(), 0.0) if self.is_in_turn else None  # And with it, the turn is the next one's.
+        pushed: Op[None] | None = store.push(said, 0.0) if self.is_in_turn else None  # And with it, the turn is the next one's.
 
         async def meet() -> None:
             """Pull the centre; how far that pulls this worker is to be done with its next step, whose gradient is taken before."""
-            nonlocal pushed, count, seen
+            nonlocal pushed, said, count, seen
             if pushed is not None:
                 await pushed
             torch.sub(w.params, await store.pull(), out=force).mul_(self.share(w, pullers))
-            pushed = store.push(-force, max(1.0, seen))  # What no samples are behind would change nothing.
+            said = torch.neg(force, out=store.room(said))
+            pushed = store.push(said, max(1.0, seen))  # What no samples are behind would change nothing.
             count, seen = 0, 0.0
 
         while await store.next(before_waiting=meet):
-            before = w.params.clone() if self.mu else w.params
             if self.mu:
+                before.copy_(w.params)
                 w.params.add_(velocity, alpha=self.mu)
             await w.local_step()
             if self.mu:
