@@ -137,7 +137,7 @@ def of_words(model: Any, batch: Sequence[Tensor]) -> Tensor:
     return model.table(batch[0]).sum(-1).mean()
 
 
-@pytest.mark.parametrize("how", ["simulated", "real"])
+@pytest.mark.parametrize("how", ["simulated", pytest.param("real", marks=pytest.mark.dist)])
 def test_sparse_steps_touch_only_their_rows(how: str):
     """And take no longer than these."""
     words = torch.arange(0, 64).view(32, 2)
