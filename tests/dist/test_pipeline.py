@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -220,17 +222,27 @@ def test_a_replica_with_nan_in_one_stage_counts_in_none():
 
 
 def test_a_process_holds_no_more_than_its_stage(tmp_path: Path):
-    """Parameters, and what the optimizer keeps for them, stay where their stage is."""
+    """Of the parameters of all models that it has built, once it trains, and of what the optimizer keeps for them."""
+    built: list[weakref.ref[nn.Parameter]] = []
 
-    def optimizer(params: Any) -> torch.optim.Optimizer:
-        mine = list(params)
-        (tmp_path / str(dist.get_rank())).write_text(str([list(p.shape) for p in mine]))
-        return torch.optim.SGD(mine, lr=0.05)
+    def model() -> nn.Module:
+        whole = network()
+        built.extend(map(weakref.ref, whole.parameters()))
+        return whole
 
-    pl.train(task(steps=1, optimizer=optimizer), pl.AllReduceSGD(), 2, stages=["2", "4"])
-    shapes = [[b, a] for a, b in pairwise(WIDTHS)]
-    parts = [shapes[:1], shapes[1:2], shapes[2:]]
-    assert [(tmp_path / str(r)).read_text() for r in range(6)] == 2 * [str([s for w in part for s in (w, w[:1])]) for part in parts]
+    class Telling(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            gc.collect()
+            held = [p for p in (ref() for ref in built) if p is not None and not p.is_meta]
+            kept = [state["momentum_buffer"] for state in self.state.values()]
+            (tmp_path / str(dist.get_rank())).write_text(json.dumps([[list(t.shape) for t in tensors] for tensors in (held, kept)]))
+
+    optimizer = partial(Telling, lr=0.05, momentum=0.9)
+    pl.train(task(steps=1, model=model, optimizer=optimizer), pl.AllReduceSGD(), 2, stages=["2", "4"])
+    shapes = [[[b, a], [b]] for a, b in pairwise(WIDTHS)]
+    parts = [shapes[0], shapes[1], [*shapes[2], *shapes[3]]]
+    assert [json.loads((tmp_path / str(r)).read_text()) for r in range(6)] == [[part, part] for part in 2 * parts]
 
 
 def test_the_simulators_bytes_at_the_cuts_are_those_of_real_processes():

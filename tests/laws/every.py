@@ -161,6 +161,7 @@ class Case:
     plain: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     agrees: bool = True  # All ranks end with the same bits.
     least: int = 1  # What a run must have, in steps.
+    group: int = 1  # What the number of workers must be a multiple of.
     whole: bool = False  # It works on whole epochs, and leaves what is left of another.
     doubles: bool = False  # Some work may be done twice, of which one is dropped.
 
@@ -281,6 +282,8 @@ STRATEGIES: dict[str, Case] = {
     "eamsgd": Case(EAMSGD(period=2, momentum=0.3), None, agrees=False),
     "ea-wild": Case(EAWild(), None, agrees=False),
     "ea-wild on shards": Case(EAWild(period=2, servers=2), None, agrees=False),
+    "ea-wild in groups": Case(EAWild(group=2), None, agrees=False, group=2),
+    "ea-wild in random groups, on a shard": Case(EAWild(group=2, groups="random", regroup=3, servers=1), None, agrees=False, group=2),
     "ea-wild in random groups of one": Case(EAWild(groups="random", regroup=3), None, agrees=False),
     "hogwild": Case(Hogwild(), None),
     "sandblaster": Case(Sandblaster(), None, least=4, whole=True, doubles=True),

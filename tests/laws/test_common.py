@@ -6,17 +6,22 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, Cluster, EAWild, Hogwild, LogNormal, Task, Then, simulate, train
+from paceline import AllReduceSGD, Cluster, ClusterError, EAWild, Hogwild, LogNormal, Task, Then, simulate, train
+from paceline.dist.endpoint import ProcessEndpoint
 from paceline.endpoint import Layout
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
+from paceline.strategies.ea_wild import InMemory
+from tests.dist.test_decentralised import mortal
+from tests.laws.ranks import on_shared_memory
 from tests.laws.tasks import OPTIMIZERS, Point, close, instant, numbers, regression, same, trained_alone, vector
 
 LR = 0.125  # A power of two, so that sums of small integers are exact.
@@ -132,7 +137,7 @@ def of_words(model: Any, batch: Sequence[Tensor]) -> Tensor:
     return model.table(batch[0]).sum(-1).mean()
 
 
-@pytest.mark.parametrize("how", ["simulated", "real"])
+@pytest.mark.parametrize("how", ["simulated", pytest.param("real", marks=pytest.mark.dist)])
 def test_sparse_steps_touch_only_their_rows(how: str):
     """And take no longer than these."""
     words = torch.arange(0, 64).view(32, 2)
@@ -167,6 +172,35 @@ def test_what_comes_after_has_parameters_of_its_own():
 # On real processes.
 
 
+@pytest.mark.dist
+def test_who_is_stopped_in_the_middle_of_its_write_holds_up_nobody(tmp_path: Path):
+    """Half of the centre is as it was before then, and the other meets that again and again."""
+
+    async def law(endpoint: ProcessEndpoint) -> list[float]:
+        common, told = await endpoint.common(torch.zeros(1 << 20)), await endpoint.common(torch.zeros(1))
+        writer = int((await endpoint.broadcast(torch.tensor([os.getpid()]), 0))[0])
+        if endpoint.rank == 0:
+            while not told.values:
+                await common.draw(torch.ones(1 << 20), 1e-3)
+            return []
+        seen, is_amid = torch.empty(1 << 20), False
+        while not is_amid:
+            os.kill(writer, signal.SIGCONT)
+            os.kill(writer, signal.SIGSTOP)
+            while Path(f"/proc/{writer}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                pass
+            is_amid = bool(common.values[0] != common.values[-1])
+        for _ in range(3):
+            await InMemory(common, endpoint).meet(torch.full((1 << 20,), 8.0), 0.5, seen)
+        told.values.fill_(1.0)
+        os.kill(writer, signal.SIGCONT)
+        return [float(seen[0]), float(seen[-1])]
+
+    _, [first, last] = on_shared_memory(tmp_path, 2, law, True)
+    assert first != last and min(first, last) >= 6.0
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("strategy", [Hogwild(), EAWild(), EAWild(group=2), EAWild(group=2, groups="random", regroup=5)], ids=str)
 def test_real_processes_learn_on_memory_in_common(strategy: Any):
     task = regression(steps=80, batch=8, optimizer=OPTIMIZERS["sgd"])
@@ -175,16 +209,11 @@ def test_real_processes_learn_on_memory_in_common(strategy: Any):
     assert sum(p.loss is not None for p in run.trace.points) == 4 * 80
 
 
-def test_a_worker_that_is_killed_does_not_leave_the_others_waiting():
-    def loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
-        if float(batch[1].sum()) == 12.0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return slope(model, batch)
-
-    marks = torch.zeros(16)
-    marks[5] = 12.0
-    task = Task(lambda: Point(3), loss, [numbers(16, 3), marks], 4, lambda p: torch.optim.SGD(p, lr=LR), steps=8)
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [Hogwild(), EAWild(group=2)], ids=["hogwild", "a group of ea-wild"])
+def test_a_worker_that_is_killed_does_not_leave_the_others_waiting(strategy: Any, tmp_path: Path):
+    task = mortal(walk(numbers(16, 3)), tmp_path / "flag", lambda n: n == 3, signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(Exception, match=r"SIGKILL|signal 9|killed"):
-        train(task, Hogwild(), workers=3, timeout_s=30)
+    with pytest.raises(ClusterError, match="worker 1 was killed by signal 9"):
+        train(task, strategy, workers=4, timeout_s=30)
     assert time.monotonic() - began < 20

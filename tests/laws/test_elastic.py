@@ -28,7 +28,19 @@ from paceline import (
 )
 from paceline.strategies.easgd import UnstableElastic, largest_share
 from paceline.strategy import Strategy
-from tests.laws.tasks import Point, close, instant, numbers, quadratic, regression, same, squared_distance, vector
+from tests.laws.tasks import (
+    Point,
+    close,
+    instant,
+    network,
+    numbers,
+    quadratic,
+    regression,
+    same,
+    squared_distance,
+    squared_error,
+    vector,
+)
 
 FORMS = {"async": AsyncEASGD, "with momentum": partial(EAMSGD, momentum=0.0)}
 LR = 0.1
@@ -159,18 +171,56 @@ class Apart(Task):
     """Every worker has data of its own, the same at each step."""
 
     def part(self, step: int, rank: int, workers: int) -> tuple[Tensor, ...]:
-        return (self.data[0][rank : rank + 1],)
+        return tuple(t[rank : rank + 1] for t in self.data)
 
 
+def curved(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """Half the curvature times the squared distance."""
+    return batch[1].mean() * squared_distance(model, batch[:1])
+
+
+@pytest.mark.parametrize("curvatures", [(1.0, 1.0, 1.0), (0.5, 1.0, 3.0)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("rho", [0.5, 2.0])
-def test_the_fixed_point_of_parabolas_with_different_minima(rho: float, monkeypatch: pytest.MonkeyPatch):
-    """The centre at the mean of them, and every worker in between its own and the centre, by rho."""
+def test_the_fixed_point_of_parabolas_with_different_minima(rho: float, curvatures: Sequence[float], monkeypatch: pytest.MonkeyPatch):
+    """The centre where springs in series with the parabolas hold it, and every worker in between its own minimum and the centre.
+
+    That is where their sum is least only if all are as steep.
+    """
     minima, found = torch.tensor([[1.0, -2.0], [4.0, 0.5], [-2.0, 3.0]], dtype=torch.float64), ends(monkeypatch)
-    task = Apart(lambda: Point(2), squared_distance, [minima], 3, plain, steps=2000)
+    h = torch.tensor(curvatures, dtype=torch.float64).unsqueeze(1)
+    task = Apart(lambda: Point(2), curved, [minima, h], 3, plain, steps=400)
     simulate(task, EASGD(rho=rho, period=1), instant(3))
-    centre = minima.mean(0)
+    k = h * rho / (h + rho)
+    centre = (k * minima).sum(0) / k.sum()
     assert all(close(found[j][1], centre, rtol=1e-6) for j in range(3))
-    assert all(close(found[j][0], (minima[j] + rho * centre) / (1 + rho), rtol=1e-6) for j in range(3))
+    assert all(close(found[j][0], (h[j] * minima[j] + rho * centre) / (h[j] + rho), rtol=1e-6) for j in range(3))
+    assert close(centre, (h * minima).sum(0) / h.sum(), rtol=1e-2) == (len(set(curvatures)) == 1)
+
+
+class Permuted(Task):
+    """Every worker has the data of another."""
+
+    order: Sequence[int] = ()
+
+    def part(self, step: int, rank: int, workers: int) -> tuple[Tensor, ...]:
+        return super().part(step, self.order[rank], workers)
+
+
+def test_which_worker_has_which_data_changes_only_rounding(monkeypatch: pytest.MonkeyPatch):
+    """Parts of 4, 3 and 3 samples."""
+    found = ends(monkeypatch)
+
+    def run(*order: int) -> tuple[Tensor, dict[int, Tensor]]:
+        task = Permuted(network, squared_error, regression(steps=12, batch=10).data, 10, plain, steps=12)
+        task.order = order
+        centre = simulate(task, EASGD(beta=0.6, period=2), instant(3)).params
+        return centre, {other: found[j][0] for j, other in enumerate(order)}
+
+    centre, workers = run(0, 1, 2)
+    for order in ((2, 0, 1), (1, 0, 2)):
+        permuted, there = run(*order)
+        assert close(permuted, centre) and all(close(there[j], workers[j]) for j in range(3))
+    assert not close(run(0, 1, 1)[0], centre, rtol=1e-3), "the data of workers differ"
 
 
 # On shards, and without a lock.
@@ -279,6 +329,22 @@ def test_random_groups_change_and_are_the_same_for_all_their_members():
     assert len(seen) > 3
 
 
+def test_new_groups_begin_with_the_mean_of_their_members(monkeypatch: pytest.MonkeyPatch):
+    """Without a force, so that only the groups bring their members together."""
+    task, found, ranks = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch), range(6)
+    strategy = EAWild(alpha=0.0, group=2, groups="random", regroup=3)
+    simulate(task, strategy, instant(6))
+    xs, groups = [vector(task.build()) for _ in ranks], [(rank,) for rank in ranks]
+    for k in range(task.total_steps):
+        if k % 3 == 0:
+            before, groups = groups, [strategy.group_of(rank, ranks, k) for rank in ranks]
+            assert groups != before, "others meet"
+            xs = [torch.stack([xs[j] for j in group]).mean(0) for group in groups]
+        gradients = [gradient_at(task, xs[j], k, j, 6) for j in ranks]
+        xs = [xs[j] - LR * torch.stack([gradients[i] for i in groups[j]]).mean(0) for j in ranks]
+    assert all(close(found[j][0], xs[j]) for j in ranks)
+
+
 def test_groups_begin_wherever_a_method_before_has_ended(monkeypatch: pytest.MonkeyPatch):
     task, found = regression(steps=9, batch=12, optimizer=plain), ends(monkeypatch)
     simulate(task, Then(AllReduceSGD(), EAWild(alpha=0.0, group=2), steps=3), instant(4))
@@ -294,11 +360,18 @@ def test_the_last_steps_reach_the_centre(servers: int, period: int):
     assert not close(run.params, vector(task.build()), rtol=1e-2)
 
 
-def test_nobody_waits_for_a_lock():
-    """On one bus, where all that locked ones do takes its time."""
+def test_it_is_faster_than_in_turn():
+    """On one bus, where all that others do in turn takes its time."""
     task, host = quadratic(steps=40, batch=4, numel=100), Cluster(4, compute=LogNormal("1ms", 0.2), bus="10MB/s", latency="20us")
-    wild, locked = (simulate(task, s, host).seconds for s in (EAWild(), RoundRobinEASGD(period=1, servers=1)))
-    assert wild < 0.9 * locked
+    wild, in_turn = (simulate(task, s, host).seconds for s in (EAWild(), RoundRobinEASGD(period=1, servers=1)))
+    assert wild < 0.9 * in_turn
+
+
+def test_nobody_waits_for_a_lock():
+    """A meeting takes as long among many as alone, though memory is so slow that all are always in the middle of one."""
+    task = quadratic(steps=20, batch=4, numel=100)
+    among, alone = (simulate(task, EAWild(), instant(n, compute="1us", memory_bandwidth="1kB/s")) for n in (4, 1))
+    assert among.seconds == pytest.approx(alone.seconds)
 
 
 # Where it is stable.
