@@ -143,7 +143,9 @@ class FlatModel:
 
     def _runs(self, index: int, p: Tensor) -> Tensor:
         start = self.offsets[index]
-        return rows(start, p.numel() // p.shape[0], self._rows[index]) if index in self._rows else torch.tensor([[start, p.numel()]])
+        if index not in self._rows:
+            return torch.tensor([[start, p.numel()]])
+        return rows(start, p.numel() // p.shape[0], self._rows[index].cpu())
 
     def collect_all(self) -> None:
         """The same for all of them at once."""

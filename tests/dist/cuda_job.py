@@ -1,9 +1,13 @@
-"""What must hold on a GPU, as a script for torchrun: one process with NCCL, or several that share one GPU through gloo."""
+"""What must hold on a GPU, as a script for torchrun: one process with NCCL, or several that share one GPU through gloo.
+
+Methods that meet by messages or in their host's memory are simulated there, as they need no group.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +22,25 @@ STRATEGIES = {
     "one-bit": pl.AllReduceSGD(codec=pl.OneBit()),
     "averaging": pl.PeriodicAveraging(period=4),
     "block-momentum": pl.BlockMomentum(period=4),
+    "elastic": pl.EASGD(period=4),
 }
+SIMULATED = (
+    pl.ASGD(),
+    pl.ASGD(codec=pl.OneBit()),
+    pl.Downpour(),
+    pl.DelayCompensated(),
+    pl.AsyncDiLoCo(),
+    pl.ParameterServer(rule=pl.Sgd(lr=0.05), sparse=True),
+    pl.AsyncEASGD(),
+    pl.EAMSGD(),
+    pl.RoundRobinEASGD(),
+    pl.EAWild(group=2),
+    pl.EAWild(group=2, servers=2),
+    pl.Hogwild(),
+    pl.Gossip(),
+    pl.Strom(pl.Threshold(0.001)),
+    pl.Sandblaster(),
+)
 
 
 def data(step: int, rank: int, workers: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,10 +67,28 @@ def loop(strategy: pl.Strategy, device: str, *, scaled: bool, poison: int | None
             scaler.update()
         workers = session.workers
     if poison is not None:
-        local = isinstance(strategy, (pl.PeriodicAveraging, pl.BlockMomentum))
+        local = not isinstance(strategy, pl.AllReduceSGD)
         was_mine = int(os.environ.get("RANK", "0")) == workers - 1
         assert scaler.get_scale() == (2.0**9 if was_mine or not local else 2.0**10), scaler.get_scale()
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+
+
+def simulated(strategy: pl.Strategy, device: str) -> torch.Tensor:
+    words = torch.randint(0, 100, (256, 4), generator=torch.Generator().manual_seed(0))
+    task = pl.Task(
+        model=lambda: nn.Sequential(
+            nn.Embedding(100, 8, sparse=isinstance(strategy, pl.Hogwild) or getattr(strategy, "sparse", False)),
+            nn.Flatten(),
+            nn.Linear(32, 2),
+        ).to(device),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        data=(words.to(device), (words[:, 0] > 50).long().to(device)),
+        batch=32,
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        epochs=2,
+    )
+    cluster = pl.Cluster(workers=4, compute=pl.LogNormal("10ms", sigma=0.4))
+    return pl.simulate(task, strategy, cluster, strict=False).params.cpu()
 
 
 def main() -> None:
@@ -68,6 +108,10 @@ def main() -> None:
             assert vector.isfinite().all(), name
         if os.environ.get("RANK", "0") == "0":
             print(f"{name}: {workers} workers, cuda against cpu differs by {drift:.2g}", flush=True)
+    for strategy in SIMULATED if workers == 1 else ():
+        drift = (simulated(strategy, "cuda") - simulated(strategy, "cpu")).abs().max().item()
+        assert drift < 1e-4, (strategy, drift)
+        print(f"{strategy}: simulated, cuda against cpu differs by {drift:.2g}", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ async def change(endpoint: SimEndpoint, values: Tensor, by: Callable[[], object]
     after = values.clone()
     values.copy_(before)
     for where in pieces(values):
-        touched = torch.arange(where.start, where.stop)[after[where] != before[where]]
+        touched = torch.arange(where.start, where.stop, device=values.device)[after[where] != before[where]]
         if len(touched):
             was, old, new = values[touched], before[touched], after[touched]
             await endpoint.move(2 * was.nbytes, kind="write")
