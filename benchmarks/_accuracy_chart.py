@@ -10,6 +10,9 @@ import vl_convert
 from paceline.report.charts import COLOURS, log_ticks
 
 GREY = "#7d8590"  # Readable on white and on near-black.
+TEXT = {"labelColor": GREY, "titleColor": GREY, "labelFontSize": 12, "titleFontSize": 12.5, "titleFontWeight": "normal"}
+STROKES = {"domainColor": GREY, "tickColor": GREY, "gridColor": GREY, "gridOpacity": 0.2}
+LOOK: dict[str, Any] = {"view": {"stroke": None}, "axis": {**TEXT, **STROKES}, "legend": TEXT}
 LEAST = 85.0  # Percent; what ends below is not drawn.
 
 
@@ -41,8 +44,6 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
     }
     shapes = ["circle", "triangle-up", "square", "diamond", "cross", "triangle-down"]
     shape = {"field": "codec", "type": "nominal", "title": "codec", "scale": {"domain": codecs, "range": shapes}, "legend": legend}
-    text = {"labelColor": GREY, "titleColor": GREY, "labelFontSize": 12, "titleFontSize": 12.5, "titleFontWeight": "normal"}
-    lines = {"domainColor": GREY, "tickColor": GREY, "gridColor": GREY, "gridOpacity": 0.2}
     spec: dict[str, Any] = {
         "width": 600,
         "height": 420,
@@ -63,6 +64,6 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
                 "encoding": {"x": x, "y": {**y, "field": "accuracy"}, "text": {"field": "label"}},
             },
         ],
-        "config": {"view": {"stroke": None}, "axis": {**text, **lines}, "legend": {**text, "symbolBaseFillColor": GREY}},
+        "config": {**LOOK, "legend": {**TEXT, "symbolBaseFillColor": GREY}},
     }
     return vl_convert.vegalite_to_svg(spec, allowed_base_urls=[])

@@ -7,7 +7,7 @@ from typing import Any
 
 import vl_convert
 
-from benchmarks._accuracy_chart import GREY
+from benchmarks._accuracy_chart import LOOK
 from paceline.report.charts import COLOURS
 
 APART = 1.035  # Methods stand so many times apart, so that none hides another.
@@ -50,8 +50,6 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
         "scale": {"domain": methods, "range": list(COLOURS)},
         "legend": {"symbolOpacity": 1, "orient": "bottom", "columns": 2, "labelLimit": 400},
     }
-    text = {"labelColor": GREY, "titleColor": GREY, "labelFontSize": 12, "titleFontSize": 12.5, "titleFontWeight": "normal"}
-    strokes = {"domainColor": GREY, "tickColor": GREY, "gridColor": GREY, "gridOpacity": 0.2}
     spec: dict[str, Any] = {
         "width": 600,
         "height": 420,
@@ -66,6 +64,6 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
             },
             {"mark": {"type": "point", "filled": True, "size": 60, "opacity": 1}, "encoding": {"x": x, "y": y, "color": colour}},
         ],
-        "config": {"view": {"stroke": None}, "axis": {**text, **strokes}, "legend": text},
+        "config": LOOK,
     }
     return vl_convert.vegalite_to_svg(spec, allowed_base_urls=[])

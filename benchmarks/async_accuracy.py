@@ -14,27 +14,21 @@ seed it had 86.38, and ASGD 86.30.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import math
-import multiprocessing
 import sys
 import time
-import warnings
 from functools import partial
-from multiprocessing.pool import Pool
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import paceline as pl
 from benchmarks._accuracy_cases import SWEEP_SEED, Case
 from benchmarks._async_accuracy_chart import chart
+from benchmarks._frame import accuracy_of, arguments, as_code, markdown, read_runs, show, table, worked, write_runs
 from benchmarks.accuracy import loss, perceptron, pixels
 from paceline.data import fashion_mnist
 
@@ -61,6 +55,8 @@ TITLES = {
     "updates": "new versions of the model",
     "virtual_s": "virtual seconds",
 }
+WIDTH = 170  # Of tables where there is no terminal.
+SETTINGS = {"epochs": EPOCHS, "minibatch": MINIBATCH}
 Runs = dict[tuple[str, int], dict[str, Any]]
 
 
@@ -102,9 +98,6 @@ def task_of(case: Case, seed: int, data: fashion_mnist.FashionMnist) -> pl.Task:
     whole = MINIBATCH * max(WORKERS)
     kept = len(labels) // whole * whole  # So that every minibatch is a full one with any number of workers.
 
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        return {"accuracy": 100 * (model(test_images).argmax(1) == test_labels).float().mean().item()}
-
     return pl.Task(
         model=perceptron,
         loss=loss,
@@ -112,7 +105,7 @@ def task_of(case: Case, seed: int, data: fashion_mnist.FashionMnist) -> pl.Task:
         batch=MINIBATCH * case.workers,
         optimizer=partial(torch.optim.SGD, lr=case.rate),
         epochs=EPOCHS,
-        evaluate=evaluate,
+        evaluate=accuracy_of(test_images, test_labels),
         evaluate_every=EPOCHS * kept,  # Only at the end.
         seed=seed,
     )
@@ -121,8 +114,6 @@ def task_of(case: Case, seed: int, data: fashion_mnist.FashionMnist) -> pl.Task:
 def result_of(case: Case, seed: int, folder: Path | None) -> dict[str, Any]:
     """One run."""
     began = time.perf_counter()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # What diverges says so.
     task = task_of(case, seed, fashion_mnist.load(folder))
     run = pl.simulate(task, case.strategy, cluster_of(case.workers, seed), strict=False)
     trace, losses = run.trace, [p.loss for p in run.trace.points if p.loss is not None][-case.workers * task.steps_per_epoch :]
@@ -138,12 +129,6 @@ def result_of(case: Case, seed: int, folder: Path | None) -> dict[str, Any]:
         "virtual_s": round(run.seconds, 3),
         "wall_s": round(time.perf_counter() - began, 1),
     }
-
-
-def work(job: tuple[Case, int, Path | None]) -> dict[str, Any]:
-    result = result_of(*job)
-    gc.collect()  # Replicas and their memories refer to each other.
-    return result
 
 
 def summary(runs: Runs, *, own: bool) -> list[dict[str, Any]]:
@@ -202,21 +187,6 @@ def counts(field: str) -> tuple[int, ...]:
     return TUNED if field == "own" else WORKERS
 
 
-def table(rows: list[dict[str, Any]], field: str) -> Table:
-    made = Table("method", *map(head, counts(field)), title=TITLES[field])
-    for column in made.columns[1:]:
-        column.justify = "right"
-    for line in lines(rows, field):
-        made.add_row(*line)
-    return made
-
-
-def markdown(rows: list[dict[str, Any]], field: str) -> str:
-    """The same table for a page."""
-    head_and_rule = [["method", *map(head, counts(field))], ["---"] * (1 + len(counts(field)))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [*head_and_rule, *([f"`{name}`", *rest] for name, *rest in lines(rows, field))])
-
-
 def head(workers: int) -> str:
     return f"{workers} worker{'s' if workers > 1 else ''}"
 
@@ -232,60 +202,36 @@ def sweep_table(runs: Runs) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
+    parser = arguments(__doc__, "async-accuracy.json")
     parser.add_argument("--sweep", action="store_true", help="run only the choice of the rate")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time; with 0, show what the file holds")
-    parser.add_argument("--fresh", action="store_true", help="forget the runs in the file")
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-    parser.add_argument(
-        "--json", type=Path, default=Path("docs/results/async-accuracy.json"), help="where to keep the runs; the chart goes beside it"
-    )
     args = parser.parse_args()
-    runs = {} if args.fresh else read(args.json)
+    runs: Runs = {} if args.fresh else {(run["case"], run["seed"]): run for run in read_runs(args.json, **SETTINGS)}
     if args.processes:
         fashion_mnist.load(args.data)  # If it is not there, one process says so.
-        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-            run_all([(case, SWEEP_SEED) for case in sweep()], runs, pool, args)
-            if not args.sweep:
-                cases = [case_of(method, workers) for workers in WORKERS for method in METHODS]
-                own = [(method, workers, own_rate(method, workers, runs)) for workers in TUNED for method in METHODS]
-                cases += [case_of(method, workers, rate) for method, workers, rate in own if rate is not None]
-                run_all([(case, seed) for seed in range(args.seeds) for case in dict.fromkeys(cases)], runs, pool, args)
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    console.print(sweep_table(runs))
-    for field in TITLES:
+        run_all([(case, SWEEP_SEED) for case in sweep()], runs, args)
+        if not args.sweep:
+            cases = [case_of(method, workers) for workers in WORKERS for method in METHODS]
+            own = [(method, workers, own_rate(method, workers, runs)) for workers in TUNED for method in METHODS]
+            cases += [case_of(method, workers, rate) for method, workers, rate in own if rate is not None]
+            run_all([(case, seed) for seed in range(args.seeds) for case in dict.fromkeys(cases)], runs, args)
+    show(sweep_table(runs), width=WIDTH)
+    for field, title in TITLES.items():
         if not (rows := summary(runs, own=field == "own")):
             continue
-        if args.markdown:
-            print(f"\n{TITLES[field]}\n\n{markdown(rows, field)}")
-        else:
-            console.print(table(rows, field))
+        columns, told = ["method", *map(head, counts(field))], lines(rows, field)
+        page = f"\n{title}\n\n{markdown(columns, as_code(told))}"
+        show(page if args.markdown else table(columns, told, title=title, right=1), width=WIDTH)
     if rows := drawn(runs):
         args.json.with_suffix(".svg").write_text(chart(rows))
 
 
-def run_all(jobs: list[tuple[Case, int]], runs: Runs, pool: Pool, args: argparse.Namespace) -> None:
+def run_all(jobs: list[tuple[Case, int]], runs: Runs, args: argparse.Namespace) -> None:
     """Add what is missing to `runs`, and to the file."""
     missing = [(case, seed, args.data) for case, seed in jobs if (case.key, seed) not in runs]
-    for run in pool.imap_unordered(work, missing):
+    for run in worked(result_of, missing, args.processes):
         runs[run["case"], run["seed"]] = run
         print(f"{run['accuracy']:.2f} %, {run['wall_s']:.0f} s: seed {run['seed']}, {run['case']}", file=sys.stderr, flush=True)
-        write(args.json, runs)
-
-
-def read(path: Path) -> Runs:
-    """The runs that a file holds, if they were as long as those of today and with such minibatches."""
-    kept = json.loads(path.read_text()) if path.exists() else {"runs": []}
-    is_alike = (kept.get("epochs"), kept.get("minibatch")) == (EPOCHS, MINIBATCH)
-    return {(run["case"], run["seed"]): run for run in kept["runs"]} if is_alike else {}
-
-
-def write(path: Path, runs: Runs) -> None:
-    told = ",\n".join(f"  {json.dumps(runs[key])}" for key in sorted(runs))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"epochs": {EPOCHS}, "minibatch": {MINIBATCH}, "runs": [\n{told}\n]}}\n')
+        write_runs(args.json, (runs[key] for key in sorted(runs)), **SETTINGS)
 
 
 if __name__ == "__main__":

@@ -7,24 +7,18 @@ worker has its part.  Runs that --json already holds are not run again.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
-import multiprocessing
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
 
 import paceline as pl
 from benchmarks._async_accuracy_chart import chart
+from benchmarks._frame import accuracy_of, arguments, as_code, markdown, show, table, worked
 from benchmarks.accuracy import loss, perceptron, pixels
 from paceline.data import fashion_mnist
 
@@ -35,14 +29,8 @@ Job = tuple[str, int, int, Path | None]
 
 
 def result_of(method: str, workers: int, seed: int, folder: Path | None) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # What diverges says so.
     data = fashion_mnist.load(folder)
-    images, labels = pixels(data.test_images), data.test_labels.long()
     kept = len(data.labels) // BATCH * BATCH
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        return {"accuracy": 100 * (model(images).argmax(1) == labels).float().mean().item()}
 
     task = pl.Task(
         model=perceptron,
@@ -51,7 +39,7 @@ def result_of(method: str, workers: int, seed: int, folder: Path | None) -> dict
         batch=BATCH,
         optimizer=partial(torch.optim.SGD, lr=RATE, momentum=MOMENTUM),
         epochs=EPOCHS,
-        evaluate=evaluate,
+        evaluate=accuracy_of(pixels(data.test_images), data.test_labels.long()),
         evaluate_every=10**9,  # Only at the end.
         seed=seed,
     )
@@ -64,12 +52,6 @@ def result_of(method: str, workers: int, seed: int, folder: Path | None) -> dict
         "accuracy": round(run.final["accuracy"], 2),
         "virtual_s": round(run.seconds, 2),
     }
-
-
-def work(job: Job) -> dict[str, Any]:
-    result = result_of(*job)
-    gc.collect()  # Replicas and their memories refer to each other.
-    return result
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,38 +79,20 @@ def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time; with 0, show what the file holds")
-    parser.add_argument("--fresh", action="store_true", help="forget the runs in the file")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument(
-        "--json", type=Path, default=Path("docs/results/ea-wild.json"), help="where to keep the runs; the chart goes beside it"
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__, "ea-wild.json").parse_args()
     runs: list[dict[str, Any]] = json.loads(args.json.read_text()) if args.json.exists() and not args.fresh else []
     done = {(run["method"], run["workers"], run["seed"]) for run in runs}
     wanted = [(m, n, seed) for seed in range(args.seeds) for n in WORKERS for m in METHODS if n > 1 or "group" not in m]
     jobs: list[Job] = [(*job, args.data) for job in wanted if job not in done]
     if jobs and args.processes:
         fashion_mnist.load(args.data)  # If it is not there, one process says so.
-        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-            for run in pool.imap_unordered(work, jobs):
-                runs.append(run)
-                print(
-                    f"{run['accuracy']:.2f} %: seed {run['seed']}, {run['workers']} workers, {run['method']}", file=sys.stderr, flush=True
-                )
-                args.json.write_text(json.dumps(sorted(runs, key=lambda r: (r["seed"], r["workers"], r["method"])), indent=1))
+        for run in worked(result_of, jobs, args.processes):
+            runs.append(run)
+            print(f"{run['accuracy']:.2f} %: seed {run['seed']}, {run['workers']} workers, {run['method']}", file=sys.stderr, flush=True)
+            args.json.write_text(json.dumps(sorted(runs, key=lambda r: (r["seed"], r["workers"], r["method"])), indent=1))
     head, rows = ["method", *(f"{n} worker{'s' if n > 1 else ''}" for n in WORKERS)], summary(runs)
-    if args.markdown:
-        shown = [[f"`{name}`", *rest] for name, *rest in lines(rows)]
-        print("\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *shown]))
-    else:
-        made = Table(*head, title="test accuracy in %, and virtual seconds")
-        for line in lines(rows):
-            made.add_row(*line)
-        Console(width=None if sys.stdout.isatty() else 150).print(made)
+    made = table(head, lines(rows), title="test accuracy in %, and virtual seconds")
+    show(markdown(head, as_code(lines(rows))) if args.markdown else made, width=150)
     if rows:
         args.json.with_suffix(".svg").write_text(chart(rows))
 

@@ -11,31 +11,23 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean, median, quantiles, stdev
+from statistics import median, quantiles
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
+from benchmarks._frame import accuracy_of, markdown, show, spread, table
 from benchmarks.accuracy import loss, perceptron, pixels
 from paceline.data import fashion_mnist
 
 MINIBATCH = 32
 FEATURES, ACTIVE, SAMPLES, TESTED = 50_000, 20, 60_000, 10_000
-
-
-def evaluated(inputs: Tensor, labels: Tensor) -> Callable[[nn.Module], dict[str, float]]:
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        return {"accuracy": 100 * (model(inputs).argmax(1) == labels).float().mean().item()}
-
-    return evaluate
 
 
 def dense(workers: int, seed: int, folder: Path | None) -> pl.Task:
@@ -47,7 +39,7 @@ def dense(workers: int, seed: int, folder: Path | None) -> pl.Task:
         batch=workers * MINIBATCH,
         optimizer=partial(torch.optim.SGD, lr=0.05),
         epochs=2,
-        evaluate=evaluated(pixels(data.test_images), data.test_labels.long()),
+        evaluate=accuracy_of(pixels(data.test_images), data.test_labels.long()),
         evaluate_every=10**9,
         seed=seed,
     )
@@ -83,7 +75,7 @@ def sparse(workers: int, seed: int, folder: Path | None) -> pl.Task:
         batch=workers * MINIBATCH,
         optimizer=partial(torch.optim.SGD, lr=0.5),
         epochs=3,
-        evaluate=evaluated(tested, expected),
+        evaluate=accuracy_of(tested, expected),
         evaluate_every=10**9,
         seed=seed,
     )
@@ -111,10 +103,7 @@ def row(problem: str, rounds: list[dict[str, Any]]) -> list[str]:
     cells = [problem, *(f"{median(r[n]['steps_per_s'] for r in rounds):,.0f}" for n in "12")]
     q = quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     cells.append(f"{q[1]:.2f} ({q[0]:.2f}-{q[2]:.2f})")
-    for n in "12":
-        accuracies = [r[n]["accuracy"] for r in rounds]
-        cells.append(f"{mean(accuracies):.2f}" + (f" ± {stdev(accuracies):.2f}" if len(accuracies) > 1 else ""))
-    return cells
+    return cells + [spread([r[n]["accuracy"] for r in rounds], "{:.2f}") for n in "12"]
 
 
 def main() -> None:
@@ -131,13 +120,8 @@ def main() -> None:
             print(f"{problem}, round {seed}: {found[-1]}", file=sys.stderr, flush=True)
     head = ["", "1 process: steps/s", "2 processes: steps/s", "ratio", "1 process: accuracy, %", "2 processes: accuracy, %"]
     lines = [row(problem, rounds) for problem, rounds in results.items()]
-    if args.markdown:
-        print("\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines]))
-    else:
-        made = Table(*head, title=f"Hogwild! on {os.cpu_count()} cores, {args.rounds} rounds")
-        for line in lines:
-            made.add_row(*line)
-        Console(width=None if sys.stdout.isatty() else 140).print(made)
+    title = f"Hogwild! on {os.cpu_count()} cores, {args.rounds} rounds"
+    show(markdown(head, lines) if args.markdown else table(head, lines, title=title), width=140)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

@@ -29,12 +29,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
+from benchmarks._frame import markdown, show, table
 from benchmarks.accuracy import perceptron, pixels
 from paceline.data import fashion_mnist
 
@@ -284,20 +283,6 @@ def columns(cases: dict[str, dict[str, Any]]) -> list[list[str]]:
     return [["", *made], *([row, *(column[row] for column in made.values())] for row in next(iter(made.values())))]
 
 
-def table(rows: list[list[str]]) -> Table:
-    made = Table(*rows[0])
-    for column in made.columns[1:]:
-        column.justify = "right"
-    for row in rows[1:]:
-        made.add_row(*row)
-    return made
-
-
-def markdown(rows: list[list[str]]) -> str:
-    """The same table for a page."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
@@ -312,14 +297,12 @@ def main() -> None:
         runs.append(result_of(case, seed, data, args.epochs))
         print(f"{runs[-1]['accuracy']:.2f} %, {runs[-1]['wall_s']:.0f} s: seed {seed}, {case}", file=sys.stderr, flush=True)
     cases = summary(runs)
-    if args.markdown:
-        print(markdown(columns(cases)))
-    else:
-        Console(width=None if sys.stdout.isatty() else 160).print(table(columns(cases)))
+    head, *lines = columns(cases)
+    show(markdown(head, lines) if args.markdown else table(head, lines, right=1), width=160)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(map(json.dumps, runs))
-        args.json.write_text(f'{{"cases": {json.dumps(cases, indent=1)},\n"runs": [\n{lines}\n]}}\n')
+        told = ",\n".join(map(json.dumps, runs))
+        args.json.write_text(f'{{"cases": {json.dumps(cases, indent=1)},\n"runs": [\n{told}\n]}}\n')
 
 
 if __name__ == "__main__":

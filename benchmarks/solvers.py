@@ -2,45 +2,49 @@
 
 The comparison of the EA-wild paper: EA-wild, Hogwild!, a parameter server, asynchronous momentum, EAMSGD, and EASGD in turns (with the
 lock that the paper blames).  The simulated GPUs take 1 ms for a gradient of 32 images and reach their host's memory over one bus of
-12 GB/s, as on a PCIe switch.  Real processes compute in earnest, four on however many cores there are.  Every solver runs at its own best
-of three learning rates, tried in the simulator on held-out images.  Runs that --json already holds are not run again.
+12 GB/s, as on a PCIe switch.  Real processes compute in earnest, four on however many cores there are, and one run at a time.  Every
+solver runs at its own best of five learning rates, tried in the simulator on held-out images.  Runs that --json already holds are not
+run again.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import sys
-import warnings
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
 
 import paceline as pl
+from benchmarks._frame import accuracy_of, arguments, markdown, read_runs, show, spread, table, worked, write_runs
+from benchmarks._solvers_chart import chart, mean_of
 from benchmarks.accuracy import loss, perceptron, pixels
 from paceline.data import fashion_mnist
 
 WORKERS, MINIBATCH, EPOCHS = 4, 32, 5
 TARGET = 86.0  # Percent of the test images.
-RATES = (0.02, 0.05, 0.1)
+RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 SWEEP_SEED = 100
+IN_TURNS = "EASGD in turns"
 SOLVERS = {  # With `lr` for the rate; where shards step, they have it, otherwise the workers' optimizer.
     "EA-wild": "EAWild()",
     "Hogwild!": "Hogwild()",
     "parameter server": "ParameterServer(rule=Sgd(lr=lr), servers=1)",
     "asynchronous momentum": "AsyncMomentum(lr=lr, unit_gain=True, servers=1)",
     "EAMSGD": "EAMSGD(period=1, momentum=0.5, servers=1)",
-    "EASGD in turns": "RoundRobinEASGD(period=1, servers=1)",
+    IN_TURNS: "RoundRobinEASGD(period=1, servers=1)",
 }
+KINDS = {"simulated": f"{WORKERS} simulated GPUs", "real": f"{WORKERS} real processes"}
 CLUSTER = pl.Cluster(workers=WORKERS, compute=pl.LogNormal("1ms", sigma=0.2), latency="20us", bus="12GB/s", memory_bandwidth="20GB/s")
-Runs = dict[str, dict[str, Any]]
+SETTINGS = {"epochs": EPOCHS, "minibatch": MINIBATCH, "workers": WORKERS}
+HEAD = ["solver", "rate"] + [
+    f"{kind}: {what}" for kind in KINDS for what in ("1000 samples/s", f"times {IN_TURNS}", f"s to {TARGET:g} %", "final, %")
+]
+AT_AN_END = "* The best of the rates tried is at an end of them."
+Key = tuple[str, str, float, int]  # Solver, kind, rate, seed.
+Runs = dict[Key, dict[str, Any]]
 
 
 def strategy_of(solver: str, rate: float) -> pl.Strategy:
@@ -52,10 +56,6 @@ def task_of(rate: float, seed: int, data: fashion_mnist.FashionMnist, *, held_ou
     test_images, test_labels = pixels(data.test_images), data.test_labels.long()
     if held_out:
         (images, test_images), (labels, test_labels) = images.split(50_000), labels.split(50_000)
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        return {"accuracy": 100 * (model(test_images).argmax(1) == test_labels).float().mean().item()}
-
     batch = WORKERS * MINIBATCH
     return pl.Task(
         model=perceptron,
@@ -64,107 +64,111 @@ def task_of(rate: float, seed: int, data: fashion_mnist.FashionMnist, *, held_ou
         batch=batch,
         optimizer=partial(torch.optim.SGD, lr=rate),
         epochs=EPOCHS,
-        evaluate=evaluate,
+        evaluate=accuracy_of(test_images, test_labels),
         evaluate_every=len(labels) // batch // 5,
         seed=seed,
     )
 
 
-def told(run: pl.Run, samples: int) -> dict[str, Any]:
-    """What counts of a run: how fast it was, and when it first had the accuracy."""
-    reached = [e for e in run.trace.evaluations if e.values["accuracy"] >= TARGET]
+def result_of(solver: str, kind: str, rate: float, seed: int, folder: Path | None) -> dict[str, Any]:
+    """One run: how fast it was, and its accuracy after so many seconds and samples.
+
+    Time begins with the first gradient: to start a server takes a real process as long as thousands of them.
+    """
+    task, strategy = task_of(rate, seed, fashion_mnist.load(folder), held_out=kind == "held out"), strategy_of(solver, rate)
+    run = pl.train(task, strategy, workers=WORKERS) if kind == "real" else pl.simulate(task, strategy, CLUSTER, strict=False)
+    spans = [span for span in run.trace.spans if span.kind == "gradient"]
+    begin, end = min(span.start for span in spans), max(span.stop for span in spans)
     return {
-        "samples_per_s": samples / run.seconds,
-        "seconds_to_target": reached[0].time if reached else None,
-        "samples_to_target": reached[0].samples if reached else None,
+        "solver": solver,
+        "kind": kind,
+        "rate": rate,
+        "seed": seed,
+        "samples_per_s": round(task.total_steps * task.batch / (end - begin), 1),
         "accuracy": round(run.final["accuracy"], 2),
+        "curve": [(round(e.time - begin, 4), e.samples, round(e.values["accuracy"], 2)) for e in run.trace.evaluations],
     }
 
 
-def run_one(solver: str, rate: float, seed: int, kind: str, data: fashion_mnist.FashionMnist) -> dict[str, Any]:
-    warnings.simplefilter("ignore")  # What diverges says so.
-    task, strategy = task_of(rate, seed, data, held_out=kind == "held out"), strategy_of(solver, rate)
-    if kind == "real":
-        run = pl.train(task, strategy, workers=WORKERS)
-    else:
-        torch.set_num_threads(1)
-        run = pl.simulate(task, strategy, CLUSTER, strict=False)
-    result = told(run, task.total_steps * task.batch)
-    gc.collect()  # Replicas and their memories refer to each other.
-    return result
+def key(run: dict[str, Any]) -> Key:
+    return run["solver"], run["kind"], run["rate"], run["seed"]
 
 
-def own_rate(solver: str, runs: Runs) -> float:
-    """The one with the best accuracy on held-out images."""
-    return max(RATES, key=lambda rate: runs[key(solver, rate, SWEEP_SEED, "held out")]["accuracy"])
+def own_rate(solver: str, runs: Runs) -> float | None:
+    """The one with the best accuracy on held-out images; None if not all of them have run."""
+    tried = [runs.get((solver, "held out", rate, SWEEP_SEED)) for rate in RATES]
+    found = {run["rate"]: run["accuracy"] for run in tried if run is not None}
+    return max(found, key=found.__getitem__) if len(found) == len(RATES) else None
 
 
-def key(solver: str, rate: float, seed: int, kind: str) -> str:
-    return f"{solver}, {kind}, rate {rate:g}, seed {seed}"
+def own_runs(solver: str, kind: str, runs: Runs) -> dict[int, dict[str, Any]]:
+    """Those at its own rate, by their seeds."""
+    rate = own_rate(solver, runs)
+    return {run["seed"]: run for _, run in sorted(runs.items()) if (run["solver"], run["kind"], run["rate"]) == (solver, kind, rate)}
 
 
-def rows(runs: Runs, seeds: int) -> list[list[str]]:
-    found: list[list[str]] = []
-    for solver in SOLVERS:
-        rate, line = own_rate(solver, runs), [solver]
-        line.append(f"{rate:g}")
-        for kind in ("simulated", "real"):
-            own = [runs[k] for seed in range(seeds) if (k := key(solver, rate, seed, kind)) in runs]
-            if not own:
-                line += [""] * 3
-                continue
-            times = [run["seconds_to_target"] for run in own if run["seconds_to_target"] is not None]
-            reached = spread(times, "{:.2f}") if len(times) == len(own) else f"{len(times)} of {len(own)} runs"
-            line += [
-                spread([run["samples_per_s"] / 1e3 for run in own], "{:.1f}"),
-                reached,
-                spread([run["accuracy"] for run in own], "{:.2f}"),
-            ]
-        found.append(line)
-    return found
+def reached(run: dict[str, Any]) -> float | None:
+    """The seconds until it first had the accuracy; None if it never had."""
+    return next((seconds for seconds, _, accuracy in run["curve"] if accuracy >= TARGET), None)
 
 
-def spread(values: list[float], form: str) -> str:
-    return form.format(mean(values)) + (f" ± {form.format(stdev(values))}" if len(values) > 1 else "")
+def cells(solver: str, kind: str, runs: Runs) -> list[str]:
+    own, in_turns = own_runs(solver, kind, runs), own_runs(IN_TURNS, kind, runs)
+    if not own:
+        return [""] * 4
+    times = [seconds for run in own.values() if (seconds := reached(run)) is not None]
+    # Within a seed, whose runs follow each other.
+    ratios = [run["samples_per_s"] / in_turns[seed]["samples_per_s"] for seed, run in own.items() if seed in in_turns]
+    return [
+        spread([run["samples_per_s"] / 1e3 for run in own.values()], "{:.1f}"),
+        spread(ratios, "{:.2f}") if ratios and solver != IN_TURNS else "",
+        spread(times, "{:.2f}") if len(times) == len(own) else f"{len(times)} of {len(own)} runs",
+        spread([run["accuracy"] for run in own.values()], "{:.2f}"),
+    ]
 
 
-HEAD = ["solver", "rate"] + [
-    f"{kind}: {what}" for kind in ("simulated", "real") for what in ("1000 samples/s", f"s to {TARGET:g} %", "final, %")
-]
+def lines(runs: Runs) -> list[list[str]]:
+    return [
+        [solver, told_rate(own_rate(solver, runs)), *(cell for kind in KINDS for cell in cells(solver, kind, runs))] for solver in SOLVERS
+    ]
+
+
+def told_rate(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:g}" + ("*" if rate in (RATES[0], RATES[-1]) else "")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each solver")
-    parser.add_argument("--fresh", action="store_true", help="forget the runs in the file")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--json", type=Path, default=Path("docs/results/solvers.json"), help="where to keep the runs")
-    args = parser.parse_args()
-    data = fashion_mnist.load(args.data)
-    runs: Runs = json.loads(args.json.read_text()) if args.json.exists() and not args.fresh else {}
+    args = arguments(__doc__, "solvers.json", runs_of="solver").parse_args()
+    runs: Runs = {} if args.fresh else {key(run): run for run in read_runs(args.json, **SETTINGS)}
 
-    def need(solver: str, rate: float, seed: int, kind: str) -> None:
-        if (name := key(solver, rate, seed, kind)) not in runs:
-            runs[name] = run_one(solver, rate, seed, kind, data)
-            print(f"{runs[name]['accuracy']:.2f} %, {runs[name]['samples_per_s']:,.0f} samples/s: {name}", file=sys.stderr, flush=True)
-            args.json.write_text(json.dumps(runs, indent=1))
+    def keep(found: Iterable[dict[str, Any]]) -> None:
+        for run in found:
+            runs[key(run)] = run
+            told = f"{run['kind']}, rate {run['rate']:g}, seed {run['seed']}, {run['solver']}"
+            print(f"{run['accuracy']:.2f} %, {run['samples_per_s']:,.0f} samples/s: {told}", file=sys.stderr, flush=True)
+            write_runs(args.json, (runs[k] for k in sorted(runs)), **SETTINGS)
 
-    for solver in SOLVERS:
-        for rate in RATES:
-            need(solver, rate, SWEEP_SEED, "held out")
-    for kind in ("real", "simulated"):
-        for seed in range(args.seeds):  # The solvers take turns: what disturbs the machine for a while disturbs all of them.
-            for solver in SOLVERS:
-                need(solver, own_rate(solver, runs), seed, kind)
-    lines = rows(runs, args.seeds)
-    if args.markdown:
-        print("\n".join(f"| {' | '.join(line)} |" for line in [HEAD, ["---"] * len(HEAD), *lines]))
-    else:
-        made = Table(*HEAD)
-        for line in lines:
-            made.add_row(*line)
-        Console(width=None if sys.stdout.isatty() else 160).print(made)
+    def missing(keys: Iterable[Key]) -> list[tuple[str, str, float, int, Path | None]]:
+        return [(*k, args.data) for k in keys if k not in runs]
+
+    if args.processes:
+        fashion_mnist.load(args.data)  # If it is not there, one process says so.
+        keep(worked(result_of, missing((solver, "held out", rate, SWEEP_SEED) for rate in RATES for solver in SOLVERS), args.processes))
+        # The solvers take turns: what disturbs the machine for a while disturbs all of them.
+        own = [(solver, own_rate(solver, runs), seed) for seed in range(args.seeds) for solver in SOLVERS]
+        of_kind = {kind: missing((solver, kind, rate, seed) for solver, rate, seed in own if rate is not None) for kind in KINDS}
+        keep(worked(result_of, of_kind["simulated"], args.processes))
+        keep(result_of(*job) for job in of_kind["real"])  # They are timed, so nothing runs beside them.
+    told = lines(runs)
+    show(markdown(HEAD, told) if args.markdown else table(HEAD, told, right=1), width=160)
+    if any("*" in rate for _, rate, *_ in told):
+        print(f"\n{AT_AN_END}")
+    panels = {
+        title: {solver: mean_of([run["curve"] for run in own.values()]) for solver in SOLVERS if (own := own_runs(solver, kind, runs))}
+        for kind, title in KINDS.items()
+    }
+    if all(panels.values()):
+        args.json.with_suffix(".svg").write_text(chart(panels, TARGET))
 
 
 if __name__ == "__main__":
