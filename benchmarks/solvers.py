@@ -3,7 +3,7 @@
 The comparison of the EA-wild paper: EA-wild, Hogwild!, a parameter server, asynchronous momentum, EAMSGD, and EASGD in turns (with the
 lock that the paper blames).  The simulated GPUs take 1 ms for a gradient of 32 images and reach their host's memory over one bus of
 12 GB/s, as on a PCIe switch.  Real processes compute in earnest, four on however many cores there are, and one run at a time.  Every
-solver runs at its own best of five learning rates, tried in the simulator on held-out images.  Runs that --json already holds are not
+solver runs at its own best of six learning rates, tried in the simulator on held-out images.  Runs that --json already holds are not
 run again.
 """
 
@@ -25,7 +25,7 @@ from paceline.data import fashion_mnist
 
 WORKERS, MINIBATCH, EPOCHS = 4, 32, 5
 TARGET = 86.0  # Percent of the test images.
-RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
+RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 SWEEP_SEED = 100
 IN_TURNS = "EASGD in turns"
 SOLVERS = {  # With `lr` for the rate; where shards step, they have it, otherwise the workers' optimizer.
