@@ -65,7 +65,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.parametrize(("launcher", "through"), [("paceline", "shared memory"), ("paceline", "gloo"), ("torchrun", "shared memory")])
+@pytest.mark.parametrize(("launcher", "through"), [("paceline", "gloo"), ("torchrun", "shared memory")])
 def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launcher, through, tmp_path):
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
@@ -82,8 +82,10 @@ def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launche
         assert result["vectors"][name] == pl.simulate(task(), strategy, pl.Cluster(workers=4)).params.tolist(), name
 
 
-@pytest.mark.parametrize("strategy", ["all-reduce-sgd", "parameter-server"])
-@pytest.mark.parametrize(("how", "said"), [("raise", "failed: ValueError: a mistake of my own"), ("kill", "was killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "said", "strategy"),
+    [("raise", "failed: ValueError: a mistake of my own", "parameter-server"), ("kill", "was killed by SIGKILL", "all-reduce-sgd")],
+)
 def test_a_failure_names_the_rank_and_leaves_nobody_behind(how, said, strategy, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING)
@@ -257,13 +259,12 @@ if session.rank == (victim + 1) % 3:
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_worker_is_replaced_and_its_part_of_the_data_is_done_once(victim: int, tmp_path: Path):
+def test_a_killed_worker_is_replaced_and_its_part_of_the_data_is_done_once(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(REPLACED)
-    done = launch("-n", "3", "--replacements", "2", str(script), str(tmp_path), str(victim), folder=tmp_path)
+    done = launch("-n", "3", "--replacements", "2", str(script), str(tmp_path), "0", folder=tmp_path)  # Who has started the servers.
     assert done.returncode == 0, done.stderr
-    assert f"rank {victim} was killed by SIGKILL; another takes its place" in done.stderr
+    assert "rank 0 was killed by SIGKILL; another takes its place" in done.stderr
     assert (tmp_path / "died").exists()
     assert (tmp_path / "total").read_text().split() == ["3.0"] * 48
     assert not _left_of(tmp_path)
