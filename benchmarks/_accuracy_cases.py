@@ -58,7 +58,12 @@ POLICIES = [f"optimizer_state='{policy}'" for policy in ("keep", "average", "res
 GROUPS: dict[str, list[Case]] = {
     "gradients": [
         *cases("AllReduceSGD()", rate=GRADIENT_RATE),
-        *cases("AllReduceSGD(QSGD())", "AllReduceSGD(PowerSGD(rank=4))", "AllReduceSGD(TopK(ratio=0.01))", rate=GRADIENT_RATE),
+        *cases(
+            "AllReduceSGD(QSGD())",
+            "AllReduceSGD(PowerSGD(rank=4))",
+            "AllReduceSGD(TopK(ratio=0.01))",
+            rate=GRADIENT_RATE,
+        ),
         *cases("AllReduceSGD()", rate=PLAIN_RATE),
         *cases("AllReduceSGD(OneBit())", "AllReduceSGD(OneBit(bucket=64))", rate=ONE_BIT_RATE),
         *cases("Then(AllReduceSGD(), AllReduceSGD(OneBit(bucket=64)), epochs=3)", rate=ONE_BIT_RATE),
@@ -72,7 +77,13 @@ GROUPS: dict[str, list[Case]] = {
         *cases("AdaptiveAveraging(codec=OneBit())", "PeriodicAveraging(period=8, delay=4)"),
     ],
     "blocks": [
-        *cases("PeriodicAveraging(period=16)", "BlockMomentum(period=16)", "SlowMo(period=16)", "DiLoCo(period=16)", rate=BLOCK_RATE),
+        *cases(
+            "PeriodicAveraging(period=16)",
+            "BlockMomentum(period=16)",
+            "SlowMo(period=16)",
+            "DiLoCo(period=16)",
+            rate=BLOCK_RATE,
+        ),
         *cases("BlockMomentum(period=16, nesterov=False)", "BlockMomentum(period=16, form='cntk')", rate=BLOCK_RATE),
         *cases("BlockMomentum(period=16, codec=OneBit())", "DiLoCo(period=16, codec=OneBit())", rate=BLOCK_RATE),
         *cases("BlockMomentum(period=16, delay=8)", "DiLoCo(period=16, fragments=4, delay=2)", rate=BLOCK_RATE),

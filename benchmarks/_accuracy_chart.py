@@ -32,7 +32,13 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
     low, high = (choose(value["megabytes"] for value in values) for choose in (min, max))
     log = {"type": "log", "domain": [low / 1.1, high * 1.1], "nice": False}
     axis = {"values": log_ticks(low / 1.1, high * 1.1), "format": ",~r"}
-    x = {"field": "megabytes", "type": "quantitative", "title": "MB sent per worker, logarithmic", "scale": log, "axis": axis}
+    x = {
+        "field": "megabytes",
+        "type": "quantitative",
+        "title": "MB sent per worker, logarithmic",
+        "scale": log,
+        "axis": axis,
+    }
     y = {"type": "quantitative", "title": "test accuracy, %", "scale": {"zero": False, "nice": True}}
     legend = {"symbolOpacity": 1, "orient": "bottom", "direction": "horizontal", "columns": 4}
     colour = {
@@ -43,7 +49,13 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
         "legend": legend,
     }
     shapes = ["circle", "triangle-up", "square", "diamond", "cross", "triangle-down"]
-    shape = {"field": "codec", "type": "nominal", "title": "codec", "scale": {"domain": codecs, "range": shapes}, "legend": legend}
+    shape = {
+        "field": "codec",
+        "type": "nominal",
+        "title": "codec",
+        "scale": {"domain": codecs, "range": shapes},
+        "legend": legend,
+    }
     spec: dict[str, Any] = {
         "width": 600,
         "height": 420,

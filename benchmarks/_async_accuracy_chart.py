@@ -41,7 +41,10 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
         "type": "quantitative",
         "title": "test accuracy, %; errors on a logarithmic scale",
         "scale": {"type": "log", "domain": [10, worst], "reverse": True, "nice": False, "clamp": True},
-        "axis": {"values": [error for error in ERRORS if error <= worst], "labelExpr": "format(100 - datum.value, 'd')"},
+        "axis": {
+            "values": [error for error in ERRORS if error <= worst],
+            "labelExpr": "format(100 - datum.value, 'd')",
+        },
     }
     colour = {
         "field": "method",
@@ -62,7 +65,10 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
                 "mark": {"type": "rule", "strokeWidth": 1.25, "opacity": 0.6},
                 "encoding": {"x": x, "y": {**y, "field": "least"}, "y2": {"field": "most"}, "color": colour},
             },
-            {"mark": {"type": "point", "filled": True, "size": 60, "opacity": 1}, "encoding": {"x": x, "y": y, "color": colour}},
+            {
+                "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1},
+                "encoding": {"x": x, "y": y, "color": colour},
+            },
         ],
         "config": LOOK,
     }

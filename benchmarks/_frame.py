@@ -77,7 +77,9 @@ def spread(values: Sequence[float], form: str) -> str:
     return form.format(mean(values)) + (f" ± {form.format(stdev(values))}" if len(values) > 1 else "")
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]], *, title: str | None = None, right: int | None = None) -> Table:
+def table(
+    head: Sequence[str], lines: Iterable[Sequence[str]], *, title: str | None = None, right: int | None = None
+) -> Table:
     """With the columns from number `right` on flush right."""
     made = Table(*head, title=title)
     for column in made.columns[len(head) if right is None else right :]:

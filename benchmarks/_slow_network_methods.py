@@ -122,7 +122,9 @@ def ddp_post_local(period: int) -> Callable[[Place, nn.Module, torch.optim.Optim
         subgroup, _ = dist.new_subgroups(group_size=1)
         state = post_localSGD_hook.PostLocalSGDState(None, subgroup, start_localSGD_iter=0)
         wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-        return Trainee(wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=period, warmup_steps=0)).step)
+        return Trainee(
+            wrapped, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=period, warmup_steps=0)).step
+        )
 
     return make
 
@@ -188,7 +190,14 @@ def torchft_diloco(period: int) -> Callable[[Place, nn.Module, torch.optim.Optim
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         manager = torchft_manager(place, model, optimizer)
         DiLoCo(
-            manager, [model], optimizer, outer, sync_every=period, pin_memory=False, use_bucketization=True, bucket_cap_mb=25
+            manager,
+            [model],
+            optimizer,
+            outer,
+            sync_every=period,
+            pin_memory=False,
+            use_bucketization=True,
+            bucket_cap_mb=25,
         ).__enter__()
         return Trainee(model, optimizer.step)
 
@@ -241,7 +250,12 @@ METHODS = [
     Method("PeriodicAveraging(period=8, delay=4)", ours(pl.PeriodicAveraging(period=8, delay=4)), period=8, lead=20),
     # Its periods are its own choice, so a turn of it has as many steps as those of the long ones.
     Method("AdaptiveAveraging()", ours(pl.AdaptiveAveraging(**SAMPLED)), period=64, lead=128),
-    Method("AdaptiveAveraging(codec=OneBit())", ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit())), period=64, lead=128),
+    Method(
+        "AdaptiveAveraging(codec=OneBit())",
+        ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit())),
+        period=64,
+        lead=128,
+    ),
     Method(
         "AdaptiveAveraging(codec=OneBit(), delay=2)",
         ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit(), delay=2)),
@@ -249,7 +263,14 @@ METHODS = [
         lead=128,
     ),
     Method("BlockMomentum(period=64)", ours(pl.BlockMomentum(period=64)), period=64, lead=64),
-    Method("BlockMomentum(period=64, codec=OneBit())", ours(pl.BlockMomentum(period=64, codec=pl.OneBit())), period=64, lead=64),
+    Method(
+        "BlockMomentum(period=64, codec=OneBit())",
+        ours(pl.BlockMomentum(period=64, codec=pl.OneBit())),
+        period=64,
+        lead=64,
+    ),
     Method("DiLoCo(period=64)", ours(pl.DiLoCo(period=64)), period=64, lead=64),
-    Method("DiLoCo(period=64, fragments=4, delay=8)", ours(pl.DiLoCo(period=64, fragments=4, delay=8)), period=64, lead=72),
+    Method(
+        "DiLoCo(period=64, fragments=4, delay=8)", ours(pl.DiLoCo(period=64, fragments=4, delay=8)), period=64, lead=72
+    ),
 ]

@@ -43,7 +43,9 @@ def summary(rate: str, workers: int, taken: dict[str, list[Turn]], failed: dict[
             "mean_period": mean(t.period for t in turns),
         }
         if DDP in shares:  # Of shares, not of seconds: the machine's own speed changes within a round.
-            rows[name]["times_ddp"] = spread([own / theirs for own, theirs in zip(shares[name], shares[DDP], strict=True)])
+            rows[name]["times_ddp"] = spread(
+                [own / theirs for own, theirs in zip(shares[name], shares[DDP], strict=True)]
+            )
     return {
         "rate": rate,
         "parameters": sum(p.numel() for p in perceptron().parameters()),
@@ -105,9 +107,17 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
             "axis": {"title": "speed, of that without communication", "format": "%"},
         },
     }
-    colour = {"field": "ours", "type": "nominal", "legend": None, "scale": {"domain": [True, False], "range": ["#2f76d2", "#7d8590"]}}
+    colour = {
+        "field": "ours",
+        "type": "nominal",
+        "legend": None,
+        "scale": {"domain": [True, False], "range": ["#2f76d2", "#7d8590"]},
+    }
     bars = {"mark": {"type": "bar"}, "encoding": {**encoding, "color": colour}}
-    figures = {"mark": {"type": "text", "align": "left", "dx": 3}, "encoding": {**encoding, "text": {"field": "share", "format": ".0%"}}}
+    figures = {
+        "mark": {"type": "text", "align": "left", "dx": 3},
+        "encoding": {**encoding, "text": {"field": "share", "format": ".0%"}},
+    }
     spec = {
         "data": {"values": values},
         "facet": {"column": {"field": "rate", "type": "nominal", "sort": [r["rate"] for r in results], "title": None}},

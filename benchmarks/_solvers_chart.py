@@ -27,21 +27,29 @@ def mean_of(curves: Sequence[Sequence[Sequence[float]]]) -> Curve:
 
 def chart(panels: Mapping[str, Mapping[str, Curve]], target: float) -> str:
     """A panel has a title and the curves of solvers by name.  Errors are drawn on a logarithmic scale, so that all have room."""
-    shown = {title: {name: [p for p in c if p[1] >= LEAST] for name, c in curves.items()} for title, curves in panels.items()}
+    shown = {
+        title: {name: [p for p in c if p[1] >= LEAST] for name, c in curves.items()} for title, curves in panels.items()
+    }
     names = list(dict.fromkeys(name for curves in shown.values() for name in curves))
-    errors = [100 - accuracy for curves in shown.values() for curve in curves.values() for _, accuracy in curve] + [100 - target]
+    errors = [100 - accuracy for curves in shown.values() for curve in curves.values() for _, accuracy in curve] + [
+        100 - target
+    ]
     ends = [min(errors) / 1.04, max(errors) * 1.04]
     spec: dict[str, Any] = {
         "padding": {"left": 2, "right": 20, "top": 8, "bottom": 2},
         "background": None,
         "spacing": 30,
-        "hconcat": [panel(title, curves, names, ends, target, is_first=not i) for i, (title, curves) in enumerate(shown.items())],
+        "hconcat": [
+            panel(title, curves, names, ends, target, is_first=not i) for i, (title, curves) in enumerate(shown.items())
+        ],
         "config": {**LOOK, "title": {"color": GREY, "fontSize": 12.5, "fontWeight": "normal"}},
     }
     return vl_convert.vegalite_to_svg(spec, allowed_base_urls=[])
 
 
-def panel(title: str, curves: Mapping[str, Curve], names: list[str], ends: list[float], target: float, *, is_first: bool) -> dict[str, Any]:
+def panel(
+    title: str, curves: Mapping[str, Curve], names: list[str], ends: list[float], target: float, *, is_first: bool
+) -> dict[str, Any]:
     """Solvers that end far apart have a logarithmic time."""
     lines = [curve for curve in curves.values() if curve]
     x: dict[str, Any] = {"field": "seconds", "type": "quantitative", "title": "s", "scale": {"zero": True}}
@@ -55,14 +63,21 @@ def panel(title: str, curves: Mapping[str, Curve], names: list[str], ends: list[
         "type": "quantitative",
         "title": "test accuracy, %; errors on a logarithmic scale" if is_first else None,
         "scale": {"type": "log", "domain": ends, "reverse": True, "nice": False},
-        "axis": {"values": [e for e in ERRORS if ends[0] <= e <= ends[1]], "labelExpr": "format(100 - datum.value, 'd')"},
+        "axis": {
+            "values": [e for e in ERRORS if ends[0] <= e <= ends[1]],
+            "labelExpr": "format(100 - datum.value, 'd')",
+        },
     }
     styles = [swatch(i) for i in range(len(names))]
     legend = {"symbolOpacity": 1, "orient": "bottom", "columns": 3, "labelLimit": 400}
     solver = {"field": "solver", "type": "nominal", "title": None, "legend": legend}
     colour = {**solver, "scale": {"domain": names, "range": [style.colour for style in styles]}}
     shape = {**solver, "scale": {"domain": names, "range": [style.mark for style in styles]}}
-    drawn = [(name, [{"solver": name, "seconds": s, "error": 100 - a} for s, a in curve]) for name, curve in curves.items() if curve]
+    drawn = [
+        (name, [{"solver": name, "seconds": s, "error": 100 - a} for s, a in curve])
+        for name, curve in curves.items()
+        if curve
+    ]
     return {
         "title": title,
         "width": 340,

@@ -37,7 +37,16 @@ OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, weight_decay=0.01),
 }
-COLUMNS = ("method", "optimizer, rate", "test accuracy", "difference", "MB a worker", "synchronisations", "mean period", "virtual s")
+COLUMNS = (
+    "method",
+    "optimizer, rate",
+    "test accuracy",
+    "difference",
+    "MB a worker",
+    "synchronisations",
+    "mean period",
+    "virtual s",
+)
 REFERENCE = Case("AllReduceSGD()", rate=PLAIN_RATE)
 
 
@@ -89,7 +98,10 @@ def result_of(case: Case, seed: int, folder: Path | None) -> dict[str, Any]:
     task = task_of(case, seed, fashion_mnist.load(folder))
     cluster = pl.Cluster(workers=case.workers, compute="10ms", bandwidth="1Gbit/s", latency="200us")
     run = pl.simulate(task, case.strategy, cluster, strict=False)
-    trace, losses = run.trace, [p.loss for p in run.trace.points[-case.workers * task.steps_per_epoch :] if p.loss is not None]
+    trace, losses = (
+        run.trace,
+        [p.loss for p in run.trace.points[-case.workers * task.steps_per_epoch :] if p.loss is not None],
+    )
     return {
         "case": case.key,
         "seed": seed,
@@ -118,7 +130,10 @@ def summary(runs: dict[tuple[str, int], dict[str, Any]]) -> dict[str, list[dict[
             own = [run for (key, _), run in sorted(runs.items()) if key == case.key]
             if not own:
                 continue
-            accuracies, periods = [run["accuracy"] for run in own], [run["mean_period"] for run in own if run["mean_period"]]
+            accuracies, periods = (
+                [run["accuracy"] for run in own],
+                [run["mean_period"] for run in own if run["mean_period"]],
+            )
             groups.setdefault(group, []).append(
                 {
                     "method": case.method,
@@ -166,7 +181,14 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def sweep_table(runs: dict[tuple[str, int], dict[str, Any]]) -> Table:
-    made = Table("method", "workers", "optimizer", "rate", "accuracy", title=f"rates: {SWEEP_EPOCHS} epochs, 10,000 images held out")
+    made = Table(
+        "method",
+        "workers",
+        "optimizer",
+        "rate",
+        "accuracy",
+        title=f"rates: {SWEEP_EPOCHS} epochs, 10,000 images held out",
+    )
     for case in sweep():
         if run := runs.get((case.key, SWEEP_SEED)):
             made.add_row(case.method, str(case.workers), case.optimizer, f"{case.rate:g}", f"{run['accuracy']:.2f} %")
@@ -200,13 +222,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
-    parser.add_argument("--group", choices=GROUPS, action="append", help="run only this group of methods; may be given again")
+    parser.add_argument(
+        "--group", choices=GROUPS, action="append", help="run only this group of methods; may be given again"
+    )
     parser.add_argument("--sweep", action="store_true", help="run only the choice of rates")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time; with 0, show what the file holds")
     parser.add_argument("--fresh", action="store_true", help="forget the runs in the file")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument(
-        "--json", type=Path, default=Path("docs/results/accuracy.json"), help="where to keep the runs; the chart goes beside it"
+        "--json",
+        type=Path,
+        default=Path("docs/results/accuracy.json"),
+        help="where to keep the runs; the chart goes beside it",
     )
     args = parser.parse_args()
     runs = {} if args.fresh else read(args.json)
@@ -220,7 +247,11 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
             for run in pool.imap_unordered(work, jobs):
                 runs[run["case"], run["seed"]] = run
-                print(f"{run['accuracy']:.2f} %, {run['wall_s']:.0f} s: seed {run['seed']}, {run['case']}", file=sys.stderr, flush=True)
+                print(
+                    f"{run['accuracy']:.2f} %, {run['wall_s']:.0f} s: seed {run['seed']}, {run['case']}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 write(args.json, runs)
     console, groups = Console(width=None if sys.stdout.isatty() else 180), summary(runs)
     console.print(sweep_table(runs))

@@ -23,7 +23,11 @@ from torch.nn import functional as F
 import paceline as pl
 from benchmarks.overhead import SETTINGS, Setting
 
-STRATEGIES = {"AllReduceSGD": pl.AllReduceSGD(), "PeriodicAveraging": pl.PeriodicAveraging(), "BlockMomentum": pl.BlockMomentum()}
+STRATEGIES = {
+    "AllReduceSGD": pl.AllReduceSGD(),
+    "PeriodicAveraging": pl.PeriodicAveraging(),
+    "BlockMomentum": pl.BlockMomentum(),
+}
 
 
 def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
@@ -68,8 +72,18 @@ def main() -> None:
     for model, setting in SETTINGS.items():
         taken = measure(setting, args.rounds)
         for name, seconds in taken.items():
-            low, middle, high = quantiles([plain / own for plain, own in zip(taken["plain"], seconds, strict=True)], n=4)
-            rows.append({"model": model, "strategy": name, "ms_per_step": 1e3 * median(seconds), "ratio": middle, "quartiles": [low, high]})
+            low, middle, high = quantiles(
+                [plain / own for plain, own in zip(taken["plain"], seconds, strict=True)], n=4
+            )
+            rows.append(
+                {
+                    "model": model,
+                    "strategy": name,
+                    "ms_per_step": 1e3 * median(seconds),
+                    "ratio": middle,
+                    "quartiles": [low, high],
+                }
+            )
             made.add_row(f"{model}, {name}", f"{1e3 * median(seconds):.2f}", f"{middle:.3f}", f"{low:.3f} - {high:.3f}")
     Console().print(made)
     if args.json:

@@ -38,7 +38,11 @@ EPOCHS, MINIBATCH = 10, 32  # Samples of one gradient.
 RATE = 0.05  # The best of RATES for one worker, by `sweep`.
 RATES, HIGH_RATES = (0.005, 0.01, 0.02, 0.05, 0.1), (0.05, 0.1, 0.2, 0.5, 1.0)
 SHARD = ", servers=1"
-PLAIN, MOMENTUM, TOGETHER = "ParameterServer(rule=Sgd(lr=RATE))", "AsyncMomentum(lr=RATE, unit_gain=True)", "AllReduceSGD()"
+PLAIN, MOMENTUM, TOGETHER = (
+    "ParameterServer(rule=Sgd(lr=RATE))",
+    "AsyncMomentum(lr=RATE, unit_gain=True)",
+    "AllReduceSGD()",
+)
 METHODS = {  # And the rates to try: updates that are divided by their number or their staleness stand higher ones.
     PLAIN: RATES,
     "ParameterServer(rule=Scaled(Sgd(lr=RATE)))": HIGH_RATES,
@@ -70,12 +74,16 @@ def case_of(method: str, workers: int, rate: float = RATE, *, held_out: bool = F
 def sweep() -> list[Case]:
     """The rates that are tried: for one worker, and for every method with many."""
     one = [case_of(PLAIN, 1, rate, held_out=True) for rate in (*RATES, 0.2)]
-    return one + [case_of(method, n, rate, held_out=True) for n in TUNED for method, rates in METHODS.items() for rate in rates]
+    return one + [
+        case_of(method, n, rate, held_out=True) for n in TUNED for method, rates in METHODS.items() for rate in rates
+    ]
 
 
 def own_rate(method: str, workers: int, runs: Runs) -> float | None:
     """The best of those that were tried; None if not all of them have run."""
-    tried = {rate: runs.get((case_of(method, workers, rate, held_out=True).key, SWEEP_SEED)) for rate in METHODS[method]}
+    tried = {
+        rate: runs.get((case_of(method, workers, rate, held_out=True).key, SWEEP_SEED)) for rate in METHODS[method]
+    }
     found = {rate: run["accuracy"] for rate, run in tried.items() if run is not None}
     return max(found, key=found.__getitem__) if len(found) == len(tried) else None
 
@@ -87,7 +95,9 @@ def shown(method: str, own: bool) -> str:
 def cluster_of(workers: int, seed: int) -> pl.Cluster:
     """One shard is not what limits them: 64 workers push about 1,000 gradients a second, and its network card takes 2,800."""
     slow = dict.fromkeys(range(3, workers, 4), 5.0)
-    return pl.Cluster(workers=workers, compute=pl.Stragglers(usual=pl.LogNormal("50ms", sigma=0.3), slow=slow), seed=seed)
+    return pl.Cluster(
+        workers=workers, compute=pl.Stragglers(usual=pl.LogNormal("50ms", sigma=0.3), slow=slow), seed=seed
+    )
 
 
 def task_of(case: Case, seed: int, data: fashion_mnist.FashionMnist) -> pl.Task:
@@ -116,7 +126,10 @@ def result_of(case: Case, seed: int, folder: Path | None) -> dict[str, Any]:
     began = time.perf_counter()
     task = task_of(case, seed, fashion_mnist.load(folder))
     run = pl.simulate(task, case.strategy, cluster_of(case.workers, seed), strict=False)
-    trace, losses = run.trace, [p.loss for p in run.trace.points if p.loss is not None][-case.workers * task.steps_per_epoch :]
+    trace, losses = (
+        run.trace,
+        [p.loss for p in run.trace.points if p.loss is not None][-case.workers * task.steps_per_epoch :],
+    )
     versions = {p.step for p in trace.points if p.staleness is not None}
     return {
         "case": case.key,
@@ -141,7 +154,10 @@ def summary(runs: Runs, *, own: bool) -> list[dict[str, Any]]:
             found = [run for (other, _), run in sorted(runs.items()) if other == key]
             if not found:
                 continue
-            accuracies, stale = [run["accuracy"] for run in found], [run["staleness"] for run in found if run["staleness"] is not None]
+            accuracies, stale = (
+                [run["accuracy"] for run in found],
+                [run["staleness"] for run in found if run["staleness"] is not None],
+            )
             rows.append(
                 {
                     "method": shown(method, own),
@@ -168,7 +184,9 @@ def drawn(runs: Runs) -> list[dict[str, Any]]:
 
 def cell(row: dict[str, Any], field: str) -> str:
     if field == "accuracy":
-        return f"{row['accuracy']:.2f} " + (f"± {row['spread']:.2f}" if row["seeds"] > 2 else f"({row['seeds']} of 3 seeds)")
+        return f"{row['accuracy']:.2f} " + (
+            f"± {row['spread']:.2f}" if row["seeds"] > 2 else f"({row['seeds']} of 3 seeds)"
+        )
     if field == "own":
         return f"{cell(row, 'accuracy')} at {row['rate']:g}"
     if field == "staleness":
@@ -193,11 +211,16 @@ def head(workers: int) -> str:
 
 def sweep_table(runs: Runs) -> Table:
     rates = sorted({*RATES, *HIGH_RATES})
-    made = Table("", *(f"{rate:g}" for rate in rates), title=f"rates that were tried: {EPOCHS} epochs, 10,000 images held out")
+    made = Table(
+        "", *(f"{rate:g}" for rate in rates), title=f"rates that were tried: {EPOCHS} epochs, 10,000 images held out"
+    )
     for method, workers in [(PLAIN, 1), *((method, workers) for workers in TUNED for method in METHODS)]:
         found = [runs.get((case_of(method, workers, rate, held_out=True).key, SWEEP_SEED)) for rate in rates]
         if any(found):
-            made.add_row(f"{head(workers)}, {shown(method, True)}", *("" if run is None else f"{run['accuracy']:.2f}" for run in found))
+            made.add_row(
+                f"{head(workers)}, {shown(method, True)}",
+                *("" if run is None else f"{run['accuracy']:.2f}" for run in found),
+            )
     return made
 
 
@@ -230,7 +253,11 @@ def run_all(jobs: list[tuple[Case, int]], runs: Runs, args: argparse.Namespace) 
     missing = [(case, seed, args.data) for case, seed in jobs if (case.key, seed) not in runs]
     for run in worked(result_of, missing, args.processes):
         runs[run["case"], run["seed"]] = run
-        print(f"{run['accuracy']:.2f} %, {run['wall_s']:.0f} s: seed {run['seed']}, {run['case']}", file=sys.stderr, flush=True)
+        print(
+            f"{run['accuracy']:.2f} %, {run['wall_s']:.0f} s: seed {run['seed']}, {run['case']}",
+            file=sys.stderr,
+            flush=True,
+        )
         write_runs(args.json, (runs[key] for key in sorted(runs)), **SETTINGS)
 
 

@@ -144,12 +144,12 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
     """One codec's row."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     copy, into = torch.empty_like(x), torch.zeros_like(x)
-    link = codec.link(lambda **initial: Kept(**initial), x)
+    codec_state = codec.codec_state(lambda **initial: Kept(**initial), x)
     encode, add = by_hand(codec, x, torch.zeros_like(x), into) or by_definition(codec, x, torch.zeros_like(x), into)
-    data, said = link.encode(x), encode()
+    data, said = codec_state.encode(x), encode()
     nbytes = data.numel()
     heard = torch.zeros_like(x)
-    link.add(data, heard)
+    codec_state.add(data, heard)
     error = ((heard - x).norm() / x.norm()).item()
     taken: dict[str, list[float]] = {}
     for i in range(rounds + 1):
@@ -157,8 +157,8 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
         held: list[Tensor] = []
         turns: dict[str, Work] = {
             "copy": lambda: copy.copy_(x),
-            "encode": lambda held=held: held.append(link.encode(x)),
-            "add": lambda held=held: link.add(held[0], into, 0.5),
+            "encode": lambda held=held: held.append(codec_state.encode(x)),
+            "add": lambda held=held: codec_state.add(held[0], into, 0.5),
         }
         if i % 4 == 0:  # Slow, so not every time.
             turns |= {"plain encode": encode, "plain add": lambda: add(said)}
@@ -183,7 +183,20 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], megabytes: int, threads: int) -> Table:
     shown = Table(title=f"{megabytes} MB of float32, {threads} thread{'s' * (threads > 1)}; times in ms, medians")
-    for name in ("codec", "B/value", "error", "copy", "encode", "GiB/s", "x copy", "plain/ours", "add", "GiB/s", "x copy", "plain/ours"):
+    for name in (
+        "codec",
+        "B/value",
+        "error",
+        "copy",
+        "encode",
+        "GiB/s",
+        "x copy",
+        "plain/ours",
+        "add",
+        "GiB/s",
+        "x copy",
+        "plain/ours",
+    ):
         shown.add_column(name, justify="left" if name == "codec" else "right", no_wrap=True)
     for r in rows:
         t = {n: f"{1e3 * s:.2f}" for n, s in r["seconds"].items()}
@@ -202,7 +215,9 @@ def table(rows: list[dict[str, Any]], megabytes: int, threads: int) -> Table:
             f"{r['add_over_copy']:.2f}",
             f"{r['plain_over_add']:.1f}{hand}",
         )
-    shown.caption = "error: of one message, relative to the values' norm.  *: against the codec's definition in plain torch"
+    shown.caption = (
+        "error: of one message, relative to the values' norm.  *: against the codec's definition in plain torch"
+    )
     return shown
 
 

@@ -123,9 +123,15 @@ def plainly(work: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def of_codec(codec: Codec, size: str, numel: int, dtype: torch.dtype = torch.float32, *, beside: bool = True) -> list[Row]:
+def of_codec(
+    codec: Codec, size: str, numel: int, dtype: torch.dtype = torch.float32, *, beside: bool = True
+) -> list[Row]:
     """All figures of a codec at a size; with torch's, eager and plain, if `beside`."""
-    x, residual, into = torch.randn(numel, device="cuda").to(dtype), torch.zeros(numel, device="cuda"), torch.zeros(numel, device="cuda")
+    x, residual, into = (
+        torch.randn(numel, device="cuda").to(dtype),
+        torch.zeros(numel, device="cuda"),
+        torch.zeros(numel, device="cuda"),
+    )
     copy = copy_rate(into)
     rng = torch.Generator().manual_seed(1)
     data = kernels.encode(codec, x, None, rng)
@@ -141,7 +147,12 @@ def of_codec(codec: Codec, size: str, numel: int, dtype: torch.dtype = torch.flo
     if codec.feedback:
         eager = (lambda: eager_encode(x, residual)) if is_whole else None
         works.append(
-            (f"encode {kind}, feedback", (width + 8) * numel + nbytes, lambda: kernels.encode(codec, x, residual, rng, out), eager)
+            (
+                f"encode {kind}, feedback",
+                (width + 8) * numel + nbytes,
+                lambda: kernels.encode(codec, x, residual, rng, out),
+                eager,
+            )
         )
     if not isinstance(codec, Threshold):  # It has nothing to say without.
         works.append((f"encode {kind}", width * numel + nbytes, lambda: kernels.encode(codec, x, None, rng, out), None))
@@ -183,10 +194,17 @@ def rows() -> list[Row]:
 def table(of: list[Row]) -> Any:
     from rich.table import Table
 
-    shown = Table("codec", "what", "size", "time", "GB/s", "% of copy", "call", "eager torch", "plain torch", title="On the GPU")
+    shown = Table(
+        "codec", "what", "size", "time", "GB/s", "% of copy", "call", "eager torch", "plain torch", title="On the GPU"
+    )
     for r in of:
         others = (f"{t / r.seconds:.0f}x" if t is not None else "" for t in (r.eager, r.plain))
-        figures = f"{1e6 * r.seconds:,.0f} us", f"{r.rate / 1e9:,.0f}", f"{100 * r.rate / r.copy:.0f}", f"{1e6 * r.call:,.0f} us"
+        figures = (
+            f"{1e6 * r.seconds:,.0f} us",
+            f"{r.rate / 1e9:,.0f}",
+            f"{100 * r.rate / r.copy:.0f}",
+            f"{1e6 * r.call:,.0f} us",
+        )
         shown.add_row(r.codec, r.what, r.size, *figures, *others)
     return shown
 

@@ -35,11 +35,11 @@ from torch import Tensor
 
 from paceline.codecs import OneBit
 from paceline.codecs.codec import ErrorFeedback
-from paceline.collectives import Ballot, mean_by_stripes
-from paceline.dist.endpoint import Clock, ProcessEndpoint
-from paceline.dist.shared import BLOCK, SharedMemory
+from paceline.collectives import SyncVote, mean_by_stripes
 from paceline.endpoint import Layout
 from paceline.op import drive
+from paceline.transport.endpoint import Clock, ProcessEndpoint
+from paceline.transport.shared_memory import BLOCK, SharedMemory
 
 SHARED, ENDPOINT, GLOO, MPI, COPY, ONE_BIT = "shared memory", "endpoint", "gloo", "MPI", "one-core copy", "OneBit"
 ALONE = "no waiting"
@@ -61,9 +61,9 @@ class Contestants:
     def serve(self) -> None:
         """Until told nothing more; asleep between the turns, so that the others have the cores."""
         while order := self.connection.recv():
-            self.connection.send(self.turn(*order))
+            self.connection.send(self.advance(*order))
 
-    def turn(self, name: str, megabytes: int, together: bool) -> tuple[float, float, float]:
+    def advance(self, name: str, megabytes: int, together: bool) -> tuple[float, float, float]:
         """When this rank began and ended, on the clock that all processes of a host share, and its processor's seconds."""
         reduce = self.reduce[name]
         x = self.buffers.setdefault(megabytes, torch.empty(megabytes * MEGABYTE // 4))
@@ -88,7 +88,7 @@ def one_bit(endpoint: ProcessEndpoint) -> Reduce:
     def reduce(x: Tensor) -> None:
         if x.numel() not in links:
             links[x.numel()] = ErrorFeedback(OneBit(), torch.zeros_like(x), torch.zeros_like(x))
-        drive(mean_by_stripes(endpoint, x, Ballot(1.0), links[x.numel()]))
+        drive(mean_by_stripes(endpoint, x, SyncVote(1.0), links[x.numel()]))
 
     return reduce
 
@@ -146,7 +146,9 @@ def work_in_mpi(path: str) -> None:
 
     torch.set_num_threads(1)
     comm: Any = mpi.COMM_WORLD  # pyright: ignore
-    Contestants(Client(f"{path}/orders"), {MPI: lambda x: comm.Allreduce(mpi.IN_PLACE, x.numpy())}, comm.Barrier).serve()  # pyright: ignore
+    Contestants(
+        Client(f"{path}/orders"), {MPI: lambda x: comm.Allreduce(mpi.IN_PLACE, x.numpy())}, comm.Barrier
+    ).serve()  # pyright: ignore
 
 
 def mpiexec() -> str | None:
@@ -167,7 +169,7 @@ class Ranks:
             self.processes = start(self.folder.name)
             self.connections = [Connection(listener.accept()[0].detach()) for _ in range(ranks)]
 
-    def turn(self, name: str, megabytes: int, *, alone: bool) -> tuple[float, float]:
+    def advance(self, name: str, megabytes: int, *, alone: bool) -> tuple[float, float]:
         """Seconds of a call, and those of all processors together."""
         chosen = self.connections[:1] if alone else self.connections
         for connection in chosen:
@@ -208,7 +210,7 @@ def measure(players: dict[str, Ranks], megabytes: int, rounds: int) -> Taken:
     for r in range(-1, rounds):
         first = r % len(names)
         for name in names[first:] + names[:first]:
-            took = players[name].turn(name, megabytes, alone=name == COPY)
+            took = players[name].advance(name, megabytes, alone=name == COPY)
             if r >= 0:  # The first round is for warming up.
                 taken[name].append(took)
     return taken
@@ -218,9 +220,15 @@ def summary(ranks: int, megabytes: int, taken: Taken) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, own in taken.items():
         low, middle, high = quantiles((s for s, _ in own), n=4)
-        rows[name] = {"ms": 1e3 * middle, "ms_quartiles": [1e3 * low, 1e3 * high], "cpu_ms": 1e3 * median(cpu for _, cpu in own)}
+        rows[name] = {
+            "ms": 1e3 * middle,
+            "ms_quartiles": [1e3 * low, 1e3 * high],
+            "cpu_ms": 1e3 * median(cpu for _, cpu in own),
+        }
         for other in (GLOO, COPY):
-            low, middle, high = quantiles((theirs / ours for (theirs, _), (ours, _) in zip(taken[other], own, strict=True)), n=4)
+            low, middle, high = quantiles(
+                (theirs / ours for (theirs, _), (ours, _) in zip(taken[other], own, strict=True)), n=4
+            )
             rows[name][f"speed over {other}"] = {"median": middle, "quartiles": [low, high]}
     return {"ranks": ranks, "megabytes": megabytes, "rounds": len(taken[GLOO]), "cores": os.cpu_count(), "rows": rows}
 

@@ -50,7 +50,15 @@ METHODS: dict[str, Codec | None] = {
 
 def perceptron() -> nn.Module:
     """335,114 parameters in four layers."""
-    layers = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    layers = [
+        nn.Linear(784, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    ]
     return nn.Sequential(nn.Flatten(), *layers)
 
 
@@ -192,7 +200,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--rate", type=float, default=0.02, help="the optimizer's largest")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each method")
-    parser.add_argument("--method", choices=METHODS, action="append", help="only this one beside fp32; may be given again")
+    parser.add_argument(
+        "--method", choices=METHODS, action="append", help="only this one beside fp32; may be given again"
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     args.method = list(dict.fromkeys([PLAIN, *(args.method or METHODS)]))
@@ -213,7 +223,9 @@ def main() -> None:
     rows = summary(runs)
     Console().print(table(rows, runs, args))
     if args.json:
-        args.json.write_text(json.dumps({"epochs": args.epochs, "rate": args.rate, "rows": rows, "runs": runs}, indent=2))
+        args.json.write_text(
+            json.dumps({"epochs": args.epochs, "rate": args.rate, "rows": rows, "runs": runs}, indent=2)
+        )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,9 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
-    found = {(r["method"], r["workers"]): f"{r['accuracy']:.2f} ± {r['spread']:.2f}, {r['virtual_s']:.0f} s" for r in rows}
+    found = {
+        (r["method"], r["workers"]): f"{r['accuracy']:.2f} ± {r['spread']:.2f}, {r['virtual_s']:.0f} s" for r in rows
+    }
     return [[method, *(found.get((method, workers), "") for workers in WORKERS)] for method in METHODS]
 
 
@@ -88,8 +90,14 @@ def main() -> None:
         fashion_mnist.load(args.data)  # If it is not there, one process says so.
         for run in worked(result_of, jobs, args.processes):
             runs.append(run)
-            print(f"{run['accuracy']:.2f} %: seed {run['seed']}, {run['workers']} workers, {run['method']}", file=sys.stderr, flush=True)
-            args.json.write_text(json.dumps(sorted(runs, key=lambda r: (r["seed"], r["workers"], r["method"])), indent=1))
+            print(
+                f"{run['accuracy']:.2f} %: seed {run['seed']}, {run['workers']} workers, {run['method']}",
+                file=sys.stderr,
+                flush=True,
+            )
+            args.json.write_text(
+                json.dumps(sorted(runs, key=lambda r: (r["seed"], r["workers"], r["method"])), indent=1)
+            )
     head, rows = ["method", *(f"{n} worker{'s' if n > 1 else ''}" for n in WORKERS)], summary(runs)
     made = table(head, lines(rows), title="test accuracy in %, and virtual seconds")
     show(markdown(head, as_code(lines(rows))) if args.markdown else made, width=150)

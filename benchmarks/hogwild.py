@@ -93,7 +93,7 @@ def steps_per_second(run: pl.Run) -> float:
 class Apart(pl.Strategy):
     """Every worker trains a model of its own."""
 
-    is_ordered = False
+    needs = pl.Needs(shared_memory=True)
 
     async def worker(self, w: pl.Replica) -> None:
         await w.train_alone()

@@ -69,7 +69,7 @@ class Counted(nn.Module):
 class Life(NamedTuple):
     """One process in a worker's seat, and when it began each of its minibatches."""
 
-    seat: int
+    data_shard: int
     pid: int
     times: list[float]
 
@@ -77,17 +77,19 @@ class Life(NamedTuple):
 class Log:
     """Who began a minibatch when, in memory that forked workers share: what was written by those that are killed stays."""
 
-    def __init__(self, seats: int, capacity: int) -> None:
-        self._counts = np.frombuffer(mmap(-1, 8 * seats), dtype=np.int64)
-        self._times = np.frombuffer(mmap(-1, 8 * seats * capacity), dtype=np.float64).reshape(seats, capacity)
-        self._pids = np.frombuffer(mmap(-1, 8 * seats * capacity), dtype=np.int64).reshape(seats, capacity)
+    def __init__(self, data_shards: int, capacity: int) -> None:
+        self._counts = np.frombuffer(mmap(-1, 8 * data_shards), dtype=np.int64)
+        self._times = np.frombuffer(mmap(-1, 8 * data_shards * capacity), dtype=np.float64).reshape(
+            data_shards, capacity
+        )
+        self._pids = np.frombuffer(mmap(-1, 8 * data_shards * capacity), dtype=np.int64).reshape(data_shards, capacity)
 
     def note(self) -> None:
         """This worker begins a minibatch; nobody else writes in its seat's row."""
-        seat = int(multiprocessing.current_process().name.removeprefix("worker-"))
-        at = self._counts[seat]
-        self._times[seat, at], self._pids[seat, at] = time.monotonic(), os.getpid()
-        self._counts[seat] = at + 1
+        data_shard = int(multiprocessing.current_process().name.removeprefix("worker-"))
+        at = self._counts[data_shard]
+        self._times[data_shard, at], self._pids[data_shard, at] = time.monotonic(), os.getpid()
+        self._counts[data_shard] = at + 1
 
     @property
     def begun(self) -> int:
@@ -95,22 +97,28 @@ class Log:
 
     def at_work(self, without: Collection[int]) -> list[tuple[int, int]]:
         """The seat and process of each worker that has begun a minibatch, but for some processes."""
-        last = [(seat, int(self._pids[seat, count - 1])) for seat, count in enumerate(self._counts) if count]
-        return [(seat, pid) for seat, pid in last if pid not in without]
+        last = [
+            (data_shard, int(self._pids[data_shard, count - 1]))
+            for data_shard, count in enumerate(self._counts)
+            if count
+        ]
+        return [(data_shard, pid) for data_shard, pid in last if pid not in without]
 
     def lives(self) -> list[Life]:
         found: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for seat, count in enumerate(self._counts):
-            for pid, at in zip(self._pids[seat, :count].tolist(), self._times[seat, :count].tolist(), strict=True):
-                found[seat, pid].append(at)
-        return [Life(seat, pid, times) for (seat, pid), times in found.items()]
+        for data_shard, count in enumerate(self._counts):
+            for pid, at in zip(
+                self._pids[data_shard, :count].tolist(), self._times[data_shard, :count].tolist(), strict=True
+            ):
+                found[data_shard, pid].append(at)
+        return [Life(data_shard, pid, times) for (data_shard, pid), times in found.items()]
 
 
 class Strike(NamedTuple):
     """A moment at which a worker was killed; of seat -1 if it is only the moment that is compared to."""
 
     time: float
-    seat: int = -1
+    data_shard: int = -1
     pid: int = 0
 
 
@@ -128,8 +136,8 @@ def striking(log: Log, parts: int, *, kills: bool, seed: int) -> Generator[list[
         while len(strikes) < KILLS and not done.wait(0.001):
             victims = log.at_work(without={strike.pid for strike in strikes})
             if log.begun >= moments[len(strikes)] and victims:
-                seat, pid = chance.choice(victims) if kills else (-1, 0)
-                strikes.append(Strike(time.monotonic(), seat, pid))
+                data_shard, pid = chance.choice(victims) if kills else (-1, 0)
+                strikes.append(Strike(time.monotonic(), data_shard, pid))
                 if kills:
                     os.kill(pid, signal.SIGKILL)
 
@@ -194,7 +202,7 @@ def result_of(case: str, seed: int, data: fashion_mnist.FashionMnist, epochs: in
         "seed": seed,
         "accuracy": round(100 * right, 2),
         "wall_s": round(time.monotonic() - began, 1),
-        "kills": sum(s.seat >= 0 for s in strikes),
+        "kills": sum(s.data_shard >= 0 for s in strikes),
         "samples": images * epochs,
         "samples_applied": [int(sum(p.samples for p in points[rank])) for rank in shards],
         "images_not_applied_once_an_epoch": int(wrong.sum()),
@@ -207,7 +215,9 @@ def result_of(case: str, seed: int, data: fashion_mnist.FashionMnist, epochs: in
 def pauses(lives: list[Life], strikes: list[Strike]) -> dict[str, Any]:
     """How long workers that were not killed took from one minibatch to the next, and replacements to join."""
     begin, end = min(life.times[0] for life in lives), max(life.times[-1] for life in lives)
-    firsts = [[life.times[0] for life in lives if life.seat == s.seat and life.times[0] > s.time] for s in strikes]
+    firsts = [
+        [life.times[0] for life in lives if life.data_shard == s.data_shard and life.times[0] > s.time] for s in strikes
+    ]
     return {
         "begun": sum(len(life.times) for life in lives),
         "seconds": end - begin,
@@ -248,7 +258,9 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 "own_gap_s": max(run["own_gap_s"] for run in own),
                 "own_gap_after_s": [of(gap for run in own for gap in run["own_gaps_after_s"]) for of in (median, max)],
                 "samples": sum(run["samples"] for run in own),
-                "samples_off": [sum(abs(n - run["samples"]) for n, run in zip(shard, own, strict=True)) for shard in applied],
+                "samples_off": [
+                    sum(abs(n - run["samples"]) for n, run in zip(shard, own, strict=True)) for shard in applied
+                ],
                 "images_not_applied_once_an_epoch": sum(run["images_not_applied_once_an_epoch"] for run in own),
                 "begun_again": sum(run["begun"] - run["minibatches"] for run in own),
                 "accuracy": mean(accuracies),
@@ -265,11 +277,15 @@ def cells(case: dict[str, Any]) -> dict[str, str]:
         "workers killed": str(case["kills"]),
         "replacements that joined": str(case["joined"]),
         "workers at work, mean": f"{case['alive']:.2f}",
-        "from a kill to its replacement's first minibatch: median, longest": ", ".join(f"{s:.2f} s" for s in case["join_s"]),
+        "from a kill to its replacement's first minibatch: median, longest": ", ".join(
+            f"{s:.2f} s" for s in case["join_s"]
+        ),
         "seconds a run": f"{case['seconds']:.1f}",
         "longest time without an update of a shard": f"{1000 * case['update_gap_s']:.0f} ms",
         "longest time between two minibatches of one worker": f"{1000 * case['own_gap_s']:.0f} ms",
-        "the same within a second of a kill: median, longest": ", ".join(f"{1000 * s:.0f} ms" for s in case["own_gap_after_s"]),
+        "the same within a second of a kill: median, longest": ", ".join(
+            f"{1000 * s:.0f} ms" for s in case["own_gap_after_s"]
+        ),
         "samples": f"{case['samples']:,}",
         "samples by which a shard's updates differ from that": ", ".join(map(str, case["samples_off"])),
         "images not applied once an epoch": str(case["images_not_applied_once_an_epoch"]),
@@ -292,10 +308,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     data, runs = fashion_mnist.load(args.data), list[dict[str, Any]]()
-    jobs = [(case, seed) for seed in range(args.seeds) for case, (_, servers) in CASES.items() if servers == 1 or not seed]
+    jobs = [
+        (case, seed) for seed in range(args.seeds) for case, (_, servers) in CASES.items() if servers == 1 or not seed
+    ]
     for case, seed in jobs:
         runs.append(result_of(case, seed, data, args.epochs))
-        print(f"{runs[-1]['accuracy']:.2f} %, {runs[-1]['wall_s']:.0f} s: seed {seed}, {case}", file=sys.stderr, flush=True)
+        print(
+            f"{runs[-1]['accuracy']:.2f} %, {runs[-1]['wall_s']:.0f} s: seed {seed}, {case}",
+            file=sys.stderr,
+            flush=True,
+        )
     cases = summary(runs)
     head, *lines = columns(cases)
     show(markdown(head, lines) if args.markdown else table(head, lines, right=1), width=160)

@@ -61,14 +61,23 @@ class Setting:
 
 
 SETTINGS = {"mlp": Setting(mlp, batch=64, steps=5), "cnn": Setting(cnn, batch=32, steps=40)}
-LOCAL, DDP, DDP_VIEWS, OURS, OURS_SHARD = "no communication", "DDP", "DDP, bucket views", "paceline", "paceline, session.shard"
+LOCAL, DDP, DDP_VIEWS, OURS, OURS_SHARD = (
+    "no communication",
+    "DDP",
+    "DDP, bucket views",
+    "paceline",
+    "paceline, session.shard",
+)
 
 
 class Trainer:
     """A user's loop over one copy of the model, a block of steps at a time."""
 
     def __init__(
-        self, model: nn.Module, batches: Iterator[Batch], wrap: Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any]]
+        self,
+        model: nn.Module,
+        batches: Iterator[Batch],
+        wrap: Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any]],
     ):
         self.batches = batches
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -99,7 +108,10 @@ def measure(setting: Setting, rounds: int) -> dict[str, list[tuple[float, float]
     """Seconds a step of each contestant, and its processor's, in each round."""
     torch.manual_seed(0)
     model = setting.model()
-    everyones = [(torch.randn(WORKERS * setting.batch, 1, 28, 28), torch.randint(10, (WORKERS * setting.batch,))) for _ in range(8)]
+    everyones = [
+        (torch.randn(WORKERS * setting.batch, 1, 28, 28), torch.randint(10, (WORKERS * setting.batch,)))
+        for _ in range(8)
+    ]
     rank = dist.get_rank()
     mine = [(x.chunk(WORKERS)[rank], y.chunk(WORKERS)[rank]) for x, y in everyones]
     sessions: list[Any] = []
@@ -112,7 +124,9 @@ def measure(setting: Setting, rounds: int) -> dict[str, list[tuple[float, float]
         LOCAL: Trainer(copy.deepcopy(model), forever(mine), lambda m, o: (m, o)),
         DDP: Trainer(copy.deepcopy(model), forever(mine), lambda m, o: (nn.parallel.DistributedDataParallel(m), o)),
         DDP_VIEWS: Trainer(
-            copy.deepcopy(model), forever(mine), lambda m, o: (nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=True), o)
+            copy.deepcopy(model),
+            forever(mine),
+            lambda m, o: (nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=True), o),
         ),
         OURS: Trainer(copy.deepcopy(model), forever(mine), attached),
         OURS_SHARD: Trainer(copy.deepcopy(model), iter(()), attached),
@@ -169,7 +183,9 @@ def summary(name: str, taken: dict[str, list[tuple[float, float]]]) -> dict[str,
 
 
 def table(result: dict[str, Any]) -> Table:
-    title = "{model}: {parameters:,} parameters, {batch_per_worker} samples a worker and step, 2 workers, {rounds} rounds".format(**result)
+    title = "{model}: {parameters:,} parameters, {batch_per_worker} samples a worker and step, 2 workers, {rounds} rounds".format(
+        **result
+    )
     made = Table("", "ms a step", "CPU ms", "steps/s", "ratio", "quartiles", "lost", title=title)
     made.caption = f"ratio: steps/s over those of {result['peer']}; lost: part of a step that goes to communication"
     for column in made.columns[1:]:
@@ -177,7 +193,9 @@ def table(result: dict[str, Any]) -> Table:
     for contestant, row in result["rows"].items():
         low, high = row["ratio_quartiles"]
         times = f"{row['ms_per_step']:.2f}", f"{row['cpu_ms_per_step']:.2f}", f"{row['steps_per_s']:.1f}"
-        made.add_row(contestant, *times, f"{row['ratio']:.3f}", f"{low:.3f} - {high:.3f}", f"{row['communication']:.1%}")
+        made.add_row(
+            contestant, *times, f"{row['ratio']:.3f}", f"{low:.3f} - {high:.3f}", f"{row['communication']:.1%}"
+        )
     return made
 
 
@@ -195,7 +213,9 @@ def main() -> None:
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-    workers = [context.Process(target=work, args=(rank, port, names, rounds, results), daemon=True) for rank in range(WORKERS)]
+    workers = [
+        context.Process(target=work, args=(rank, port, names, rounds, results), daemon=True) for rank in range(WORKERS)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -31,8 +31,8 @@ from rich.table import Table
 from torch import Tensor
 
 import paceline as pl
-from paceline.dist.job import Job
 from paceline.endpoint import Message
+from paceline.engines.job import Job
 from paceline.op import drive
 from paceline.server import Store
 
@@ -42,7 +42,9 @@ SIZES = {"nothing": 0, "10 kB": 10_000, "1 MB": 1_000_000, "25 MB": 25_000_000, 
 RPC, GLOO, RAY, COPY = "torch RPC", "gloo send and recv", "Ray actor", "copy"
 TIMEOUT_S = 120.0
 
-Exchange = Callable[[Tensor, Tensor], None]  # A gradient, and where the new value goes; if they are empty, only a message each way.
+Exchange = Callable[
+    [Tensor, Tensor], None
+]  # A gradient, and where the new value goes; if they are empty, only a message each way.
 Room = Callable[[int], Tensor]  # Where so many values of a gradient lie.
 
 
@@ -54,8 +56,14 @@ class Model:
     """As much of a replica as a store asks for."""
 
     def __init__(self, endpoint: Any, params: Tensor) -> None:
-        self.endpoint, self.params, self.samples_at_hand, self.k, self.seat = endpoint, params, 1.0, 0, None
-        self.learner = SimpleNamespace(is_shared_out=True)
+        self.endpoint, self.params, self.batch_samples, self.step_index, self.data_shard = (
+            endpoint,
+            params,
+            1.0,
+            0,
+            None,
+        )
+        self.learner = SimpleNamespace(has_global_data=True)
 
     def link(self, codec: Any) -> None:
         return None
@@ -65,17 +73,17 @@ class Worker:
     """A contestant's worker, which takes its turn when told."""
 
     def __init__(self, connection: Connection, exchange: Exchange, room: Room = torch.empty) -> None:
-        self.connection, self.exchange, self.room = connection, exchange, room
+        self.connection, self.exchange, self.send_buffer = connection, exchange, room
         self.vectors: dict[int, tuple[Tensor, Tensor]] = {}
 
     def serve(self) -> None:
         while order := self.connection.recv():
-            self.connection.send(self.turn(*order))
+            self.connection.send(self.advance(*order))
 
-    def turn(self, nbytes: int, repeats: int) -> float:
+    def advance(self, nbytes: int, repeats: int) -> float:
         """Seconds of one exchange."""
         if nbytes not in self.vectors:
-            self.vectors[nbytes] = self.room(nbytes // 4).fill_(1e-3), torch.zeros(nbytes // 4)
+            self.vectors[nbytes] = self.send_buffer(nbytes // 4).fill_(1e-3), torch.zeros(nbytes // 4)
         gradient, value = self.vectors[nbytes]
         self.exchange(gradient, value)
         began = time.perf_counter()
@@ -96,13 +104,15 @@ def paceline_worker(path: str, shards: int) -> None:
     jobs: list[Job] = []
     stores: dict[int, Store] = {}
 
-    def room(numel: int) -> Tensor:
+    def send_buffer(numel: int) -> Tensor:
         strategy = pl.ParameterServer(rule=pl.Sgd(lr=LR), servers=shards)
         folder = tempfile.mkdtemp(dir=path)
-        jobs.append(Job(strategy, device=torch.device("cpu"), store=dist.FileStore(f"{folder}/store"), rank=0, workers=1))
+        jobs.append(
+            Job(strategy, device=torch.device("cpu"), store=dist.FileStore(f"{folder}/store"), rank=0, workers=1)
+        )
         stores[numel] = Store(Model(jobs[-1].endpoint, torch.zeros(max(shards, numel))))  # pyright: ignore
         stores[numel].pull().wait()
-        return stores[numel].room() if numel else torch.empty(0)
+        return stores[numel].send_buffer() if numel else torch.empty(0)
 
     def exchange(gradient: Tensor, value: Tensor) -> None:
         store = stores[len(gradient)]
@@ -112,7 +122,7 @@ def paceline_worker(path: str, shards: int) -> None:
             store.endpoint.send(store.shards[0], Message("ask push")).wait()
             store.endpoint.recv(src=store.shards[0], kinds=("heard",)).wait()
 
-    Worker(Client(f"{path}/orders"), exchange, room).serve()
+    Worker(Client(f"{path}/orders"), exchange, send_buffer).serve()
     for store, job in zip(stores.values(), jobs, strict=True):
         drive(store.leave())
         job.close()
@@ -154,7 +164,10 @@ def rpc_worker(path: str) -> None:
 
     def work() -> None:
         join("worker", 0)
-        Worker(Client(f"{path}/orders"), lambda gradient, value: value.copy_(rpc.rpc_sync("server", value_after, (gradient,)))).serve()
+        Worker(
+            Client(f"{path}/orders"),
+            lambda gradient, value: value.copy_(rpc.rpc_sync("server", value_after, (gradient,))),
+        ).serve()
 
     pair(path, work, serve)
 
@@ -195,7 +208,9 @@ def ray_worker(path: str) -> None:
             self.values: dict[int, Tensor] = {}
 
         def exchange(self, gradient: Any) -> Any:
-            with warnings.catch_warnings(action="ignore"):  # torch is not told that it only reads what may not be written to.
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # torch is not told that it only reads what may not be written to.
                 return kept(self.values, len(gradient)).sub_(torch.from_numpy(gradient), alpha=LR).numpy()
 
     server: Any = Server.remote()  # pyright: ignore
@@ -236,7 +251,7 @@ class Contestant:
             self.process.start()
             self.connection = Connection(listener.accept()[0].detach())
 
-    def turn(self, nbytes: int) -> float:
+    def advance(self, nbytes: int) -> float:
         self.connection.send((nbytes, repeats(nbytes)))
         return self.connection.recv()
 
@@ -262,7 +277,7 @@ def measure(players: dict[str, Contestant], nbytes: int, rounds: int) -> dict[st
     for r in range(-1, rounds):
         first = r % len(names)
         for name in names[first:] + names[:first]:
-            took = players[name].turn(nbytes)
+            took = players[name].advance(nbytes)
             if r >= 0:
                 taken[name].append(took)
     return taken
@@ -271,7 +286,11 @@ def measure(players: dict[str, Contestant], nbytes: int, rounds: int) -> dict[st
 def summary(size: str, taken: dict[str, list[float]]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, own in taken.items():
-        ratios = {other: quantiles((b / a for a, b in zip(own, taken[other], strict=True)), n=4) for other in taken if other != name}
+        ratios = {
+            other: quantiles((b / a for a, b in zip(own, taken[other], strict=True)), n=4)
+            for other in taken
+            if other != name
+        }
         rows[name] = {
             "ms": 1e3 * median(own),
             "updates_per_s": 1 / median(own),

@@ -30,7 +30,9 @@ PASS_S, PASSES = 0.5, 4  # What a pass takes on all workers together, and how ma
 def logistic(spread: float) -> pl.Task:
     """Two classes, and features whose scales lie between 1 and 1 / spread."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1000, 30, generator=generator, dtype=torch.float64) * torch.logspace(0, -math.log10(spread), 30, dtype=torch.float64)
+    x = torch.randn(1000, 30, generator=generator, dtype=torch.float64) * torch.logspace(
+        0, -math.log10(spread), 30, dtype=torch.float64
+    )
     clean = x @ (torch.randn(30, generator=generator, dtype=torch.float64) / x.std(0))
     y = (clean + 3 * torch.randn(1000, generator=generator, dtype=torch.float64) > 0).double()
 
@@ -59,7 +61,9 @@ def _sgd(lr: float, momentum: float) -> Any:
 
 
 def _with(task: pl.Task, epochs: int, optimizer: Any = None) -> pl.Task:
-    return pl.Task(task.model, task.loss, task.data, task.batch, optimizer or task.optimizer, epochs=epochs, evaluate=task.evaluate)
+    return pl.Task(
+        task.model, task.loss, task.data, task.batch, optimizer or task.optimizer, epochs=epochs, evaluate=task.evaluate
+    )
 
 
 TASKS = {
@@ -77,7 +81,8 @@ def losses(quick: bool) -> list[dict[str, Any]]:
         task = make()
         for momentum in (0.0, 0.9):
             runs = {
-                lr: pl.simulate(_with(task, max(BUDGETS), _sgd(lr, momentum)), pl.AllReduceSGD(), pl.Cluster(workers=1)) for lr in rates
+                lr: pl.simulate(_with(task, max(BUDGETS), _sgd(lr, momentum)), pl.AllReduceSGD(), pl.Cluster(workers=1))
+                for lr in rates
             }
             for budget in BUDGETS:
                 at = {lr: run.trace.evaluations[budget - 1].values["loss"] for lr, run in runs.items()}
@@ -127,7 +132,9 @@ def tables(lost: list[dict[str, Any]], timed: list[dict[str, Any]]) -> list[Tabl
     second = Table("portions", "backups", "undisturbed", "one 10x slower", "ratio", title="seconds of a pass")
     for r in timed:
         ratio = r["slow_s"] / r["undisturbed_s"]
-        second.add_row(str(r["portions"]), str(r["backups"]), f"{r['undisturbed_s']:.3f}", f"{r['slow_s']:.3f}", f"{ratio:.2f}")
+        second.add_row(
+            str(r["portions"]), str(r["backups"]), f"{r['undisturbed_s']:.3f}", f"{r['slow_s']:.3f}", f"{ratio:.2f}"
+        )
     return [first, second]
 
 

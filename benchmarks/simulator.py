@@ -76,7 +76,11 @@ def play(pattern: str, ranks: int, steps: int, *, strict: bool) -> tuple[int, fl
     layout = Layout(ranks - servers, servers)
     simulator = Simulator(layout.name)
     world = World(simulator, Cluster(workers=layout.workers), layout, strict=strict)
-    role: Callable[[SimEndpoint, int], Coroutine[Any, Any, None]] = {"ring": ring, "reduction": reduction, "server": worker}[pattern]
+    role: Callable[[SimEndpoint, int], Coroutine[Any, Any, None]] = {
+        "ring": ring,
+        "reduction": reduction,
+        "server": worker,
+    }[pattern]
     roles = {rank: role(SimEndpoint(world, rank), steps) for rank in layout.worker_ranks}
     roles |= {rank: server(SimEndpoint(world, rank), steps) for rank in layout.server_ranks}
     gc.collect()
@@ -94,7 +98,9 @@ def measure(waits: int, repeats: int) -> list[dict[str, Any]]:
             for _ in range(repeats):
                 for pattern, done in runs.items():
                     done.append(play(pattern, ranks, max(2, waits // (3 * ranks)), strict=strict))
-            runs["all three"] = [tuple(map(sum, zip(*together, strict=True))) for together in zip(*runs.values(), strict=True)]  # type: ignore
+            runs["all three"] = [
+                tuple(map(sum, zip(*together, strict=True))) for together in zip(*runs.values(), strict=True)
+            ]  # type: ignore
             for pattern, done in runs.items():
                 rates = sorted(n / seconds for n, seconds, _ in done)
                 cpu = median(n / cpu for n, _, cpu in done)
@@ -104,12 +110,18 @@ def measure(waits: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], *, strict: bool) -> Table:
-    made = Table("", *(f"{ranks} ranks" for ranks in SIZES), title=f"thousand waits a second (of processor time), strict={strict}")
+    made = Table(
+        "",
+        *(f"{ranks} ranks" for ranks in SIZES),
+        title=f"thousand waits a second (of processor time), strict={strict}",
+    )
     for column in made.columns[1:]:
         column.justify = "right"
     for pattern in ("ring", "reduction", "server", "all three"):
         chosen = [row for row in rows if row["pattern"] == pattern and row["strict"] == strict]
-        made.add_row(pattern, *(f"{row['waits_per_s'] / 1e3:.0f} ({row['waits_per_cpu_s'] / 1e3:.0f})" for row in chosen))
+        made.add_row(
+            pattern, *(f"{row['waits_per_s'] / 1e3:.0f} ({row['waits_per_cpu_s'] / 1e3:.0f})" for row in chosen)
+        )
     return made
 
 

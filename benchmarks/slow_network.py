@@ -32,7 +32,18 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.nn import functional as F
 
-from benchmarks._slow_network_methods import DDP, LIMIT, METHODS, RATE, Method, Place, Trainee, alone, batches, perceptron
+from benchmarks._slow_network_methods import (
+    DDP,
+    LIMIT,
+    METHODS,
+    RATE,
+    Method,
+    Place,
+    Trainee,
+    alone,
+    batches,
+    perceptron,
+)
 from benchmarks._slow_network_report import Turn, draw, merged, summary, table
 from tests.dist import hosts
 
@@ -40,7 +51,7 @@ WORKERS = 4
 TURN = 8  # The fewest steps of a turn.
 LIMIT_TURN = 16
 RATES = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-PATIENCE_S = 300.0
+RETRANSMIT_S = 300.0
 
 
 # On a worker.
@@ -58,12 +69,12 @@ class Worker:
     def serve(self, connection: Connection) -> None:
         while order := connection.recv():
             try:
-                reply = self.turn(*order)
+                reply = self.advance(*order)
             except Exception as error:
                 reply = error
             connection.send(reply if not isinstance(reply, Exception) else (type(reply).__name__, str(reply)))
 
-    def turn(self, name: str, steps: int) -> dict[str, float]:
+    def advance(self, name: str, steps: int) -> dict[str, float]:
         """When this worker began and ended, on the clock that all processes of a machine share, and what that took."""
         if name not in self.trainees:
             model = copy.deepcopy(self.model)
@@ -80,7 +91,7 @@ class Worker:
         dist.barrier()  # What a slower peer is still to be sent belongs to the turn.
         turn = {"began": began, "ended": ended, "cpu": cpu, "sent": sent_bytes() - sent, "period": BY_NAME[name].period}
         if trainee.session is not None:
-            now = trainee.session.loop.replica.k
+            now = trainee.session.loop.replica.step_index
             periods = [sync.period for sync in trainee.session.trace.syncs if sync.step >= now - steps]
             turn["period"] = mean(periods) if periods else BY_NAME[name].period
         return turn
@@ -92,7 +103,9 @@ def sent_bytes() -> int:
 
 def work(rank: int, address: str, master: str, path: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORKERS), MASTER_ADDR=master, MASTER_PORT="29511", GLOO_SOCKET_IFNAME="eth0")
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(WORKERS), MASTER_ADDR=master, MASTER_PORT="29511", GLOO_SOCKET_IFNAME="eth0"
+    )
     dist.init_process_group("gloo")
     connection = Client(path)
     connection.send(rank)
@@ -124,14 +137,16 @@ class Workers:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(f"{self.folder.name}/orders")
                 listener.listen(WORKERS)
-                listener.settimeout(PATIENCE_S)
+                listener.settimeout(RETRANSMIT_S)
                 for rank, (namespace, address) in enumerate(places):
                     command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "benchmarks.slow_network"]
                     command += ["--worker", str(rank), address, places[0][1], f"{self.folder.name}/orders"]
                     with Path(self.folder.name, f"err-{rank}").open("w") as err:
                         # A session of its own: with it everything ends that a method has started.
                         self.processes.append(
-                            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True)
+                            subprocess.Popen(
+                                command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True
+                            )
                         )
                 connections = [Connection(listener.accept()[0].detach()) for _ in places]
             self.connections = [c for _, c in sorted((c.recv(), c) for c in connections)]
@@ -139,16 +154,16 @@ class Workers:
             self.close()
             raise
 
-    def turn(self, name: str, steps: int) -> dict[str, float]:
+    def advance(self, name: str, steps: int) -> dict[str, float]:
         """Seconds and megabytes a step; Lost if a worker cannot do it."""
         for connection in self.connections:
             connection.send((name, steps))
         replies: dict[Connection, Any] = {}
-        limit = time.monotonic() + PATIENCE_S
+        limit = time.monotonic() + RETRANSMIT_S
         while len(replies) < WORKERS:
             ready = wait([c for c in self.connections if c not in replies], timeout=max(0.0, limit - time.monotonic()))
             if not ready:
-                raise Lost(name, f"no answer within {PATIENCE_S:.0f} s")
+                raise Lost(name, f"no answer within {RETRANSMIT_S:.0f} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
                 try:
@@ -189,8 +204,12 @@ def limit_links(places: Sequence[tuple[str, str]], rate: str) -> None:
     shaped = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
     links = json.loads(subprocess.run(["ip", "-j", "link"], check=True, capture_output=True, text=True).stdout)
     for namespace, _ in places:
-        inside = subprocess.run(["ip", "-n", namespace, "-j", "link", "show", "eth0"], check=True, capture_output=True, text=True)
-        outside = next(link["ifname"] for link in links if link["ifindex"] == json.loads(inside.stdout)[0]["link_index"])
+        inside = subprocess.run(
+            ["ip", "-n", namespace, "-j", "link", "show", "eth0"], check=True, capture_output=True, text=True
+        )
+        outside = next(
+            link["ifname"] for link in links if link["ifindex"] == json.loads(inside.stdout)[0]["link_index"]
+        )
         subprocess.run(["tc", "-n", namespace, "qdisc", "replace", "dev", "eth0", *shaped], check=True)
         subprocess.run(["tc", "qdisc", "replace", "dev", outside, *shaped], check=True)
 
@@ -208,10 +227,10 @@ class Benchmark:
         while True:
             workers = Workers(self.places)
             try:
-                workers.turn(LIMIT, LIMIT_TURN)
+                workers.advance(LIMIT, LIMIT_TURN)
                 for method in list(self.methods):
                     say(f"trying {method.name}")
-                    workers.turn(method.name, method.lead)
+                    workers.advance(method.name, method.lead)
                 return workers
             except Lost as lost:
                 workers.close()
@@ -248,10 +267,10 @@ class Benchmark:
 
     def round(self, methods: Sequence[Method]) -> dict[str, Turn]:
         turns: dict[str, Turn] = {}
-        before = self.workers.turn(LIMIT, LIMIT_TURN)
+        before = self.workers.advance(LIMIT, LIMIT_TURN)
         for method in methods:
-            own = self.workers.turn(method.name, -(-TURN // method.period) * method.period)
-            after = self.workers.turn(LIMIT, LIMIT_TURN)
+            own = self.workers.advance(method.name, -(-TURN // method.period) * method.period)
+            after = self.workers.advance(LIMIT, LIMIT_TURN)
             turns[method.name] = Turn(own["s"], (before["s"] + after["s"]) / 2, own["MB"], own["cpu_s"], own["period"])
             before = after
         return turns
@@ -283,7 +302,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="of the links, as `tc` writes them")
     parser.add_argument("--rounds", type=int, nargs="+", help="turns of each method, for each rate")
-    parser.add_argument("--method", action="append", help="only those whose name holds this, beside DDP; may be given again")
+    parser.add_argument(
+        "--method", action="append", help="only those whose name holds this, beside DDP; may be given again"
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--plot", type=Path, help="where to write a chart, .svg or .png")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)  # What is started in the namespaces.

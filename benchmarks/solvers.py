@@ -37,10 +37,14 @@ SOLVERS = {  # With `lr` for the rate; where shards step, they have it, otherwis
     IN_TURNS: "RoundRobinEASGD(period=1, servers=1)",
 }
 KINDS = {"simulated": f"{WORKERS} simulated GPUs", "real": f"{WORKERS} real processes"}
-CLUSTER = pl.Cluster(workers=WORKERS, compute=pl.LogNormal("1ms", sigma=0.2), latency="20us", bus="12GB/s", memory_bandwidth="20GB/s")
+CLUSTER = pl.Cluster(
+    workers=WORKERS, compute=pl.LogNormal("1ms", sigma=0.2), latency="20us", bus="12GB/s", memory_bandwidth="20GB/s"
+)
 SETTINGS = {"epochs": EPOCHS, "minibatch": MINIBATCH, "workers": WORKERS}
 HEAD = ["solver", "rate"] + [
-    f"{kind}: {what}" for kind in KINDS for what in ("1000 samples/s", f"times {IN_TURNS}", f"s to {TARGET:g} %", "final, %")
+    f"{kind}: {what}"
+    for kind in KINDS
+    for what in ("1000 samples/s", f"times {IN_TURNS}", f"s to {TARGET:g} %", "final, %")
 ]
 AT_AN_END = "* The best of the rates tried is at an end of them."
 Key = tuple[str, str, float, int]  # Solver, kind, rate, seed.
@@ -75,8 +79,15 @@ def result_of(solver: str, kind: str, rate: float, seed: int, folder: Path | Non
 
     Time begins with the first gradient: to start a server takes a real process as long as thousands of them.
     """
-    task, strategy = task_of(rate, seed, fashion_mnist.load(folder), held_out=kind == "held out"), strategy_of(solver, rate)
-    run = pl.train(task, strategy, workers=WORKERS) if kind == "real" else pl.simulate(task, strategy, CLUSTER, strict=False)
+    task, strategy = (
+        task_of(rate, seed, fashion_mnist.load(folder), held_out=kind == "held out"),
+        strategy_of(solver, rate),
+    )
+    run = (
+        pl.train(task, strategy, workers=WORKERS)
+        if kind == "real"
+        else pl.simulate(task, strategy, CLUSTER, strict=False)
+    )
     spans = [span for span in run.trace.spans if span.kind == "gradient"]
     begin, end = min(span.start for span in spans), max(span.stop for span in spans)
     return {
@@ -104,7 +115,11 @@ def own_rate(solver: str, runs: Runs) -> float | None:
 def own_runs(solver: str, kind: str, runs: Runs) -> dict[int, dict[str, Any]]:
     """Those at its own rate, by their seeds."""
     rate = own_rate(solver, runs)
-    return {run["seed"]: run for _, run in sorted(runs.items()) if (run["solver"], run["kind"], run["rate"]) == (solver, kind, rate)}
+    return {
+        run["seed"]: run
+        for _, run in sorted(runs.items())
+        if (run["solver"], run["kind"], run["rate"]) == (solver, kind, rate)
+    }
 
 
 def reached(run: dict[str, Any]) -> float | None:
@@ -129,7 +144,8 @@ def cells(solver: str, kind: str, runs: Runs) -> list[str]:
 
 def lines(runs: Runs) -> list[list[str]]:
     return [
-        [solver, told_rate(own_rate(solver, runs)), *(cell for kind in KINDS for cell in cells(solver, kind, runs))] for solver in SOLVERS
+        [solver, told_rate(own_rate(solver, runs)), *(cell for kind in KINDS for cell in cells(solver, kind, runs))]
+        for solver in SOLVERS
     ]
 
 
@@ -145,7 +161,9 @@ def main() -> None:
         for run in found:
             runs[key(run)] = run
             told = f"{run['kind']}, rate {run['rate']:g}, seed {run['seed']}, {run['solver']}"
-            print(f"{run['accuracy']:.2f} %, {run['samples_per_s']:,.0f} samples/s: {told}", file=sys.stderr, flush=True)
+            print(
+                f"{run['accuracy']:.2f} %, {run['samples_per_s']:,.0f} samples/s: {told}", file=sys.stderr, flush=True
+            )
             write_runs(args.json, (runs[k] for k in sorted(runs)), **SETTINGS)
 
     def missing(keys: Iterable[Key]) -> list[tuple[str, str, float, int, Path | None]]:
@@ -153,10 +171,19 @@ def main() -> None:
 
     if args.processes:
         fashion_mnist.load(args.data)  # If it is not there, one process says so.
-        keep(worked(result_of, missing((solver, "held out", rate, SWEEP_SEED) for rate in RATES for solver in SOLVERS), args.processes))
+        keep(
+            worked(
+                result_of,
+                missing((solver, "held out", rate, SWEEP_SEED) for rate in RATES for solver in SOLVERS),
+                args.processes,
+            )
+        )
         # The solvers take turns: what disturbs the machine for a while disturbs all of them.
         own = [(solver, own_rate(solver, runs), seed) for seed in range(args.seeds) for solver in SOLVERS]
-        of_kind = {kind: missing((solver, kind, rate, seed) for solver, rate, seed in own if rate is not None) for kind in KINDS}
+        of_kind = {
+            kind: missing((solver, kind, rate, seed) for solver, rate, seed in own if rate is not None)
+            for kind in KINDS
+        }
         keep(worked(result_of, of_kind["simulated"], args.processes))
         keep(result_of(*job) for job in of_kind["real"])  # They are timed, so nothing runs beside them.
     told = lines(runs)
@@ -164,7 +191,11 @@ def main() -> None:
     if any("*" in rate for _, rate, *_ in told):
         print(f"\n{AT_AN_END}")
     panels = {
-        title: {solver: mean_of([run["curve"] for run in own.values()]) for solver in SOLVERS if (own := own_runs(solver, kind, runs))}
+        title: {
+            solver: mean_of([run["curve"] for run in own.values()])
+            for solver in SOLVERS
+            if (own := own_runs(solver, kind, runs))
+        }
         for kind, title in KINDS.items()
     }
     if all(panels.values()):

@@ -67,12 +67,17 @@ def speeds(trace: pl.Trace) -> dict[str, Any]:
 
 
 def measured(steps: int) -> list[dict[str, Any]]:
-    cluster = pl.Cluster(workers=WORKERS, compute=[GRADIENT_S * (FACTOR if rank == SLOW else 1) for rank in range(WORKERS)])
+    cluster = pl.Cluster(
+        workers=WORKERS, compute=[GRADIENT_S * (FACTOR if rank == SLOW else 1) for rank in range(WORKERS)]
+    )
     rows: list[dict[str, Any]] = []
     for name, strategy in METHODS.items():
         simulated = speeds(pl.simulate(task(steps, sleeps=False), strategy, cluster).trace)
         real = speeds(pl.train(task(steps, sleeps=True), strategy, workers=WORKERS).trace)
-        rows += [{"method": name, "where": "simulated", **simulated}, {"method": name, "where": "real processes", **real}]
+        rows += [
+            {"method": name, "where": "simulated", **simulated},
+            {"method": name, "where": "real processes", **real},
+        ]
     return rows
 
 
@@ -100,8 +105,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         },
     }
     colour = {"field": "where", "type": "nominal", "sort": places, "legend": {"title": None, "orient": "bottom"}}
-    bars = {"mark": {"type": "bar"}, "encoding": {**encoding, "color": {**colour, "scale": {"range": ["#2f76d2", "#d95f02"]}}}}
-    words = {"mark": {"type": "text", "align": "left", "dx": 3}, "encoding": {**encoding, "text": {"field": "share", "format": ".0%"}}}
+    bars = {
+        "mark": {"type": "bar"},
+        "encoding": {**encoding, "color": {**colour, "scale": {"range": ["#2f76d2", "#d95f02"]}}},
+    }
+    words = {
+        "mark": {"type": "text", "align": "left", "dx": 3},
+        "encoding": {**encoding, "text": {"field": "share", "format": ".0%"}},
+    }
     values = [{"method": r["method"], "where": r["where"], "share": r["share"]} for r in rows]
     spec = {"data": {"values": values}, "width": 420, "layer": [bars, words], "background": "white"}
     if path.suffix == ".svg":

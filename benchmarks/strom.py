@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.codecs.threshold import Header
 from paceline.data import fashion_mnist
-from paceline.demo import CLUSTER, Demo
+from paceline.study.demo import CLUSTER, Demo
 
 SIZES = (784, 2510, 2510, 2510, 10)
 WORKERS, SAMPLES = 4, 128  # Of one gradient.
@@ -39,7 +39,9 @@ class Weighed(pl.Threshold):
     """A threshold that notes of each message how many values it has, its bytes, and in the end those of a Rice code and by frequencies."""
 
     first: int = 0  # The message from which on it does.
-    notes: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]], repr=False, compare=False)
+    notes: list[tuple[int, int, int, int]] = field(
+        default_factory=list[tuple[int, int, int, int]], repr=False, compare=False
+    )
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
         data = super().encode(x, rng)
@@ -85,7 +87,9 @@ class Noted(nn.Linear):
         self.places, self.ledger = places, ledger
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = (NotingGradient.apply(p, self.ledger.totals[i]) for p, i in zip(self.parameters(), self.places, strict=True))
+        weight, bias = (
+            NotingGradient.apply(p, self.ledger.totals[i]) for p, i in zip(self.parameters(), self.places, strict=True)
+        )
         return F.linear(input, weight, bias)
 
 
@@ -102,7 +106,9 @@ class NotingGradient(torch.autograd.Function):
         return rounded, None
 
 
-def speech_sized(steps: int, workers: int, model: Callable[[], nn.Module] = perceptron, path: Path | None = None) -> pl.Task:
+def speech_sized(
+    steps: int, workers: int, model: Callable[[], nn.Module] = perceptron, path: Path | None = None
+) -> pl.Task:
     data = fashion_mnist.load(path)
     return pl.Task(
         model=model,
@@ -184,7 +190,17 @@ def accuracy(epochs: int) -> list[dict[str, Any]]:
 def print_all(found: dict[str, Any]) -> None:
     console = Console(width=140)
     if "sizes" in found:
-        table = Table("tau", "values", "of all", "as words", "the source's", "in a Rice code", "by frequencies", "bits a value", "loss")
+        table = Table(
+            "tau",
+            "values",
+            "of all",
+            "as words",
+            "the source's",
+            "in a Rice code",
+            "by frequencies",
+            "bits a value",
+            "loss",
+        )
         for row in found["sizes"]:
             theirs = SOURCE[row["tau"]][0]
             table.add_row(

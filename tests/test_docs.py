@@ -23,8 +23,8 @@ from torch import nn
 
 import paceline as pl
 from paceline import cli
-from paceline.demo import CLUSTER, STRATEGIES, Demo, row
 from paceline.report import text
+from paceline.study.demo import CLUSTER, STRATEGIES, Demo, row
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,7 +59,9 @@ def test_there_are_pages():
 @pytest.mark.dist
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
-    module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")  # Dataclasses look for the module that they are defined in.
+    module = types.ModuleType(
+        f"page_{page.stem.replace('-', '_')}"
+    )  # Dataclasses look for the module that they are defined in.
     monkeypatch.setitem(sys.modules, module.__name__, module)
     scripts: set[str] = set()
     with chdir(tmp_path):
@@ -73,7 +75,9 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
         started = [words for words in commands(page) if words[:2] == ["paceline", "run"] and scripts & set(words)]
         for words in started:
             words = ["2" if before == "-n" else word for before, word in pairwise(words)]  # Two workers will do.
-            done = subprocess.run([sys.executable, "-m", "paceline.cli", *words], capture_output=True, text=True, timeout=100)
+            done = subprocess.run(
+                [sys.executable, "-m", "paceline.cli", *words], capture_output=True, text=True, timeout=100
+            )
             assert done.returncode == 0, f"{words}: {done.stderr}"
     unstarted = scripts - {word for words in started for word in words}
     assert not unstarted, f"{name_of(page)} shows {unstarted} and no `paceline run` of it"
@@ -122,7 +126,9 @@ def test_the_readmes_times_and_bytes_are_those_of_the_demo():
             super().__init__()
             self.w = nn.Parameter(torch.zeros(numel))
 
-    job = pl.Task(Idle, lambda model, batch: model.w[0] * 0, demo.data, demo.batch, demo.optimizer, steps=demo.total_steps)
+    job = pl.Task(
+        Idle, lambda model, batch: model.w[0] * 0, demo.data, demo.batch, demo.optimizer, steps=demo.total_steps
+    )
     runs = {name: pl.simulate(job, strategy, CLUSTER, strict=False) for name, strategy in STRATEGIES.items()}
     for run in runs.values():
         run.trace.evaluation(run.seconds, 0, {"accuracy": 0.0})

@@ -52,7 +52,9 @@ def test_compressed_and_plain_files_are_the_same(folder):
 
 
 def test_an_absent_data_set_names_the_package_and_the_argument(tmp_path, monkeypatch):
-    with pytest.raises(NoData, match=rf"no train-images-idx3-ubyte.gz .* in {tmp_path}: .*dataset-fashion-mnist.*load\(path=\.\.\.\)"):
+    with pytest.raises(
+        NoData, match=rf"no train-images-idx3-ubyte.gz .* in {tmp_path}: .*dataset-fashion-mnist.*load\(path=\.\.\.\)"
+    ):
         load(tmp_path)
     monkeypatch.setattr(fashion_mnist, "FOLDER", tmp_path / "usr")
     with pytest.raises(FileNotFoundError, match=f"in {tmp_path / 'usr'}"):
@@ -66,7 +68,11 @@ def spoilt(folder, name, change):
 
 IMAGES, LABELS = "train-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte"
 FAULTS = {
-    "another magic number": (LABELS, lambda b: b"\x00\x00\x08\x03" + b[4:], "begins with 0x00000803.*begins with 0x00000801"),
+    "another magic number": (
+        LABELS,
+        lambda b: b"\x00\x00\x08\x03" + b[4:],
+        "begins with 0x00000803.*begins with 0x00000801",
+    ),
     "a last byte less": (LABELS, lambda b: b[:-1], r"is truncated: 3 values of shape \[3\] are announced, 2 follow"),
     "a byte more": (LABELS, lambda b: b + b"\x00", r"is too long: 3 values of shape \[3\] are announced, 4 follow"),
     "no whole header": (LABELS, lambda b: b[:6], "holds 6 bytes: the header .* takes 8"),
@@ -76,7 +82,11 @@ FAULTS = {
     "half a compressed file": (IMAGES, lambda b: b[: len(b) // 2], "is truncated: its compressed data ends too soon"),
     "no compressed file": (IMAGES, lambda b: b"hello, world", "is not what gzip has written"),
     "a broken compressed file": (IMAGES, lambda b: b[:100] + bytes(50) + b[150:], "is not what gzip has written"),
-    "compressed, of other values": (IMAGES, lambda b: gzip.compress(gzip.decompress(b)[:-5]), "5488 values of shape .* 5483 follow"),
+    "compressed, of other values": (
+        IMAGES,
+        lambda b: gzip.compress(gzip.decompress(b)[:-5]),
+        "5488 values of shape .* 5483 follow",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.flat import FlatModel
+from paceline.worker.flat import FlatModel
 
 
 def model_of(sizes: list[int], dtype: torch.dtype = torch.float32) -> nn.ParameterList:
@@ -33,7 +33,9 @@ def test_parameters_become_views_of_one_vector_and_keep_their_values():
 
 def test_a_model_with_mixed_types_is_refused_with_the_parameters_name():
     model = nn.ModuleDict({"wide": nn.Linear(2, 2), "narrow": nn.Linear(2, 2).half()})
-    with pytest.raises(ValueError, match=r"'narrow.weight' is torch.float16 on cpu, but 'wide.weight' is torch.float32 on cpu"):
+    with pytest.raises(
+        ValueError, match=r"'narrow.weight' is torch.float16 on cpu, but 'wide.weight' is torch.float32 on cpu"
+    ):
         FlatModel(model)
 
 
@@ -42,7 +44,9 @@ def test_frozen_parameters_are_left_alone_whatever_their_type():
     assert FlatModel(model).names == ["free.weight", "free.bias"]
 
 
-@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["without parameters", "frozen"])
+@pytest.mark.parametrize(
+    "model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)], ids=["without parameters", "frozen"]
+)
 def test_a_model_with_nothing_to_train_is_refused_by_name(model: nn.Module):
     with pytest.raises(ValueError, match=f"{type(model).__name__} has no parameter that requires a gradient"):
         FlatModel(model)
@@ -61,7 +65,8 @@ def test_buckets_cover_the_vector_once_from_its_end_to_its_beginning(sizes: list
         assert bucket.index == i
         assert bucket.where.stop == stops
         assert (
-            bucket.grad.data_ptr() == flat.grads[bucket.where].data_ptr() and bucket.grad.numel() == bucket.where.stop - bucket.where.start
+            bucket.grad.data_ptr() == flat.grads[bucket.where].data_ptr()
+            and bucket.grad.numel() == bucket.where.stop - bucket.where.start
         )
         numels = [sizes[p] for p in bucket.parameters]
         assert 4 * sum(numels) >= bucket_bytes or bucket is flat.buckets[-1], "only the last may be smaller"
@@ -125,15 +130,15 @@ def test_a_sparse_gradient_is_refused_by_name():
 @pytest.mark.parametrize(("at", "name"), [(0, "0"), (2, "0"), (3, "1"), (7, "2"), (8, "2")])
 def test_the_parameter_with_the_first_bad_value_is_named(bad: float, at: int, name: str):
     flat = FlatModel(model_of([3, 4, 2]))
-    assert flat.first_bad() is None
+    assert flat.first_nonfinite() is None
     flat.grads[at] = bad
-    assert flat.first_bad() == flat.first_bad(slice(at, None)) == flat.locate(at) == name
-    assert flat.first_bad(slice(at + 1, None)) is None and flat.first_bad(slice(0, at)) is None
+    assert flat.first_nonfinite() == flat.first_nonfinite(slice(at, None)) == flat.locate(at) == name
+    assert flat.first_nonfinite(slice(at + 1, None)) is None and flat.first_nonfinite(slice(0, at)) is None
 
 
 def test_infinities_of_both_signs_do_not_cancel_and_large_values_are_not_bad():
     flat = FlatModel(model_of([4]))
     flat.grads.fill_(3e38)
-    assert flat.first_bad() is None
+    assert flat.first_nonfinite() is None
     flat.grads[1], flat.grads[2] = math.inf, -math.inf
-    assert flat.first_bad() == "0"
+    assert flat.first_nonfinite() == "0"

@@ -60,11 +60,13 @@ def test_every_public_name_is_there():
 def test_every_module_is_short_and_says_what_it_is(path):
     lines = path.read_text().splitlines()
     assert ast.get_docstring(ast.parse(path.read_text())) or not lines
-    assert len(lines) <= 400
+    assert len(lines) <= 450
 
 
 def test_block_momentum_reads_like_its_paper():
     """About 25 lines of code: the method itself, without blank lines, comments and docstrings."""
     source = (Path(paceline.__file__).parent / "strategies" / "block_momentum.py").read_text()
-    [worker] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.AsyncFunctionDef) and node.name == "worker"]
+    [worker] = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.AsyncFunctionDef) and node.name == "worker"
+    ]
     assert len(ast.unparse(worker).splitlines()) <= 27

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.stages import balanced
+from paceline.pipeline.split import balanced
 from tests.laws.tasks import numbers, same
 
 
@@ -64,8 +64,12 @@ class Masked(nn.Module):
 
 
 MODELS = {
-    "sequential": lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3)),
-    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))),
+    "sequential": lambda: nn.Sequential(
+        nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3)
+    ),
+    "nested": lambda: nn.Sequential(
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    ),
     "masked": lambda: nn.Sequential(nn.Linear(6, 6), Masked(), nn.Linear(6, 3)),
     "residual": Residual,
     "blocks": Blocks,
@@ -97,7 +101,12 @@ def test_the_stages_one_after_the_other_are_the_model(name: str, parts: int):
 
 @given(
     st.integers(1, 9).flatmap(
-        lambda n: st.tuples(*(st.lists(values, min_size=n, max_size=n) for values in (st.integers(0, 9), st.integers(0, 9), st.booleans())))
+        lambda n: st.tuples(
+            *(
+                st.lists(values, min_size=n, max_size=n)
+                for values in (st.integers(0, 9), st.integers(0, 9), st.booleans())
+            )
+        )
     ),
     st.integers(1, 5),
 )
@@ -186,18 +195,42 @@ def test_a_sample_leaves_no_trace_in_the_model():
 
 
 REFUSED = {
-    "no such layer": (Residual, ["lasst"], r"split\(Residual, \['lasst'\]\): there is no layer 'lasst'; did you mean 'last'\?"),
+    "no such layer": (
+        Residual,
+        ["lasst"],
+        r"split\(Residual, \['lasst'\]\): there is no layer 'lasst'; did you mean 'last'\?",
+    ),
     "the first layer": (Residual, ["first"], "the first stage begins at 'first' anyway"),
-    "amid a way around": (Residual, ["second"], "no stage can begin at 'second', as more than one tensor .* one can at 'inner', 'last'"),
-    "wrong order": (Blocks, ["blocks.2", "blocks.1"], "name the layers in the order in which the model calls them, 'blocks.0'"),
+    "amid a way around": (
+        Residual,
+        ["second"],
+        "no stage can begin at 'second', as more than one tensor .* one can at 'inner', 'last'",
+    ),
+    "wrong order": (
+        Blocks,
+        ["blocks.2", "blocks.1"],
+        "name the layers in the order in which the model calls them, 'blocks.0'",
+    ),
     "the same twice": (Blocks, ["blocks.2", "blocks.2"], "name the layers in the order"),
-    "more parts than layers": (Residual, 5, r"split\(Residual, 5\): only 3 of the layers .* they are 'first', 'inner', 'last'"),
+    "more parts than layers": (
+        Residual,
+        5,
+        r"split\(Residual, 5\): only 3 of the layers .* they are 'first', 'inner', 'last'",
+    ),
     "no parts": (Residual, 0, r"split\(Residual, 0\): a model has at least 1 stage"),
-    "nothing to train": (MODELS["sequential"], ["3", "4", "5"], "the stage that begins at '4' has no parameter to train"),
+    "nothing to train": (
+        MODELS["sequential"],
+        ["3", "4", "5"],
+        "the stage that begins at '4' has no parameter to train",
+    ),
     "no layers": (lambda: nn.Linear(6, 3), 2, r"split\(Linear, 2\): its forward calls no layers"),
     "control flow": (Recurrent, 1, r"split\(Recurrent, 1\): its forward cannot be read as a graph of layers"),
     "two inputs": (TwoInputs, 2, r"its forward takes \['x', 'y'\] and returns"),
-    "tied": (Tied, 3, "'a.weight' in the stage that begins at 'a' and 'c.weight' in the one that begins at 'c' are one parameter"),
+    "tied": (
+        Tied,
+        3,
+        "'a.weight' in the stage that begins at 'a' and 'c.weight' in the one that begins at 'c' are one parameter",
+    ),
 }
 
 

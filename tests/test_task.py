@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline import AllReduceSGD, Cluster, Task, simulate
-from paceline.collectives import stripe_of
+from paceline.stripes import stripe_of
 from paceline.task import Trainee
 from tests.laws.tasks import OPTIMIZERS, quadratic, regression, same
 
@@ -44,13 +44,21 @@ def test_parts_are_disjoint_nearly_equal_and_together_the_minibatch(samples: int
         assert max(sizes) - min(sizes) <= 1
         assert sum(sizes) == min(batch, samples - k % task.steps_per_epoch * batch)
     for epoch in range(2):
-        seen = [i for parts in steps[epoch * task.steps_per_epoch : (epoch + 1) * task.steps_per_epoch] for part in parts for i in part]
+        seen = [
+            i
+            for parts in steps[epoch * task.steps_per_epoch : (epoch + 1) * task.steps_per_epoch]
+            for part in parts
+            for i in part
+        ]
         assert sorted(seen) == list(range(samples))
 
 
 @given(samples=st.integers(1, 60), batch=st.integers(1, 20), workers=st.integers(2, 9))
 def test_the_global_order_does_not_depend_on_the_number_of_workers(samples: int, batch: int, workers: int):
-    alone, together = drawn(counting(samples=samples, batch=batch), 1), drawn(counting(samples=samples, batch=batch), workers)
+    alone, together = (
+        drawn(counting(samples=samples, batch=batch), 1),
+        drawn(counting(samples=samples, batch=batch), workers),
+    )
     assert [[*chain(*parts)] for parts in together] == [parts[0] for parts in alone]
 
 
@@ -92,7 +100,13 @@ def test_stripes_cover_everything_once_in_order_and_in_whole_units(numel: int, o
     ],
 )
 def test_a_task_that_cannot_be_is_refused_by_name(settings: dict[str, Any], named: str):
-    usual = {"model": nn.Identity, "loss": lambda m, b: b[0], "data": [torch.zeros(3)], "batch": 2, "optimizer": OPTIMIZERS["sgd"]}
+    usual = {
+        "model": nn.Identity,
+        "loss": lambda m, b: b[0],
+        "data": [torch.zeros(3)],
+        "batch": 2,
+        "optimizer": OPTIMIZERS["sgd"],
+    }
     with pytest.raises(ValueError, match=named):
         Task(**usual | settings)
 

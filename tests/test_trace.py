@@ -17,8 +17,18 @@ from tests.laws.tasks import quadratic
 seconds = st.floats(0, 1e9)
 counts = st.integers(0, 2**53)
 spans = st.builds(Span, counts, st.text(), seconds, seconds, counts)
-points = st.builds(Point, seconds, counts, counts, counts, st.none() | st.floats(allow_nan=False, allow_infinity=False), st.none() | counts)
-evaluations = st.builds(Evaluation, seconds, counts, st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)))
+points = st.builds(
+    Point,
+    seconds,
+    counts,
+    counts,
+    counts,
+    st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    st.none() | counts,
+)
+evaluations = st.builds(
+    Evaluation, seconds, counts, st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False))
+)
 
 
 def trace_of(spans: list[Span], points: list[Point], evaluations: list[Evaluation]) -> Trace:
@@ -131,5 +141,7 @@ def test_merged_traces_are_in_the_order_of_time():
 
 
 def test_the_time_to_a_loss_is_the_first_or_none():
-    trace = Trace([Point(1.0, 0, 0, 1, 3.0), Point(2.0, 0, 0, 1, None, 4), Point(3.0, 0, 1, 1, 0.5), Point(4.0, 0, 2, 1, 0.4)])
+    trace = Trace(
+        [Point(1.0, 0, 0, 1, 3.0), Point(2.0, 0, 0, 1, None, 4), Point(3.0, 0, 1, 1, 0.5), Point(4.0, 0, 2, 1, 0.4)]
+    )
     assert (time_to_loss(trace, 0.5), time_to_loss(trace, 0.45), time_to_loss(trace, 0.1)) == (3.0, 4.0, None)

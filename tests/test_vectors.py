@@ -7,7 +7,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from paceline.codecs.kernels.vectors import BLOCK, merge, set_out, squared_distance
+from paceline.codecs.kernels.vectors import BLOCK, compute_delta, merge, squared_distance
 
 
 def vectors(numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -26,7 +26,7 @@ every_length = pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, BLOCK - 1, BL
 def test_setting_out_has_the_bits_of_a_subtraction(numel: int, dtype: torch.dtype, is_kept: bool) -> None:
     params, start, _ = vectors(numel, dtype)
     way, sent = torch.full((numel,), torch.nan), torch.full((numel,), torch.nan) if is_kept else None
-    assert set_out(params, start, way, sent)
+    assert compute_delta(params, start, way, sent)
     assert torch.equal(way, params.float() - start)
     assert sent is None or torch.equal(sent, params.float())
 
@@ -49,7 +49,7 @@ def test_merging_has_the_bits_of_the_sums(numel: int, dtype: torch.dtype, is_kep
 def test_setting_out_finds_what_is_not_finite(numel: int, bad: float, at: int) -> None:
     params, start, _ = vectors(numel, torch.float32)
     params[at] = bad
-    assert not set_out(params, start, torch.empty(numel), None)
+    assert not compute_delta(params, start, torch.empty(numel), None)
 
 
 @every_dtype
@@ -74,10 +74,10 @@ LONG = 1_000_003  # Long enough to be shared out.
 def test_setting_out_with_any_number_of_threads(threads: int) -> None:
     params, start, _ = vectors(LONG, torch.float32)
     way, sent = torch.full((2, LONG), torch.nan)
-    assert set_out(params, start, way, sent)
+    assert compute_delta(params, start, way, sent)
     assert torch.equal(way, params - start) and torch.equal(sent, params)
     params[LONG // 2] = torch.nan
-    assert not set_out(params, start, way, sent)
+    assert not compute_delta(params, start, way, sent)
 
 
 def test_merging_with_any_number_of_threads(threads: int) -> None:
@@ -101,4 +101,6 @@ def test_distance_of_a_part_reads_only_that_part() -> None:
     for t in whole:
         t[:100], t[-100:] = torch.nan, torch.inf
     inner = slice(100, -100)
-    assert squared_distance(*(t[inner] for t in whole)) == squared_distance(*(t[inner].clone() for t in (params, start, mean)))
+    assert squared_distance(*(t[inner] for t in whole)) == squared_distance(
+        *(t[inner].clone() for t in (params, start, mean))
+    )

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from paceline import registry
-from paceline.averaging import Averaging, Met, NonFiniteReplica, Rounds
 from paceline.codecs import (
     DGC,
     QSGD,
@@ -25,10 +24,11 @@ from paceline.codecs import (
     TopK,
 )
 from paceline.errors import ClusterError, PeerLost
-from paceline.memory import Memory, resized
+from paceline.families.averaging import Averaging, NonFiniteReplica, SyncResult, SyncRounds
+from paceline.families.topology import Exponential, RandomPairs, Ring
+from paceline.needs import Needs
 from paceline.op import Op
-from paceline.plan import Plan
-from paceline.replica import NonFiniteGradient, Replica
+from paceline.pipeline.split import Split, split
 from paceline.run import Run
 from paceline.server import (
     Adagrad,
@@ -45,14 +45,14 @@ from paceline.server import (
     RoundRobin,
     Rule,
     Scaled,
-    Served,
+    ServerStrategy,
     Sgd,
     Shard,
     Store,
     Turns,
 )
 from paceline.sim import Cluster, Compute, Constant, Faults, Link, LogNormal, Measured, Stragglers, simulate
-from paceline.stages import Split, split
+from paceline.state import Memory, resized
 from paceline.strategies import (
     ASGD,
     EAMSGD,
@@ -84,13 +84,14 @@ from paceline.strategies import (
 )
 from paceline.strategy import Strategy
 from paceline.task import Task
-from paceline.topology import Exponential, RandomPairs, Ring
 from paceline.trace import Trace
+from paceline.worker.plan import Plan
+from paceline.worker.replica import NonFiniteGradient, Replica
 
 if TYPE_CHECKING:
-    from paceline.dist.attach import Session, attach
-    from paceline.dist.ddp import ddp_hook
-    from paceline.dist.train import train
+    from paceline.session.attach import Session, attach
+    from paceline.session.ddp import ddp_hook
+    from paceline.session.train import train
 
 __version__ = "0.1.0"
 
@@ -142,9 +143,9 @@ __all__ = [
     "LogNormal",
     "Measured",
     "Memory",
-    "Met",
     "Momentum",
     "NBit",
+    "Needs",
     "NonFiniteGradient",
     "NonFiniteReplica",
     "OneBit",
@@ -163,12 +164,11 @@ __all__ = [
     "Ring",
     "RoundRobin",
     "RoundRobinEASGD",
-    "Rounds",
     "Rule",
     "Run",
     "Sandblaster",
     "Scaled",
-    "Served",
+    "ServerStrategy",
     "Session",
     "Sgd",
     "Shard",
@@ -180,6 +180,8 @@ __all__ = [
     "Stragglers",
     "Strategy",
     "Strom",
+    "SyncResult",
+    "SyncRounds",
     "Task",
     "TernGrad",
     "Then",
@@ -197,10 +199,10 @@ __all__ = [
 ]
 
 _LATER = {
-    "Session": "paceline.dist.attach",
-    "attach": "paceline.dist.attach",
-    "ddp_hook": "paceline.dist.ddp",
-    "train": "paceline.dist.train",
+    "Session": "paceline.session.attach",
+    "attach": "paceline.session.attach",
+    "ddp_hook": "paceline.session.ddp",
+    "train": "paceline.session.train",
 }
 
 

@@ -81,7 +81,7 @@ class Message:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-class Common(Protocol):
+class SharedVector(Protocol):
     """A vector in memory that several ranks read and change whenever they like, without a lock.
 
     Who reads while another writes may get parts of different ages, and of two changes at one place at one time one may be lost.
@@ -124,7 +124,7 @@ class Endpoint(Protocol):
     def trace(self) -> Trace: ...
 
     @property
-    def patience(self) -> float | None:
+    def retransmit_s(self) -> float | None:
         """Seconds without an answer after which a message may have been lost; None: none ever is."""
         ...
 
@@ -140,8 +140,12 @@ class Endpoint(Protocol):
         """Begin a coroutine of this rank's, to be awaited later."""
         ...
 
-    def exchange(
-        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]], then: Callable[[S], T], *, kind: str = "exchange"
+    def run_collectives(
+        self,
+        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]],
+        then: Callable[[S], T],
+        *,
+        kind: str = "exchange",
     ) -> Op[T]:
         """Begin a routine of several collectives on the endpoint that it is given, possibly in another thread: they keep their
         order among themselves and towards all others, whatever this rank starts meanwhile.  `then` makes the result of the
@@ -150,7 +154,9 @@ class Endpoint(Protocol):
 
     def send(self, dst: int, message: Message) -> Op[None]: ...
 
-    def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
+    def recv(
+        self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None
+    ) -> Op[Message]:
         """The next message, from `src` and of one of `kinds` if these are given; TimeoutError after `timeout` seconds."""
         ...
 
@@ -158,23 +164,23 @@ class Endpoint(Protocol):
         """Whether one that no longer answers has come to its end, with all work done."""
         ...
 
-    def come(self) -> Sequence[int]:
+    def members_ever(self) -> Sequence[int]:
         """The workers that have come so far, also those that are gone again; this one is among them."""
         ...
 
-    def room(self, like: Tensor) -> Tensor:
-        """Memory for a tensor that is sent again and again, if possible without a copy; see `is_read`."""
+    def send_buffer(self, like: Tensor) -> Tensor:
+        """Memory for a tensor that is sent again and again, if possible without a copy; see `in_use`."""
         ...
 
-    def is_read(self, x: Tensor) -> bool:
+    def in_use(self, x: Tensor) -> bool:
         """Whether what lies in `room` was sent and may not have been read yet, so that it must not be written to."""
         ...
 
-    def common(self, first: Tensor) -> Op[Common]:
+    def shared_vector(self, first: Tensor) -> Op[SharedVector]:
         """Memory that the group has in common, on one host, with the first member's values in it; like a collective, for all at once."""
         ...
 
-    def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
+    def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Op[Tensor]:
         """The sum over the group, in place.  `tail`, a few float64 numbers, travels and is summed along."""
         ...
 
@@ -187,7 +193,7 @@ class Endpoint(Protocol):
         how many bytes are `coming` from each member saves them from being asked."""
         ...
 
-    def reduce(self, x: Tensor, dst: int, tail: Tensor | None = None) -> Op[Tensor]:
+    def reduce(self, x: Tensor, dst: int, extras: Tensor | None = None) -> Op[Tensor]:
         """The sum over the group, in place on rank `dst`; what the others have then is of no use."""
         ...
 
@@ -204,6 +210,10 @@ SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.i
 def check_summable(x: Tensor) -> None:
     """Refuse what a sum on the wire would silently ruin: encoded bytes wrap around at 255."""
     if x.dtype not in SUMMABLE:
-        raise ValueError(f"all_reduce of {x.dtype}: encoded values cannot be summed on the wire; use mean_by_gather or mean_by_stripes")
+        raise ValueError(
+            f"all_reduce of {x.dtype}: encoded values cannot be summed on the wire; use mean_by_gather or mean_by_stripes"
+        )
     if not x.is_contiguous():
-        raise ValueError(f"all_reduce of a tensor of shape {tuple(x.shape)} with strides {x.stride()}: it must be contiguous")
+        raise ValueError(
+            f"all_reduce of a tensor of shape {tuple(x.shape)} with strides {x.stride()}: it must be contiguous"
+        )

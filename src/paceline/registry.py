@@ -111,7 +111,9 @@ def to_plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return [to_plain(v) for v in value]
-    raise TypeError(f"{value!r} is no setting that another process can be told of: use numbers, text, lists and dataclasses of them")
+    raise TypeError(
+        f"{value!r} is no setting that another process can be told of: use numbers, text, lists and dataclasses of them"
+    )
 
 
 def from_plain(value: Any) -> Any:
@@ -121,5 +123,9 @@ def from_plain(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     where, _, name = value["class"].rpartition(":")
-    found: Any = runpy.run_path(where, run_name="__paceline__") if where.endswith(".py") else vars(importlib.import_module(where))
+    found: Any = (
+        runpy.run_path(where, run_name="__paceline__")
+        if where.endswith(".py")
+        else vars(importlib.import_module(where))
+    )
     return found[name](**{k: from_plain(v) for k, v in value["settings"].items()})

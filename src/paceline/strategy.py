@@ -11,18 +11,18 @@ import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.needs import Needs
+
 if TYPE_CHECKING:
-    from paceline.replica import Replica
     from paceline.server.shard import Shard
+    from paceline.worker.replica import Replica
 
 
 class Strategy(ABC):
     """See `strategies/block_momentum.py` for a whole one."""
 
     servers: int = 0
-    is_ordered: ClassVar[bool] = True  # the same bits whatever the timing: synchronous methods
-    steps_locally: ClassVar[bool] = True  # workers step by their own optimizer, not servers by a rule
-    is_elastic: ClassVar[bool] = False  # workers meet by messages alone, never in collectives: they may join, leave and die
+    needs: ClassVar[Needs] = Needs()  # A property where it depends on the settings.
 
     @abstractmethod
     async def worker(self, w: Replica) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives import stripe_of
-from paceline.flat import BUCKET_BYTES, FlatModel
-from paceline.plan import Plan
+from paceline.stripes import stripe_of
+from paceline.worker.flat import BUCKET_BYTES, FlatModel
+from paceline.worker.plan import Plan
 
 Batch = tuple[Tensor, ...]
 
@@ -46,7 +46,9 @@ class Task:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
         if (self.steps or 0) < 0 or not (self.epochs or 0) >= 0:
-            raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): there is no training for less than nothing")
+            raise ValueError(
+                f"Task(steps={self.steps}, epochs={self.epochs}): there is no training for less than nothing"
+            )
         if self.accumulate < 1:
             raise ValueError(f"Task(accumulate={self.accumulate}): at least 1 backward pass makes a gradient")
         if self.batch < 1 or len({len(t) for t in self.data}) != 1 or not len(self.data[0]):
@@ -77,7 +79,9 @@ class Task:
 
     def build(self) -> nn.Module:
         """The initial model, the same on every rank."""
-        with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []):
+        with torch.random.fork_rng(
+            devices=list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        ):
             torch.manual_seed(self.seed)
             return self.model()
 
@@ -86,7 +90,9 @@ class Task:
         epoch, within = divmod(step, self.steps_per_epoch)
         if epoch not in self._orders:
             self._orders.clear()
-            self._orders[epoch] = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+            self._orders[epoch] = torch.randperm(
+                self.samples, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            )
         indices = self._orders[epoch][within * self.batch : (within + 1) * self.batch]
         mine = indices[stripe_of(rank, len(indices), workers)]
         return tuple(t[mine] for t in self.data)
@@ -119,18 +125,18 @@ class Trainee:
     def has_data(self, step: int) -> bool:
         return step < self.task.total_steps
 
-    def draw(self, step: int, seat: int | None = None) -> Batch | None:
+    def draw(self, step: int, data_shard: int | None = None) -> Batch | None:
         """This worker's part of the step's minibatch, or that of another seat; None if there is none left or it is empty."""
         if not self.has_data(step):
             return None
         if self.task.schedule is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * self.task.schedule(step)
-        mine = self.rank if seat is None else seat
+        mine = self.rank if data_shard is None else data_shard
         part = self.task.part(step, 0, 1) if self._is_whole else self.task.part(step, mine, self.workers)
         return part if len(part[0]) else None
 
-    def share(self, whole: bool) -> None:
+    def use_full_batches(self, whole: bool) -> None:
         """Draw whole minibatches from now on, and random numbers that all workers share; or this worker's own again."""
         if whole != self._is_whole:
             self._rng, self._rng_of_all = self._rng_of_all, self._rng

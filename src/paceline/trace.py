@@ -75,12 +75,16 @@ class Trace:
 
     def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
         self.spans.append(Span(rank, kind, start, stop, nbytes))
-        if nbytes or rank not in self.sent:  # Two threads write spans in a process, and only one of them sends: neither undoes the other.
+        if (
+            nbytes or rank not in self.sent
+        ):  # Two threads write spans in a process, and only one of them sends: neither undoes the other.
             self.sent[rank] += nbytes
         if self.keep is not None and len(self.spans) > 2 * self.keep:
             del self.spans[: self.keep]
 
-    def point(self, time: float, rank: int, step: int, samples: int, loss: float | None, staleness: int | None = None) -> None:
+    def point(
+        self, time: float, rank: int, step: int, samples: int, loss: float | None, staleness: int | None = None
+    ) -> None:
         self.points.append(Point(time, rank, step, samples, loss, staleness))
         if staleness is not None:
             self.staleness_counts[staleness] += 1

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9, "min": 1 / 60, "h": 1 / 3600}  # so that 50us is 5e-05 to the bit
+_PER_SECOND = {
+    "s": 1.0,
+    "ms": 1e3,
+    "us": 1e6,
+    "µs": 1e6,
+    "ns": 1e9,
+    "min": 1 / 60,
+    "h": 1 / 3600,
+}  # so that 50us is 5e-05 to the bit
 
 
 def seconds(text: str | float) -> float:
@@ -18,7 +26,9 @@ def seconds(text: str | float) -> float:
         return float(text)
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:e-?\d+)?)\s*([a-zµ]+)\s*", text)
     if not found or found[2] not in _PER_SECOND:
-        raise ValueError(f"{text!r} is not a duration: write a number and one of {', '.join(_PER_SECOND)}, as in '50us'")
+        raise ValueError(
+            f"{text!r} is not a duration: write a number and one of {', '.join(_PER_SECOND)}, as in '50us'"
+        )
     return float(found[1]) / _PER_SECOND[found[2]]
 
 
@@ -32,5 +42,7 @@ def bytes_per_second(text: str | float) -> float:
         return float(text)
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kKMGT]?)(bit|B)/s\s*", text)
     if not found:
-        raise ValueError(f"{text!r} is not a bandwidth: write a number and kbit/s, Mbit/s, Gbit/s, MB/s or GB/s, as in '10Gbit/s'")
+        raise ValueError(
+            f"{text!r} is not a bandwidth: write a number and kbit/s, Mbit/s, Gbit/s, MB/s or GB/s, as in '10Gbit/s'"
+        )
     return float(found[1]) * _PREFIX[found[2]] / (8 if found[3] == "bit" else 1)

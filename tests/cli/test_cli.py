@@ -47,18 +47,33 @@ def test_one_strategy_can_be_asked_for():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: registry.strategy("blok-momentum"), "there is no strategy 'blok-momentum'; did you mean 'block-momentum'?"),
-        (lambda: registry.strategy("AllReducSGD"), "there is no strategy 'AllReducSGD'; did you mean 'all-reduce-sgd'?"),
+        (
+            lambda: registry.strategy("blok-momentum"),
+            "there is no strategy 'blok-momentum'; did you mean 'block-momentum'?",
+        ),
+        (
+            lambda: registry.strategy("AllReducSGD"),
+            "there is no strategy 'AllReducSGD'; did you mean 'all-reduce-sgd'?",
+        ),
         (lambda: registry.codec("onbit"), "there is no codec 'onbit'; did you mean 'one-bit'?"),
-        (lambda: registry.strategy("block-momentum", perod=3), "BlockMomentum has no setting 'perod'; did you mean 'period'?"),
+        (
+            lambda: registry.strategy("block-momentum", perod=3),
+            "BlockMomentum has no setting 'perod'; did you mean 'period'?",
+        ),
         (lambda: registry.codec("fp16", bucket=3), "Fp16 has no setting 'bucket'; it has no settings"),
         (lambda: registry.strategy("strom"), "Strom needs codec: there is no default"),
         (
             lambda: registry.strategy("periodic-averaging", period=0),
             "PeriodicAveraging(period=0): it counts steps between synchronisations",
         ),
-        (lambda: registry.strategy("block-momentum", period=-1), "BlockMomentum(period=-1): it counts steps between synchronisations"),
-        (lambda: registry.strategy("block-momentum", momentum=1.0), "BlockMomentum(momentum=1.0): block momentum lies in [0, 1)"),
+        (
+            lambda: registry.strategy("block-momentum", period=-1),
+            "BlockMomentum(period=-1): it counts steps between synchronisations",
+        ),
+        (
+            lambda: registry.strategy("block-momentum", momentum=1.0),
+            "BlockMomentum(momentum=1.0): block momentum lies in [0, 1)",
+        ),
         (lambda: registry.strategy("parameter-server", servers=0), "ParameterServer(servers=0): at least 1 shard"),
         (lambda: registry.codec("one-bit", bucket=12), "OneBit(bucket=12): a bucket holds a multiple of 32 values"),
         (lambda: registry.rule("sgd", lr=0), "Sgd(lr=0): the learning rate must be positive"),

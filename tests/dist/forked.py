@@ -45,7 +45,9 @@ def _child(rank: int, workers: int, work: Callable[[int], Any], folder: Path) ->
     torch.set_num_threads(1)
     try:
         if workers > 1:
-            dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), workers), rank=rank, world_size=workers)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(str(folder / "store"), workers), rank=rank, world_size=workers
+            )
         result = work(rank)
     except BaseException as error:
         traceback.print_exc()

@@ -52,9 +52,16 @@ def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
-def run_on(places: Sequence[tuple[str, str]], script: Path, *arguments: str, per_host: int = 1, timeout_s: float = 120) -> list[str]:
+def run_on(
+    places: Sequence[tuple[str, str]], script: Path, *arguments: str, per_host: int = 1, timeout_s: float = 120
+) -> list[str]:
     """The script under torchrun on every host; what each printed, or an AssertionError with what went wrong."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
     folder, processes = script.parent, []
     for i, (name, address) in enumerate(places):
         command = [
@@ -68,10 +75,17 @@ def run_on(places: Sequence[tuple[str, str]], script: Path, *arguments: str, per
             f"--nnodes={len(places)}",
             f"--node-rank={i}",
         ]
-        command += [f"--nproc-per-node={per_host}", f"--master-addr={places[0][1]}", "--master-port=29511", f"--local-addr={address}"]
+        command += [
+            f"--nproc-per-node={per_host}",
+            f"--master-addr={places[0][1]}",
+            "--master-port=29511",
+            f"--local-addr={address}",
+        ]
         # Into files: a pipe that nobody reads would stop the host that writes, and all others with it.
         with (folder / f"out-{i}").open("w") as out, (folder / f"err-{i}").open("w") as err:
-            processes.append(subprocess.Popen([*command, str(script), *arguments], stdout=out, stderr=err, env=environment))
+            processes.append(
+                subprocess.Popen([*command, str(script), *arguments], stdout=out, stderr=err, env=environment)
+            )
     try:
         for process in processes:
             process.wait(timeout_s)

@@ -22,16 +22,16 @@ from torch.distributed import Store as Keys
 
 from paceline import Free, Gate, Memory, Push, Rule, Sgd
 from paceline.codecs import Codec
-from paceline.dist import mailbox
-from paceline.dist.endpoint import Clock, ProcessEndpoint
-from paceline.dist.mailbox import Mailbox
-from paceline.dist.train import ProcessLearner
 from paceline.endpoint import Layout, Message
 from paceline.op import drive
-from paceline.replica import Replica
 from paceline.server import Shard, Store
+from paceline.session.train import ProcessLearner
 from paceline.task import Trainee
 from paceline.trace import Trace
+from paceline.transport import mailbox
+from paceline.transport.endpoint import Clock, ProcessEndpoint
+from paceline.transport.mailbox import Mailbox
+from paceline.worker.replica import Replica
 from tests.laws.tasks import quadratic
 
 LAYOUT = Layout(workers=3, servers=1)
@@ -54,10 +54,14 @@ def updates(n: int, numel: int = NUMEL) -> Tensor:
 class Server:
     """A shard that serves in a thread of its own."""
 
-    def __init__(self, keys: Keys, rule: Rule, gate: Gate = FREE, codec: Codec | None = None, pulls: Codec | None = None) -> None:
+    def __init__(
+        self, keys: Keys, rule: Rule, gate: Gate = FREE, codec: Codec | None = None, pulls: Codec | None = None
+    ) -> None:
         self.rule, self.codec, self.pulls = rule, codec, pulls
         self.box = mailbox_of(SERVER, keys)
-        endpoint = ProcessEndpoint(SERVER, LAYOUT, Clock(time.time()), open_mailbox=lambda: self.box, trace=Trace(keep=100))
+        endpoint = ProcessEndpoint(
+            SERVER, LAYOUT, Clock(time.time()), open_mailbox=lambda: self.box, trace=Trace(keep=100)
+        )
         self.shard = Shard(endpoint)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(gate,), daemon=True)
@@ -102,8 +106,10 @@ class Good:
     ) -> None:
         self.rule, self.numel = rule, numel
         self.box = mailbox_of(GOOD, keys)
-        endpoint = ProcessEndpoint(GOOD, LAYOUT, Clock(time.time()), open_mailbox=lambda: self.box, trace=Trace(keep=100))
-        endpoint.patience = patience_s
+        endpoint = ProcessEndpoint(
+            GOOD, LAYOUT, Clock(time.time()), open_mailbox=lambda: self.box, trace=Trace(keep=100)
+        )
+        endpoint.retransmit_s = patience_s
         task = quadratic(steps=STEPS, batch=3, numel=numel, dtype=torch.float32)
         learner = ProcessLearner(Trainee(task, task.build(), GOOD, LAYOUT.workers), endpoint)
         learner.flat.params.copy_(updates(5, numel))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.dist.loading import EmptyShard
+from paceline.session.loading import EmptyShard
 from tests.dist import forked
 
 pytestmark = pytest.mark.dist
@@ -54,7 +54,7 @@ def minibatches(job: pl.Task) -> list[tuple[torch.Tensor, ...]]:
 def attached(job: pl.Task, strategy: pl.Strategy) -> torch.Tensor:
     """The loop that a user would write."""
     model = job.build()
-    optimizer = job.optimizer(model.parameters()) if strategy.steps_locally else None
+    optimizer = job.optimizer(model.parameters()) if strategy.needs.optimizer else None
     with pl.attach(model, optimizer, strategy, bucket_bytes=1024, ordered=True) as session:
         for x, y in session.shard(minibatches(job)):
             session.optimizer.zero_grad()
@@ -95,7 +95,9 @@ def test_every_rank_sees_its_part_of_each_minibatch_and_each_sample_once(tmp_pat
         dataset = TensorDataset(torch.arange(103.0).unsqueeze(1))
         loader = DataLoader(dataset, batch_size=20, shuffle=True)
         seen = []
-        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.AllReduceSGD(), initial="broadcast") as session:
+        with pl.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), pl.AllReduceSGD(), initial="broadcast"
+        ) as session:
             for _ in range(2):
                 for (x,) in session.shard(loader):
                     model(x).sum().backward()
@@ -116,7 +118,9 @@ def test_every_rank_sees_its_part_of_each_minibatch_and_each_sample_once(tmp_pat
 def test_ranks_that_read_different_minibatches_are_told(tmp_path):
     def work(rank):
         model = nn.Linear(1, 1)
-        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD(), initial="broadcast") as session:
+        with pl.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD(), initial="broadcast"
+        ) as session:
             for (x,) in session.shard([(torch.full((4, 1), float(rank)),)]):
                 model(x).sum().backward()
                 session.step()
@@ -132,7 +136,7 @@ def test_unequal_data_ends_cleanly_with_equal_models(name, tmp_path):
     def work(rank):
         job = task()
         model = job.build()
-        optimizer = job.optimizer(model.parameters()) if strategy.steps_locally else None
+        optimizer = job.optimizer(model.parameters()) if strategy.needs.optimizer else None
         with pl.attach(model, optimizer, strategy) as session:
             for step in range((9, 13, 0)[rank]):  # Rank 2 never has any data.
                 x, y = job.part(step, rank, 3)
@@ -222,13 +226,20 @@ def poisoned(policy: str, strategy: pl.Strategy, rank: int) -> dict[str, object]
                 session.step()
             skipped = session.skipped
     told = [str(w.message) for w in caught if w.category is pl.NonFiniteGradient]
-    return {"finite": bool(vector(model).isfinite().all()), "told": told, "skipped": skipped, "vector": vector(model).tolist()}
+    return {
+        "finite": bool(vector(model).isfinite().all()),
+        "told": told,
+        "skipped": skipped,
+        "vector": vector(model).tolist(),
+    }
 
 
 @pytest.mark.parametrize("name", ORDERED)
 def test_a_nan_gradient_is_named_and_skipped(name, tmp_path):
     results = forked.run(2, lambda rank: poisoned("skip", ORDERED[name], rank), tmp_path)
-    assert results[1]["told"] == ["rank 1 has NaN or infinity in the gradient of '2.bias' at step 3; the step was skipped"]
+    assert results[1]["told"] == [
+        "rank 1 has NaN or infinity in the gradient of '2.bias' at step 3; the step was skipped"
+    ]
     assert results[0]["told"] == []
     assert results[0]["finite"] and results[1]["finite"]
     assert results[0]["vector"] == results[1]["vector"]
@@ -239,7 +250,9 @@ def test_a_nan_gradient_is_named_and_skipped(name, tmp_path):
 @pytest.mark.parametrize("name", ["all-reduce", "averaging"])
 def test_a_nan_gradient_stops_the_run_or_passes_if_so_asked(name, tmp_path):
     stopped = forked.run(2, lambda rank: poisoned("stop", ORDERED[name], rank), tmp_path / "stop")
-    assert stopped[1]["error"].startswith("FloatingPointError: rank 1 has NaN or infinity in the gradient of '2.bias' at step 3")
+    assert stopped[1]["error"].startswith(
+        "FloatingPointError: rank 1 has NaN or infinity in the gradient of '2.bias' at step 3"
+    )
     assert "error" in stopped[0], "the other rank learns of it, by the same exchange or by the loss of its peer"
     passed = forked.run(2, lambda rank: poisoned("pass", ORDERED[name], rank), tmp_path / "pass")
     assert not passed[0]["finite"] and not passed[0]["told"]
@@ -283,7 +296,7 @@ def test_scaled_gradients_give_the_same_steps_as_unscaled_ones(tmp_path):
             for x, y in session.shard(minibatches(job)):
                 optimizer.zero_grad()
                 scaler.scale(F.cross_entropy(model(x), y)).backward()
-                scaler.unscale_(session.optimizer) if session.loop.replica.k % 2 else None
+                scaler.unscale_(session.optimizer) if session.loop.replica.step_index % 2 else None
                 scaler.step(session.optimizer)
                 scaler.update()
         return vector(model).tolist()
@@ -446,10 +459,10 @@ def test_what_is_deployed_can_be_evaluated_in_mid_run():
             F.cross_entropy(model(x), y).backward()
             session.step()
         trained = vector(model)
-        with session.deployed():
-            deployed = vector(model)
-        assert torch.equal(vector(model), trained) and not torch.equal(deployed, trained)
-        assert torch.equal(deployed, session.loop.replica.deployed)
+        with session.published():
+            published = vector(model)
+        assert torch.equal(vector(model), trained) and not torch.equal(published, trained)
+        assert torch.equal(published, session.loop.replica.published)
 
 
 def test_samples_that_are_counted_by_hand_weigh_as_much_as_sharded_ones(tmp_path):
@@ -511,7 +524,9 @@ def test_buffers_are_broadcast_at_the_start_and_equal_at_the_end(name, tmp_path)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         model[1].running_mean.fill_(float(rank))
         model[0].requires_grad_(False)
-        with pl.attach(model, torch.optim.SGD(model[1:].parameters(), lr=0.1), ORDERED[name], initial="broadcast") as session:
+        with pl.attach(
+            model, torch.optim.SGD(model[1:].parameters(), lr=0.1), ORDERED[name], initial="broadcast"
+        ) as session:
             start = model[1].running_mean.tolist()
             for (x,) in session.shard(DataLoader(TensorDataset(torch.randn(64, 3)), batch_size=16)):
                 session.optimizer.zero_grad()
@@ -639,7 +654,9 @@ def test_a_gradient_beyond_its_codec_is_skipped_like_a_nan(tmp_path):
         model = job.build()
         optimizer = job.optimizer(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
-        told = pytest.warns(pl.NonFiniteGradient, match=r"beyond its codec: Fp16\(\) cannot encode .* fp16 ends at 65504")
+        told = pytest.warns(
+            pl.NonFiniteGradient, match=r"beyond its codec: Fp16\(\) cannot encode .* fp16 ends at 65504"
+        )
         with told, pl.attach(model, optimizer, pl.AllReduceSGD(codec=pl.Fp16())) as session:
             for x, y in session.shard(minibatches(job)):
                 optimizer.zero_grad()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.dist.attach import _plan
+from paceline.session.attach import _plan
 from tests.dist import forked
 from tests.dist.test_attach import attached, minibatches, task, vector
 
@@ -24,7 +24,9 @@ METHODS = {
     "slow momentum": pl.SlowMo(period=5),
     "then": pl.Then(pl.AllReduceSGD(), pl.AdaptiveAveraging(period=2, warmup=0, sampling=14, delay=1), steps=7),
     "then, replicated": pl.Then(pl.Replicated(), pl.PeriodicAveraging(period=4), steps=6),
-    "then, from averaging": pl.Then(pl.PeriodicAveraging(period=4, delay=1), pl.AllReduceSGD(codec=pl.OneBit()), steps=6),
+    "then, from averaging": pl.Then(
+        pl.PeriodicAveraging(period=4, delay=1), pl.AllReduceSGD(codec=pl.OneBit()), steps=6
+    ),
     "all-reduce by groups": pl.AllReduceSGD(group=2, codec=pl.OneBit()),
 }
 
@@ -40,7 +42,8 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
 
 
 @pytest.mark.parametrize(
-    "name", ["averaging, delayed", "block momentum by one-bit, delayed", "diloco, streaming", "then", "then, from averaging"]
+    "name",
+    ["averaging, delayed", "block momentum by one-bit, delayed", "diloco, streaming", "then", "then, from averaging"],
 )
 @pytest.mark.parametrize("at", [5, 9])
 def test_a_session_saved_and_loaded_goes_on_as_if_unbroken(name, at, tmp_path):
@@ -90,7 +93,11 @@ def test_a_loader_tells_the_strategies_how_long_the_run_is(tmp_path):
                     session.step(loss)
         plan = session.loop.replica.plan
         points = [p.loss is not None for p in session.trace.points if p.samples]
-        return [[s.step for s in session.trace.syncs][:6], [plan.steps, plan.steps_per_epoch, plan.samples, plan.batch], all(points)]
+        return [
+            [s.step for s in session.trace.syncs][:6],
+            [plan.steps, plan.steps_per_epoch, plan.samples, plan.batch],
+            all(points),
+        ]
 
     for steps, plan, has_losses in forked.run(2, work, tmp_path):
         assert steps == [0, 1, 2, 3, 4, 8] and plan == [20, 5, 50, 10] and has_losses
@@ -98,7 +105,10 @@ def test_a_loader_tells_the_strategies_how_long_the_run_is(tmp_path):
 
 def test_a_strategy_that_must_know_more_says_how_to_tell():
     model = nn.Linear(3, 1)
-    with pytest.raises(ValueError, match=r"AdaptiveAveraging without warmup=\.\.\. must know the steps per epoch.*loader=loader, epochs="):
+    with pytest.raises(
+        ValueError,
+        match=r"AdaptiveAveraging without warmup=\.\.\. must know the steps per epoch.*loader=loader, epochs=",
+    ):
         pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AdaptiveAveraging())
     with pytest.raises(ValueError, match=r"attach\(epochs=3\): .* give attach\(loader=\.\.\., epochs=3\)"):
         pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.PeriodicAveraging(), epochs=3)
@@ -121,7 +131,9 @@ def test_ada_comm_follows_the_loss_that_it_is_told(tmp_path):
 def test_ada_comm_asks_for_a_loss_that_nobody_has_told(tmp_path):
     def work(rank):
         model = nn.Linear(1, 1)
-        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AdaComm(period=2), initial="broadcast") as session:
+        with pl.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AdaComm(period=2), initial="broadcast"
+        ) as session:
             for _ in range(4):
                 model(torch.ones(1, 1)).sum().backward()
                 session.step()
@@ -133,14 +145,18 @@ def test_a_period_in_samples_needs_somebody_who_counts_them():
     model = nn.Linear(1, 1)
     with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(samples=64)) as session:
         model(torch.ones(1, 1)).sum().backward()
-        with pytest.raises(ValueError, match=r"PeriodicAveraging\(samples=64\): nobody counts the samples; .*session.count\(n\)"):
+        with pytest.raises(
+            ValueError, match=r"PeriodicAveraging\(samples=64\): nobody counts the samples; .*session.count\(n\)"
+        ):
             session.step()
 
 
 def test_a_pass_left_before_its_step_does_not_count(tmp_path):
     def work(rank):
         model = nn.Linear(1, 1)
-        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(period=1), initial="broadcast") as session:
+        with pl.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(period=1), initial="broadcast"
+        ) as session:
             for stops in (True, False):
                 for _ in session.shard([torch.ones(10, 1)]):
                     if stops:
@@ -157,7 +173,9 @@ def test_the_loss_is_told_where_something_else_takes_the_step(tmp_path):
 
     def work(rank):
         model = nn.Linear(1, 1)
-        with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(), initial="broadcast") as session:
+        with pl.attach(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(), initial="broadcast"
+        ) as session:
             for loss in (2.0, None, torch.tensor(3.0, requires_grad=True)):
                 model(torch.ones(1, 1)).sum().backward()
                 if loss is not None:
@@ -203,7 +221,9 @@ def test_whole_minibatches_become_parts_at_the_switch(workers_of_loader, tmp_pat
 
     def work(rank):
         model = nn.Linear(1, 1)
-        loader = DataLoader(TensorDataset(torch.arange(60.0).unsqueeze(1)), batch_size=10, num_workers=workers_of_loader)
+        loader = DataLoader(
+            TensorDataset(torch.arange(60.0).unsqueeze(1)), batch_size=10, num_workers=workers_of_loader
+        )
         strategy = pl.Then(pl.Replicated(), pl.PeriodicAveraging(period=2), steps=2)
         seen = []
         with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), strategy, initial="broadcast") as session:

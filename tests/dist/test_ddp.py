@@ -29,10 +29,11 @@ from paceline.codecs.dgc import DGC
 from paceline.codecs.power_sgd import PowerSGD
 from paceline.codecs.threshold import AdaptiveThreshold, Threshold
 from paceline.codecs.top_k import TopK
-from paceline.collectives import Ballot, mean_encoded, stripe_of
-from paceline.dist.ddp import DdpHook, Remains
-from paceline.dist.job import Job
+from paceline.collectives import SyncVote, mean_encoded
+from paceline.engines.job import Job
 from paceline.op import drive
+from paceline.session.ddp import BucketState, DdpHook
+from paceline.stripes import stripe_of
 from tests.dist import forked
 
 pytestmark = pytest.mark.dist
@@ -55,8 +56,11 @@ EVERY: dict[str, Codec] = {
 def _warm():
     """Kernels that are loaded here are not loaded by every process again."""
     for codec in (*EVERY.values(), pl.OneBit(bucket=32)):
-        link, x = codec.link(lambda **initial: pl.Memory(**initial), torch.zeros(4096)), torch.randn(4096) / 100
-        link.add(link.encode(x), x)
+        codec_state, x = (
+            codec.codec_state(lambda **initial: pl.Memory(**initial), torch.zeros(4096)),
+            torch.randn(4096) / 100,
+        )
+        codec_state.add(codec_state.encode(x), x)
 
 
 class Net(nn.Module):
@@ -79,7 +83,9 @@ class Net(nn.Module):
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return Net().to(memory_format=torch.channels_last)  # Its convolution's weight lies in memory in another order than row by row.
+    return Net().to(
+        memory_format=torch.channels_last
+    )  # Its convolution's weight lies in memory in another order than row by row.
 
 
 def ddp(model: nn.Module, **settings: Any) -> DistributedDataParallel:
@@ -107,7 +113,9 @@ def state_of(model: nn.Module) -> list[float]:
     return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()]).tolist()
 
 
-def trained(rank: int, codec: Codec | None, steps: int = 6, build: Callable[[], nn.Module] = net, **settings: Any) -> list[float]:
+def trained(
+    rank: int, codec: Codec | None, steps: int = 6, build: Callable[[], nn.Module] = net, **settings: Any
+) -> list[float]:
     model = ddp(build(), **settings)
     if codec is not None:
         pl.ddp_hook(codec, model)
@@ -259,8 +267,8 @@ def test_buckets_are_exchanged_as_by_the_collective_itself(codec, tmp_path):
             for x, shapes, key in given:
                 if key not in links:
                     fresh = lambda **initial: pl.Memory(**{n: v.clone() for n, v in initial.items()})  # noqa: E731
-                    links[key] = codec.fitted(shapes).link(fresh, x, key=rank)
-                drive(mean_encoded(job.endpoint, x, Ballot(1.0, rank=rank), links[key]))
+                    links[key] = codec.fitted(shapes).codec_state(fresh, x, key=rank)
+                drive(mean_encoded(job.endpoint, x, SyncVote(1.0, rank=rank), links[key]))
         return [len(links), all(torch.equal(x, y) for (x, _, _), y in zip(given, told, strict=True))]
 
     for result in forked.run(2, work, tmp_path):
@@ -353,7 +361,9 @@ def test_parameters_that_get_no_gradient(tmp_path):
             optimizer.step()
         return [state_of(model), [p.grad is None for p in model.parameters()]]
 
-    results = forked.run(2, lambda rank: [work(rank, codec) for codec in (None, pl.Fp32(), pl.OneBit(), PowerSGD(rank=2))], tmp_path)
+    results = forked.run(
+        2, lambda rank: [work(rank, codec) for codec in (None, pl.Fp32(), pl.OneBit(), PowerSGD(rank=2))], tmp_path
+    )
     assert alike(results)
     plain, fp32, *encoded = results[0]
     assert plain == fp32
@@ -394,8 +404,15 @@ def test_what_is_owed_when_buckets_are_cut_anew_is_said_once(hosts):
     """By whoever speaks for a host, whose word counts as much as the host has ranks."""
     numel, speakers = 4096, sorted(min(h) for h in hosts)
 
-    def remains(rank: int) -> Remains:
-        return Remains(pl.OneBit(bucket=32), ["w"], [torch.zeros(numel)], torch.zeros(numel), rank, torch.zeros(1, dtype=torch.int64))
+    def remains(rank: int) -> BucketState:
+        return BucketState(
+            pl.OneBit(bucket=32),
+            ["w"],
+            [torch.zeros(numel)],
+            torch.zeros(numel),
+            rank,
+            torch.zeros(1, dtype=torch.int64),
+        )
 
     owed = torch.zeros(numel)
     for place, rank in enumerate(speakers):
@@ -404,7 +421,10 @@ def test_what_is_owed_when_buckets_are_cut_anew_is_said_once(hosts):
         before.memory["owner_residual"][numel // 8 : numel // 4] = 1.0 + place
         after.take({name: piece.clone() for name, piece in before.pieces()}, rank, hosts)
         own = stripe_of(place, numel, len(speakers), unit=32)
-        assert not after.memory["owner_residual"][: own.start].any() and not after.memory["owner_residual"][own.stop :].any()
+        assert (
+            not after.memory["owner_residual"][: own.start].any()
+            and not after.memory["owner_residual"][own.stop :].any()
+        )
         share = next(len(h) for h in hosts if rank in h) / 4
         owed += after.memory["owner_residual"] + share * after.memory["residual"]
     assert torch.allclose(owed[numel // 8 : numel // 4], torch.tensor(float(sum(range(1, len(speakers) + 1)))))
@@ -602,7 +622,12 @@ def test_processes_end_by_themselves_and_in_silence(end, tmp_path):
     script.write_text(SCRIPT)
     start = [sys.executable, "-X", "faulthandler", str(script)]
     ranks = [
-        subprocess.Popen([*start, str(rank), str(tmp_path / "store"), end], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*start, str(rank), str(tmp_path / "store"), end],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for rank in range(2)
     ]
     try:

@@ -62,7 +62,12 @@ def test_every_gradient_is_applied_once(codec: pl.Codec | None):
 
 def test_what_a_killed_worker_has_said_stays_and_its_part_of_the_data_is_left_out(tmp_path: Path):
     task = counting(STEPS, BATCH, slow_s=0.005)
-    run = pl.train(mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL), pl.Strom(None, lr=1.0), WORKERS, replacements=0)
+    run = pl.train(
+        mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL),
+        pl.Strom(None, lr=1.0),
+        WORKERS,
+        replacements=0,
+    )
     first, dead, last = visits(task, run.params)
     assert first == last == [1.0] * STEPS
     said = int(sum(dead))
@@ -71,7 +76,12 @@ def test_what_a_killed_worker_has_said_stays_and_its_part_of_the_data_is_left_ou
 
 def test_a_replacement_goes_on_with_the_dead_ones_part(tmp_path: Path):
     task = counting(400, BATCH, slow_s=0.01)
-    run = pl.train(mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL), pl.Strom(None, lr=1.0), WORKERS, replacements=1)
+    run = pl.train(
+        mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL),
+        pl.Strom(None, lr=1.0),
+        WORKERS,
+        replacements=1,
+    )
     first, second, last = visits(task, run.params)
     assert first == last == [1.0] * 400
     lost = second.index(0.0)
@@ -96,7 +106,10 @@ def test_gossip_goes_on_whoever_vanishes_in_mid_exchange(overlap: bool, replacem
 
 
 def visits_of_means(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
-    return [[float(params[task.part(k, rank, WORKERS)[0].argmax(1)].mean()) for k in range(task.total_steps)] for rank in range(WORKERS)]
+    return [
+        [float(params[task.part(k, rank, WORKERS)[0].argmax(1)].mean()) for k in range(task.total_steps)]
+        for rank in range(WORKERS)
+    ]
 
 
 def test_gossip_ends_with_the_mean_of_all_models():
@@ -106,12 +119,16 @@ def test_gossip_ends_with_the_mean_of_all_models():
     assert torch.allclose(run.params, torch.full((task.samples,), 1 / WORKERS), atol=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "victim"), [(pl.Strom(None, lr=1.0), 0), (pl.Gossip(), 2)], ids=["strom", "gossip"])
+@pytest.mark.parametrize(
+    ("strategy", "victim"), [(pl.Strom(None, lr=1.0), 0), (pl.Gossip(), 2)], ids=["strom", "gossip"]
+)
 def test_nobody_waits_for_a_worker_that_was_stopped(strategy: pl.Strategy, victim: int, tmp_path: Path):
     """The others end without it; when it goes on, nobody is there, and what it has counts for nothing."""
     task, flag, began = counting(150, BATCH, slow_s=0.01), tmp_path / "flag", time.monotonic()
     # It must have been heard of: its heart beats every quarter of a second.
-    stopped = mortal(task, flag, lambda n: n > 100 or (n > 10 and time.monotonic() - began > 1.5), signal.SIGSTOP, victim)
+    stopped = mortal(
+        task, flag, lambda n: n > 100 or (n > 10 and time.monotonic() - began > 1.5), signal.SIGSTOP, victim
+    )
     done = threading.Event()
 
     def wake() -> None:
@@ -145,7 +162,7 @@ x = torch.randn(240, 8, generator=torch.Generator().manual_seed(0))
 for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if strategy.steps_locally else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if strategy.needs.optimizer else None
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=24)
     with pl.attach(model, optimizer, strategy) as session:
         for _ in range(12):
@@ -161,7 +178,9 @@ for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom
     command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    first, second = ([json.loads(line) for line in (tmp_path / f"{rank}.txt").read_text().splitlines()] for rank in range(2))
+    first, second = (
+        [json.loads(line) for line in (tmp_path / f"{rank}.txt").read_text().splitlines()] for rank in range(2)
+    )
     assert len(first) == 3
     for a, b in zip(first, second, strict=True):
         assert torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-5)

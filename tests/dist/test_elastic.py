@@ -146,7 +146,9 @@ def test_a_killed_server_is_named():
                 os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(pl.ClusterError, match=r"server|exit code 70"):
-        pl.train(counting(steps=300, batch=6, slow_s=0.01), pl.ParameterServer(servers=1), workers=2, progress=kill_a_server)
+        pl.train(
+            counting(steps=300, batch=6, slow_s=0.01), pl.ParameterServer(servers=1), workers=2, progress=kill_a_server
+        )
 
 
 def _companions() -> list[int]:
@@ -156,7 +158,7 @@ def _companions() -> list[int]:
         if entry.isdigit():
             try:
                 with open(f"/proc/{entry}/cmdline", "rb") as file:
-                    if b"paceline.dist.companion" in file.read():
+                    if b"paceline.engines.server_process" in file.read():
                         found.append(int(entry))
             except OSError:
                 continue

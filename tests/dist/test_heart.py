@@ -14,10 +14,10 @@ import pytest
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 import paceline as pl
-from paceline.dist import heart
-from paceline.dist.heart import Silence
-from paceline.dist.mailbox import Mailbox
 from paceline.endpoint import Message
+from paceline.transport import heartbeat as heart
+from paceline.transport.heartbeat import FailureDetector
+from paceline.transport.mailbox import Mailbox
 from tests.dist.test_elastic import counting
 from tests.dist.test_mailbox import assert_serves, deliver, header, job
 from tests.dist.test_parcels import child
@@ -34,13 +34,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_who_was_never_heard_is_not_silent(clock: list[float]):
-    silence = Silence(4.0)
+    silence = FailureDetector(4.0)
     for clock[0] in range(20):
         assert silence.found() == []
 
 
 def test_silence_is_found_once_and_again_after_a_word(clock: list[float]):
-    silence, found = Silence(4.0), list[tuple[float, list[int]]]()
+    silence, found = FailureDetector(4.0), list[tuple[float, list[int]]]()
     silence.hear(7)
     for clock[0] in range(20):
         if clock[0] == 10:
@@ -51,7 +51,7 @@ def test_silence_is_found_once_and_again_after_a_word(clock: list[float]):
 
 
 def test_who_was_away_itself_does_not_blame_the_others(clock: list[float]):
-    silence = Silence(4.0)
+    silence = FailureDetector(4.0)
     silence.hear(7)
     clock[0] = 100.0
     assert silence.found() == []
@@ -132,7 +132,9 @@ def test_others_do_the_work_of_a_stopped_worker_which_then_comes_back():
     run = pl.train(task, strategy, workers=3, silent_s=0.5, progress=stop_one_at_step_20)
     threads[0].join()
     assert run.params.tolist() == [1.0] * task.samples
-    starts = {rank: sorted(s.start for s in run.trace.spans if s.kind == "gradient" and s.rank == rank) for rank in range(3)}
+    starts = {
+        rank: sorted(s.start for s in run.trace.spans if s.kind == "gradient" and s.rank == rank) for rank in range(3)
+    }
     gaps = {rank: max(b - a for a, b in pairwise(of)) for rank, of in starts.items()}
     assert gaps[1] > 2.5, "it was stopped while the others worked, and came back"
     assert max(gaps[0], gaps[2]) < 2.0, gaps

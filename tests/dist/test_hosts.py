@@ -53,7 +53,7 @@ import torch
 import paceline as pl
 from paceline import codecs
 from paceline.collectives import Ballot, mean, mean_encoded
-from paceline.dist.job import Job
+from paceline.engines.job import Job
 torch.set_num_threads(1)
 # What the interface sent, less the 66 bytes of Ethernet, IPv4 and TCP headers of each packet, acknowledgements included, and less
 # the segments, of 1448 bytes at most, that TCP has sent twice.
@@ -73,8 +73,8 @@ with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
         link = codec and codec.link(lambda **initial: Kept(**initial), torch.zeros(numel), key=e.rank)
         def once(seed):
             x = torch.randn(numel, generator=torch.Generator().manual_seed(seed + e.rank))
-            ballot = Ballot(1.0, rank=e.rank)
-            routine = (lambda c: mean(c, x, ballot)) if link is None else (lambda c: mean_encoded(c, x, ballot, link))
+            vote = Ballot(1.0, rank=e.rank)
+            routine = (lambda c: mean(c, x, vote)) if link is None else (lambda c: mean_encoded(c, x, vote, link))
             e.exchange(routine, lambda total: total).wait()
         once(0)
         e.all_reduce(torch.zeros(1)).wait()
@@ -164,7 +164,11 @@ dist.barrier()
 def test_hooks_by_host_lose_nothing_when_buckets_are_cut_anew_and_may_follow_one_another(two_hosts, tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(TWICE)
-    said = [json.loads(line) for out in hosts.run_on(two_hosts, script, per_host=2, timeout_s=60) for line in out.splitlines()]
+    said = [
+        json.loads(line)
+        for out in hosts.run_on(two_hosts, script, per_host=2, timeout_s=60)
+        for line in out.splitlines()
+    ]
     assert len(said) == 4 and all(len(gaps) == 8 and max(gaps) < 1e-5 for gaps in said), said
 
 

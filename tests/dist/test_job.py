@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import paceline as pl
-from paceline.dist.job import Job
+from paceline.engines.job import Job
 from tests.dist import forked
 
 pytestmark = pytest.mark.dist

@@ -7,19 +7,22 @@ import threading
 import pytest
 
 from paceline import ClusterError
-from paceline.dist.lane import Lane
+from paceline.transport.comm_thread import CommThread
 
 
 def test_all_is_done_in_the_order_of_asking_and_in_one_other_thread():
-    lane, done = Lane(), []
-    ops = [lane.ask("work", lambda i=i: done.append((i, lane.is_here())), lambda _, i=i: (i, lane.is_here())) for i in range(20)]
+    lane, done = CommThread(), []
+    ops = [
+        lane.ask("work", lambda i=i: done.append((i, lane.is_here())), lambda _, i=i: (i, lane.is_here()))
+        for i in range(20)
+    ]
     assert [op.wait() for op in reversed(ops)] == [(i, False) for i in reversed(range(20))]
     assert done == [(i, True) for i in range(20)]
     lane.close()
 
 
 def test_an_error_is_told_to_whoever_waits_and_to_nobody_else():
-    lane = Lane()
+    lane = CommThread()
     bad, good = lane.ask("bad", lambda: 1 / 0, str), lane.ask("good", lambda: 1, str)
     assert good.wait() == "1"
     for _ in range(2):
@@ -30,7 +33,7 @@ def test_an_error_is_told_to_whoever_waits_and_to_nobody_else():
 
 @pytest.mark.parametrize("was_used", [False, True])
 def test_a_closed_lane_refuses_work_instead_of_never_doing_it(was_used: bool):
-    lane, before = Lane(), threading.active_count()
+    lane, before = CommThread(), threading.active_count()
     if was_used:
         lane.ask("work", lambda: None, lambda _: None).wait()
     lane.close()

@@ -38,7 +38,7 @@ import paceline as pl
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 strategy = pl.registry.strategy(sys.argv[2])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if strategy.steps_locally else None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if strategy.needs.optimizer else None
 with pl.attach(model, optimizer, strategy) as session:
     open(f"{sys.argv[3]}/pid-{session.rank}", "w").write(str(os.getpid()))
     for step in range(100_000):
@@ -73,7 +73,17 @@ def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launche
         done = launch("-n", "4", str(script), str(out), through, folder=tmp_path)
     else:
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(out), through]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "4",
+            str(script),
+            str(out),
+            through,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
@@ -84,7 +94,10 @@ def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launche
 
 @pytest.mark.parametrize(
     ("how", "said", "strategy"),
-    [("raise", "failed: ValueError: a mistake of my own", "parameter-server"), ("kill", "was killed by SIGKILL", "all-reduce-sgd")],
+    [
+        ("raise", "failed: ValueError: a mistake of my own", "parameter-server"),
+        ("kill", "was killed by SIGKILL", "all-reduce-sgd"),
+    ],
 )
 def test_a_failure_names_the_rank_and_leaves_nobody_behind(how, said, strategy, tmp_path):
     script = tmp_path / "train.py"
@@ -102,7 +115,11 @@ def _left_of(folder: Path) -> list[str]:
     """Processes started by this test that are still there; servers may take a moment to see their worker's end."""
     deadline = time.monotonic() + 10
     while True:
-        found = [str(path) for path in Path("/proc").glob("[0-9]*/environ") if f"PACELINE_TEST={folder}".encode() in _read(path)]
+        found = [
+            str(path)
+            for path in Path("/proc").glob("[0-9]*/environ")
+            if f"PACELINE_TEST={folder}".encode() in _read(path)
+        ]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
@@ -119,9 +136,26 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING.replace("step == 20", "False"))
     # A killed launcher cannot remove its folder: let it be where pytest does.
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PACELINE_TEST": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PACELINE_TEST": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+    }
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)], env=environment
+        [
+            sys.executable,
+            "-m",
+            "paceline.cli",
+            "run",
+            "-n",
+            "2",
+            str(script),
+            "never",
+            "parameter-server",
+            str(tmp_path),
+        ],
+        env=environment,
     )
     try:
         deadline = time.monotonic() + 100
@@ -186,7 +220,9 @@ def test_train_brings_back_the_whole_model_buffers_included():
     normed = pl.Task(model=model, loss=job.loss, data=job.data, batch=32, optimizer=job.optimizer, steps=10)
     for strategy in (pl.AllReduceSGD(), pl.PeriodicAveraging(period=4)):
         trained, simulated = pl.train(normed, strategy, 2), pl.simulate(normed, strategy, pl.Cluster(workers=2))
-        for (name, ours), theirs in zip(trained.model.state_dict().items(), simulated.model.state_dict().values(), strict=True):
+        for (name, ours), theirs in zip(
+            trained.model.state_dict().items(), simulated.model.state_dict().values(), strict=True
+        ):
             assert torch.equal(ours, theirs), name
 
 
@@ -205,7 +241,14 @@ def test_servers_import_a_strategy_that_lies_beside_the_script(tmp_path):
 
 
 def test_workers_started_by_a_launcher_that_is_gone_end_at_once(tmp_path):
-    command = [sys.executable, "-m", "paceline.dist.entry", "1", "script", str(tmp_path / "never.py")]  # Process 1 is not its parent.
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.engines.entry",
+        "1",
+        "script",
+        str(tmp_path / "never.py"),
+    ]  # Process 1 is not its parent.
     done = subprocess.run(command, capture_output=True, timeout=100)
     assert done.returncode == 1 and not done.stderr
 
@@ -262,7 +305,9 @@ if session.rank == (victim + 1) % 3:
 def test_a_killed_worker_is_replaced_and_its_part_of_the_data_is_done_once(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(REPLACED)
-    done = launch("-n", "3", "--replacements", "2", str(script), str(tmp_path), "0", folder=tmp_path)  # Who has started the servers.
+    done = launch(
+        "-n", "3", "--replacements", "2", str(script), str(tmp_path), "0", folder=tmp_path
+    )  # Who has started the servers.
     assert done.returncode == 0, done.stderr
     assert "rank 0 was killed by SIGKILL; another takes its place" in done.stderr
     assert (tmp_path / "died").exists()

@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
-from paceline.dist import mailbox
-from paceline.dist.letters import DTYPES
-from paceline.dist.mailbox import COPY_BELOW, UNREAD, Mailbox
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import drive
+from paceline.transport import mailbox
+from paceline.transport.mailbox import COPY_BELOW, UNREAD, Mailbox
+from paceline.transport.wire import DTYPES
 
 DEADLINE_S = 10.0
 both_ways = pytest.mark.parametrize("is_far", [False, True], ids=["parcels", "socket"])
@@ -70,7 +70,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[Mailbox]]:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 5), (1024, 1031)], ids=str)
-def test_a_tensor_of_any_type_and_shape_arrives_as_it_was_sent(pair: list[Mailbox], dtype: torch.dtype, shape: tuple[int, ...]):
+def test_a_tensor_of_any_type_and_shape_arrives_as_it_was_sent(
+    pair: list[Mailbox], dtype: torch.dtype, shape: tuple[int, ...]
+):
     sent = numbers(*shape, dtype=dtype)
     pair[1].send(0, Message("push", (sent,))).wait()
     (came,) = pair[0].recv().wait().tensors
@@ -83,7 +85,14 @@ def test_a_message_arrives_with_all_that_is_in_it(pair: list[Mailbox]):
     sent = Message("push", (*small, numbers(2**16), torch.tensor(8)), version=2**40, samples=-1, serial=7, steps=2**62)
     pair[0].send(1, sent).wait()
     came = pair[1].recv().wait()
-    assert (came.kind, came.version, came.samples, came.serial, came.steps, came.src) == ("push", 2**40, -1, 7, 2**62, 0)
+    assert (came.kind, came.version, came.samples, came.serial, came.steps, came.src) == (
+        "push",
+        2**40,
+        -1,
+        7,
+        2**62,
+        0,
+    )
     assert [t.tolist() for t in came.tensors] == [t.tolist() for t in sent.tensors]
 
 
@@ -183,7 +192,9 @@ def test_overwriting_a_tensor_after_an_awaited_send_changes_nothing(pair: list[M
 
 
 @both_ways
-def test_two_ranks_that_both_send_before_they_read_do_not_wait_for_each_other(is_far: bool, monkeypatch: pytest.MonkeyPatch):
+def test_two_ranks_that_both_send_before_they_read_do_not_wait_for_each_other(
+    is_far: bool, monkeypatch: pytest.MonkeyPatch
+):
     x = torch.zeros(COPY_BELOW)
     monkeypatch.setattr(mailbox, "UNREAD_NBYTES", 4 * x.nbytes)
     with job(2, is_far=is_far) as (a, b), ThreadPoolExecutor(2) as threads:
@@ -247,7 +258,9 @@ def test_a_rank_has_one_mailbox_in_a_store():
     first.close()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6") or not Path("/proc/net/if_inet6").read_text(), reason="no IPv6 here")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/net/if_inet6") or not Path("/proc/net/if_inet6").read_text(), reason="no IPv6 here"
+)
 def test_a_mailbox_can_live_at_an_ipv6_address():
     with job(2, bind="::1") as (a, b):
         assert a.address.startswith("tcp://[::1]:")
@@ -270,7 +283,9 @@ def test_a_rank_that_publishes_later_is_admitted():
 @both_ways
 def test_a_tensor_beyond_the_limit_is_not_sent_and_one_at_the_limit_arrives(is_far: bool):
     with job(2, is_far=is_far, max_nbytes=4_000_000) as (a, b):
-        with pytest.raises(ValueError, match="send of a tensor of 4000004 bytes: this mailbox was made with max_nbytes=4000000"):
+        with pytest.raises(
+            ValueError, match="send of a tensor of 4000004 bytes: this mailbox was made with max_nbytes=4000000"
+        ):
             a.send(1, Message("push", (torch.zeros(1_000_001),)))
         a.send(1, Message("push", (torch.zeros(1_000_000),))).wait()
         assert b.recv().wait().nbytes == 4_000_000
@@ -361,11 +376,18 @@ def test_a_stranger_that_takes_this_rank_for_another_is_refused(pair: list[Mailb
 def test_a_rank_of_another_job_is_refused():
     store = HashStore()
     with job(2, PrefixStore("a", store)) as ours, job(2, PrefixStore("b", store)) as theirs:
-        stranger(ours[0], curve_publickey=theirs[1]._public, curve_secretkey=theirs[1]._secret, curve_serverkey=ours[0]._public)
+        stranger(
+            ours[0],
+            curve_publickey=theirs[1]._public,
+            curve_secretkey=theirs[1]._secret,
+            curve_serverkey=ours[0]._public,
+        )
         assert_serves(*ours)
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 20, b"\xff" + bytes(8) + b"\x7f\x03", os.urandom(4096)])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 20, b"\xff" + bytes(8) + b"\x7f\x03", os.urandom(4096)]
+)
 def test_other_protocols_on_its_port_do_not_disturb_it(pair: list[Mailbox], said: bytes):
     host, port = pair[0].address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -390,7 +412,9 @@ def deliver(pair: list[Mailbox], letters: list[list[bytes]]) -> list[Message]:
     return came
 
 
-def header(kind: object = "push", src: object = 1, version: object = 0, serial: object = 0, tensors: object = ()) -> bytes:
+def header(
+    kind: object = "push", src: object = 1, version: object = 0, serial: object = 0, tensors: object = ()
+) -> bytes:
     return msgspec.msgpack.encode([kind, src, version, 0, serial, 0, tensors])
 
 
@@ -446,7 +470,14 @@ def test_an_empty_tensor_with_huge_sides_is_allowed(pair: list[Mailbox]):
 sides = st.one_of(st.integers(0, 5), st.integers(-(2**63), 2**64 - 1))
 places = st.one_of(st.none(), st.lists(sides, min_size=4, max_size=6))
 entries = st.tuples(st.sampled_from([*DTYPES, "complex64", "", "object"]), st.lists(sides, max_size=4), places)
-odd = st.one_of(st.none(), st.booleans(), st.floats(), st.text(max_size=3), st.integers(-(2**63), 2**64 - 1), st.lists(st.integers(0, 9)))
+odd = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.text(max_size=3),
+    st.integers(-(2**63), 2**64 - 1),
+    st.lists(st.integers(0, 9)),
+)
 lies = st.builds(
     header,
     kind=st.one_of(st.text(max_size=5), odd),
@@ -455,7 +486,11 @@ lies = st.builds(
     serial=st.one_of(st.integers(0, 9), odd),
     tensors=st.one_of(st.lists(entries, max_size=3), odd),
 )
-letters = st.builds(lambda head, rest: [head, *rest], st.one_of(lies, st.binary(max_size=60)), st.lists(st.binary(max_size=40), max_size=3))
+letters = st.builds(
+    lambda head, rest: [head, *rest],
+    st.one_of(lies, st.binary(max_size=60)),
+    st.lists(st.binary(max_size=40), max_size=3),
+)
 
 
 @given(batch=st.lists(letters, min_size=1, max_size=20))
@@ -517,7 +552,9 @@ def test_closing_leaves_no_thread_no_port_and_no_file(is_far: bool):
     before, natives = (set(threading.enumerate()), open_files()), native_threads()
     addresses = one_job(is_far)
     assert (set(threading.enumerate()), open_files()) == before
-    until(lambda: native_threads() <= natives)  # A thread that has been joined may be listed for a moment longer, then as now.
+    until(
+        lambda: native_threads() <= natives
+    )  # A thread that has been joined may be listed for a moment longer, then as now.
     for address in addresses:
         host, port = address.removeprefix("tcp://").split(":")
         with socket.socket() as probe:
@@ -548,7 +585,13 @@ def test_a_closed_mailbox_says_so_and_may_be_closed_again():
     box.close()
     box.close()
     x = torch.zeros(3)
-    for use in (op.wait, box.recv, lambda: box.send(0, Message("push")), lambda: box.room(x), lambda: box.is_read(x)):
+    for use in (
+        op.wait,
+        box.recv,
+        lambda: box.send(0, Message("push")),
+        lambda: box.send_buffer(x),
+        lambda: box.in_use(x),
+    ):
         with pytest.raises(RuntimeError, match="rank 0's mailbox is closed"):
             use()
 

@@ -24,13 +24,27 @@ from torch import Tensor
 from torch.distributed import FileStore, HashStore, Store
 from zmq.utils import z85
 
-from paceline.dist import mailbox, parcels
-from paceline.dist.door import KEYS
-from paceline.dist.letters import DTYPES
-from paceline.dist.mailbox import COPY_BELOW, PARCEL_FROM, UNREAD, Mailbox
-from paceline.dist.parcels import LEAST, LINE, NAME, OPEN, READ, SEALS, SENT, Place, Receiver, Sender, Unreadable, Warehouse
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
+from paceline.transport import mailbox
+from paceline.transport import segments as parcels
+from paceline.transport.authenticator import KEYS
+from paceline.transport.mailbox import COPY_BELOW, PARCEL_FROM, UNREAD, Mailbox
+from paceline.transport.segments import (
+    LEAST,
+    LINE,
+    NAME,
+    OPEN,
+    READ,
+    SEALS,
+    SENT,
+    Location,
+    Receiver,
+    Segment,
+    Sender,
+    Unreadable,
+)
+from paceline.transport.wire import DTYPES
 from tests.dist.test_mailbox import DEADLINE_S, assert_serves, deliver, form, header, job, open_files, stranger, until
 
 MB = 2**20
@@ -59,7 +73,9 @@ def end(process: BaseProcess) -> None:
 
 
 @contextmanager
-def box_of(place: Path | Store, rank: int, size: int = 2, *, is_open: bool = False, timeout_s: float = DEADLINE_S) -> Iterator[Mailbox]:
+def box_of(
+    place: Path | Store, rank: int, size: int = 2, *, is_open: bool = False, timeout_s: float = DEADLINE_S
+) -> Iterator[Mailbox]:
     store = FileStore(str(place)) if isinstance(place, Path) else place
     box = Mailbox(store, rank, size, is_open=is_open, timeout_s=timeout_s)
     try:
@@ -95,7 +111,9 @@ def echo(path: Path) -> None:
 
 
 def arbitrary(numel: int, dtype: torch.dtype, chance: random.Random) -> Tensor:
-    x = torch.frombuffer(bytearray(chance.randbytes(max(1, numel * dtype.itemsize))), dtype=torch.uint8)[: numel * dtype.itemsize]
+    x = torch.frombuffer(bytearray(chance.randbytes(max(1, numel * dtype.itemsize))), dtype=torch.uint8)[
+        : numel * dtype.itemsize
+    ]
     return x.remainder(2).to(torch.bool) if dtype is torch.bool else x.view(dtype)
 
 
@@ -111,7 +129,8 @@ def test_tensors_of_any_type_and_size_come_back_from_another_process(tmp_path: P
             came = box.recv().wait().tensors
             assert [(t.dtype, t.shape) for t in came] == [(t.dtype, t.shape) for t in sent]
             assert all(
-                torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in zip(came, sent, strict=True)
+                torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+                for a, b in zip(came, sent, strict=True)
             )
             assert all(t.data_ptr() % LINE == 0 for t in came if t.nbytes >= PARCEL_FROM)
         box.send(1, Message("the end")).wait()
@@ -145,10 +164,10 @@ def test_a_sender_without_memory_for_parcels_uses_the_socket(pair: list[Mailbox]
     assert_serves(pair[1], pair[0])
     before = open_files()
     monkeypatch.setattr(os, "ftruncate", fail)
-    x = pair[0].room(torch.zeros(PARCEL_FROM)).fill_(3)
+    x = pair[0].send_buffer(torch.zeros(PARCEL_FROM)).fill_(3)
     pair[0].send(1, Message("push", (x,))).wait()
     assert bool((pair[1].recv().wait().tensors[0] == 3).all())
-    assert not pair[0].is_read(x) and pair[0]._parcels._houses == []
+    assert not pair[0].in_use(x) and pair[0]._parcels._houses == []
     assert open_files() == before
 
 
@@ -175,7 +194,9 @@ def hold(path: Path) -> None:
 
 
 @contextmanager
-def holder(path: Path, timeout_s: float = DEADLINE_S) -> Iterator[tuple[Mailbox, BaseProcess, Callable[..., list[list[float]]]]]:
+def holder(
+    path: Path, timeout_s: float = DEADLINE_S
+) -> Iterator[tuple[Mailbox, BaseProcess, Callable[..., list[list[float]]]]]:
     with child(hold, path) as process, box_of(path, 0, is_open=True, timeout_s=timeout_s) as box:
 
         def tell(kind: str, *tensors: Tensor) -> list[list[float]]:
@@ -188,68 +209,68 @@ def holder(path: Path, timeout_s: float = DEADLINE_S) -> Iterator[tuple[Mailbox,
 @pytest.mark.dist
 def test_what_lies_in_room_is_sent_without_a_copy_and_is_lent_until_the_reader_lets_go(tmp_path: Path):
     with holder(tmp_path / "store") as (box, _, tell):
-        x = box.room(torch.zeros(1000, 300)).fill_(1)
-        assert not box.is_read(x)
+        x = box.send_buffer(torch.zeros(1000, 300)).fill_(1)
+        assert not box.in_use(x)
         assert tell("hold", x.view(-1)) == [[1, 1]]
-        assert box.is_read(x) and len(box._parcels._houses[0].parcels) == 1
+        assert box.in_use(x) and len(box._parcels._houses[0].parcels) == 1
         x.fill_(2)  # Which its owner must not do: the reader sees it, since this is the very memory.
         assert tell("look") == [[2, 2]]
-        assert tell("slice") == [[2, 2]] and box.is_read(x)  # A part of it is enough to keep it.
+        assert tell("slice") == [[2, 2]] and box.in_use(x)  # A part of it is enough to keep it.
         assert tell("drop") == []
-        assert not box.is_read(x)
-        assert tell("hold", x.view(-1)) == [[2, 2]] and box.is_read(x)
+        assert not box.in_use(x)
+        assert tell("hold", x.view(-1)) == [[2, 2]] and box.in_use(x)
 
 
 @pytest.mark.dist
 def test_what_a_reader_still_has_is_sent_to_it_again_as_a_copy(tmp_path: Path):
     with holder(tmp_path / "store") as (box, _, tell):
-        x = box.room(torch.zeros(MB)).fill_(1)
+        x = box.send_buffer(torch.zeros(MB)).fill_(1)
         assert tell("hold", x) == [[1, 1]]
         assert tell("hold", x) == [[1, 1]] * 2
         x.fill_(3)
         assert tell("look") == [[3, 3], [1, 1]]
-        assert tell("drop") == [] and not box.is_read(x) and lent(box) == 0
+        assert tell("drop") == [] and not box.in_use(x) and lent(box) == 0
 
 
 def test_parts_of_room_are_sent_without_a_copy_wherever_they_begin(pair: list[Mailbox]):
     a, b = pair
-    x = a.room(torch.zeros(2, MB + 1)).fill_(1)
+    x = a.send_buffer(torch.zeros(2, MB + 1)).fill_(1)
     a.send(1, Message("push", (x[1],))).wait()
     came = b.recv().wait().tensors[0]
     x.fill_(2)
-    assert bool((came == 2).all()) and came.shape == (MB + 1,) and a.is_read(x) and a.is_read(x[0])
+    assert bool((came == 2).all()) and came.shape == (MB + 1,) and a.in_use(x) and a.in_use(x[0])
     del came
-    assert not a.is_read(x)
+    assert not a.in_use(x)
 
 
 def test_one_reader_gets_one_part_of_room_at_a_time_as_it_is_and_others_as_copies(pair: list[Mailbox]):
     a, b = pair
-    x = a.room(torch.zeros(2, MB)).fill_(1)
+    x = a.send_buffer(torch.zeros(2, MB)).fill_(1)
     a.send(1, Message("push", (x[0], x[1], x.t()))).wait()
     came = b.recv().wait().tensors
     x.fill_(2)
     assert [float(t[0].max()) for t in came] == [2, 1, 1]
     del came
-    assert not a.is_read(x)
+    assert not a.in_use(x)
 
 
 def test_what_lies_in_room_goes_to_other_hosts_unwaited_for(pair: list[Mailbox]):
     a, b = pair
     a._near[1], b._near[0] = None, None
-    x = a.room(torch.zeros(MB)).fill_(1)
+    x = a.send_buffer(torch.zeros(MB)).fill_(1)
     began = time.monotonic()
     for i in range(3 * UNREAD):  # More than one who does not read has room for.
         a.send(1, Message("push", (x,), version=i)).wait()
-    assert time.monotonic() - began < DEADLINE_S / 2 and a.is_read(x) and a.is_read(x[7:9])
+    assert time.monotonic() - began < DEADLINE_S / 2 and a.in_use(x) and a.in_use(x[7:9])
     for i in range(3 * UNREAD):
         message = b.recv().wait()
         assert message.version == i and bool((message.tensors[0] == 1).all())
-    until(lambda: not a.is_read(x))
+    until(lambda: not a.in_use(x))
 
 
 def test_room_is_kept_for_as_long_as_its_owner_or_a_reader_has_it(pair: list[Mailbox]):
     a, b = pair
-    x = a.room(torch.zeros(MB // 4)).fill_(7)
+    x = a.send_buffer(torch.zeros(MB // 4)).fill_(7)
     part = x[:3]
     a.send(1, Message("push", (x,))).wait()
     came = b.recv().wait().tensors[0]
@@ -257,23 +278,23 @@ def test_room_is_kept_for_as_long_as_its_owner_or_a_reader_has_it(pair: list[Mai
     came[0] = 8
     assert x[0] == 8  # but the same memory.
     del x
-    filled = [a.room(torch.zeros(MB // 4)).fill_(i) for i in range(20)]
+    filled = [a.send_buffer(torch.zeros(MB // 4)).fill_(i) for i in range(20)]
     assert came[1:].eq(7).all() and part.tolist() == [8, 7, 7]
     del part, came, filled
-    a.room(torch.zeros(PARCEL_FROM))
+    a.send_buffer(torch.zeros(PARCEL_FROM))
     assert [len(house.parcels) for house in a._parcels._houses] == [1]
 
 
 def test_small_or_empty_room_is_ordinary_memory(pair: list[Mailbox]):
     for like in (torch.zeros(0, 3), torch.zeros(5, dtype=torch.int8)):
-        x = pair[0].room(like)
-        assert (x.shape, x.dtype) == (like.shape, like.dtype) and not pair[0].is_read(x)
+        x = pair[0].send_buffer(like)
+        assert (x.shape, x.dtype) == (like.shape, like.dtype) and not pair[0].in_use(x)
     assert pair[0]._parcels._houses == []
 
 
 def test_the_end_of_a_forked_childs_copy_is_not_the_end_of_its_parents_reading(pair: list[Mailbox]):
     a, b = pair
-    x = a.room(torch.zeros(MB)).fill_(1)
+    x = a.send_buffer(torch.zeros(MB)).fill_(1)
     a.send(1, Message("push", (x,))).wait()
     came = list(b.recv().wait().tensors)
 
@@ -284,27 +305,27 @@ def test_the_end_of_a_forked_childs_copy_is_not_the_end_of_its_parents_reading(p
     with child(drop) as process:
         process.join(DEADLINE_S)
         assert process.exitcode == 0
-    assert a.is_read(x)
+    assert a.in_use(x)
     came.clear()
-    assert not a.is_read(x)
+    assert not a.in_use(x)
 
 
 @pytest.mark.dist
 def test_a_killed_readers_parcels_are_taken_back(tmp_path: Path):
     with holder(tmp_path / "store") as (box, process, tell):
-        x = box.room(torch.zeros(MB))
+        x = box.send_buffer(torch.zeros(MB))
         tell("hold", x, torch.ones(MB))
         os.kill(process.pid or 0, signal.SIGSTOP)
         for _ in range(UNREAD):
             box.send(1, Message("hold", (torch.ones(MB),))).wait()
-        assert box.is_read(x) and lent(box) == 2 + UNREAD
+        assert box.in_use(x) and lent(box) == 2 + UNREAD
         end(process)
-        assert box.is_read(x)  # Until this rank hears of it.
+        assert box.in_use(x)  # Until this rank hears of it.
         assert box.recv(kinds=["gone"]).wait().src == 1
-        assert not box.is_read(x) and lent(box) == 0 and box._parcels.unread() == 0
+        assert not box.in_use(x) and lent(box) == 0 and box._parcels.unread() == 0
         for _ in range(3 * UNREAD):  # Nobody is there to read it, so it is not even packed.
             box.send(1, Message("hold", (x,))).wait()
-        assert not box.is_read(x) and 1 not in box._outboxes
+        assert not box.in_use(x) and 1 not in box._outboxes
 
 
 def pack_and_wait(pipe: int) -> None:
@@ -319,7 +340,7 @@ def test_what_was_mapped_outlives_a_killed_sender_and_what_was_not_is_refused():
     pipe, other_end = os.pipe()
     with child(pack_and_wait, other_end) as process:
         os.close(other_end)
-        first, second, third = [Place(*p) for p in json.loads(os.read(pipe, 4096))]
+        first, second, third = [Location(*p) for p in json.loads(os.read(pipe, 4096))]
         os.close(pipe)
         assert process.pid is not None and first.file == second.file != third.file
         reader = Receiver(process.pid)
@@ -340,10 +361,14 @@ def send_and_keep(path: Path, rank: int) -> None:
         assert bool((tensor == version).all()), f"rank {rank} read something else than {version}"
 
     with box_of(path, rank, 3) as box:
-        rooms = [box.room(torch.zeros(PARCEL_FROM * n)) for n in (1, 2, 5)]
+        rooms = [box.send_buffer(torch.zeros(PARCEL_FROM * n)) for n in (1, 2, 5)]
         for i in range(200):
-            x = chance.choice(rooms) if chance.random() < 0.4 else torch.empty(chance.randrange(PARCEL_FROM // 4, 2 * PARCEL_FROM))
-            if not box.is_read(x):
+            x = (
+                chance.choice(rooms)
+                if chance.random() < 0.4
+                else torch.empty(chance.randrange(PARCEL_FROM // 4, 2 * PARCEL_FROM))
+            )
+            if not box.in_use(x):
                 dst, version = chance.choice(sorted(others)), 1000 * rank + i
                 box.send(dst, Message("push", (x.fill_(version),), version=version)).wait()
             with suppress(TimeoutError):
@@ -394,7 +419,7 @@ def test_memory_is_used_again(pair: list[Mailbox]):
 def test_a_warehouse_that_is_too_small_grows_and_the_old_one_goes_when_it_is_empty(pair: list[Mailbox]):
     a, b = pair
     before = open_files()
-    kept = a.room(torch.zeros(MB // 4)).fill_(5)
+    kept = a.send_buffer(torch.zeros(MB // 4)).fill_(5)
     old = a._parcels._houses[0].file
     watching = os.dup(old)
     a.send(1, Message("push", (kept,))).wait()
@@ -404,10 +429,10 @@ def test_a_warehouse_that_is_too_small_grows_and_the_old_one_goes_when_it_is_emp
         assert b.recv().wait().nbytes == 12 * MB
     assert [len(house.memory) for house in a._parcels._houses] == [LEAST, 2 * (12 * MB + LINE)]
     del came
-    a.room(kept)
+    a.send_buffer(kept)
     assert len(a._parcels._houses) == 2 and bool((kept == 5).all())  # Its owner still has it.
     del kept
-    a.room(torch.zeros(MB // 4))
+    a.send_buffer(torch.zeros(MB // 4))
     assert [len(house.memory) for house in a._parcels._houses] == [2 * (12 * MB + LINE)]
     assert os.fstat(watching).st_blocks == 0  # Given back, though the reader has it mapped.
     os.close(watching)
@@ -426,9 +451,11 @@ def test_parcels_that_come_and_go_in_any_order_keep_what_is_in_them():
             came, sent = alive.pop(chance.randrange(len(alive)))
             assert torch.equal(came, sent)
         else:
-            sent = torch.full((chance.choice([1, 63, 64, 65, chance.randrange(1, 300_000)]),), i % 256, dtype=torch.uint8)
+            sent = torch.full(
+                (chance.choice([1, 63, 64, 65, chance.randrange(1, 300_000)]),), i % 256, dtype=torch.uint8
+            )
             if chance.random() < 0.3:
-                sent = sender.room(sent.numel()).copy_(sent)
+                sent = sender.send_buffer(sent.numel()).copy_(sent)
             place = sender.pack(sent, reader=chance.randrange(20))
             assert place is not None
             alive.append((reader.open(place), sent))
@@ -469,7 +496,7 @@ def test_what_a_reader_has_opened_does_not_count_as_unread(monkeypatch: pytest.M
 
 def test_sixty_four_ranks_share_memory_and_the_next_one_is_sent_a_copy():
     with job(66) as (box, *others):
-        x = box.room(torch.zeros(PARCEL_FROM)).fill_(1)
+        x = box.send_buffer(torch.zeros(PARCEL_FROM)).fill_(1)
         for other in others:
             box.send(other.rank, Message("push", (x,))).wait()
         came = {other.rank: other.recv().wait().tensors[0] for other in others}
@@ -477,13 +504,13 @@ def test_sixty_four_ranks_share_memory_and_the_next_one_is_sent_a_copy():
         assert [rank for rank, t in came.items() if bool((t == 1).all())] == [65]
         assert lent(box) == 1
         del came[5]
-        box._parcels.take_back(5)  # Its place is free for another.
+        box._parcels.release(5)  # Its place is free for another.
         box.send(65, Message("push", (x,))).wait()
         came[65] = others[-1].recv().wait().tensors[0]
         x.fill_(3)
         assert all(bool((t == 3).all()) for t in came.values()) and lent(box) == 1
         came.clear()
-        assert not box.is_read(x)
+        assert not box.in_use(x)
 
 
 # Closing
@@ -529,7 +556,7 @@ def test_a_rank_that_closes_has_read_what_came_before():
 def test_tensors_of_both_sides_outlive_their_mailboxes_and_take_the_last_file_with_them():
     before = open_files()
     with job(2) as (a, b):
-        x = a.room(torch.zeros(MB)).fill_(4)
+        x = a.send_buffer(torch.zeros(MB)).fill_(4)
         a.send(1, Message("push", (x,))).wait()
         (came,) = b.recv().wait().tensors
     came += 1
@@ -547,7 +574,7 @@ def test_tensors_of_both_sides_outlive_their_mailboxes_and_take_the_last_file_wi
 def files(tmp_path: Path) -> Iterator[dict[str, int]]:
     """Files that a header may tell of; all have 1 MB, if they have a size."""
     (tmp_path / "file").write_bytes(bytes(MB))
-    house = Warehouse(MB)
+    house = Segment(MB)
     pipe, other_end = os.pipe()
     opened = {
         "good": house.file,
@@ -588,7 +615,11 @@ GOOD = {"size": MB, "start": LINE, "nbytes": 256, "mark": 5}
         ("good", {"size": 2**63}, "is none of 9223372036854775808 bytes"),
         ("good", {"size": 0}, "are no parcel in a file of 0"),
         ("good", {"size": -1}, "are no parcel in a file of -1"),
-        ("good", {"start": MB - 64, "mark": MB - 65}, "256 bytes from byte 1048512 on are no parcel in a file of 1048576"),
+        (
+            "good",
+            {"start": MB - 64, "mark": MB - 65},
+            "256 bytes from byte 1048512 on are no parcel in a file of 1048576",
+        ),
         ("good", {"start": 2**63, "mark": 2**63 - 1}, "are no parcel"),
         ("good", {"start": 0, "mark": 0}, "are no parcel"),
         ("good", {"start": -64, "mark": -65}, "are no parcel"),
@@ -617,7 +648,12 @@ def test_a_header_that_tells_of_a_parcel_where_there_is_none_is_refused(
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [([1, 2, 3, 4], "length 5, got 4"), ([1, 2, 3, 4, "5"], "Expected `int`"), (7, "Expected `array"), ([], "length 5")],
+    [
+        ([1, 2, 3, 4], "length 5, got 4"),
+        ([1, 2, 3, 4, "5"], "Expected `int`"),
+        (7, "Expected `array"),
+        ([], "length 5"),
+    ],
 )
 def test_a_place_of_another_form_is_refused(pair: list[Mailbox], place: object, reason: str):
     assert deliver(pair, [[header(tensors=[form("float32", 1, place=place)])]]) == []
@@ -633,7 +669,9 @@ def test_a_parcel_brings_no_bytes_that_are_no_bool(pair: list[Mailbox]):
 def test_a_parcel_of_a_rank_on_another_host_is_refused():
     with job(2, is_far=True) as boxes:
         assert deliver(boxes, [[header(tensors=[form("float32", 64, place=[3, *GOOD.values()])])]]) == []
-        assert (boxes[0].last_refusal or "").endswith("it tells of a tensor in memory of its sender, which is not on this host")
+        assert (boxes[0].last_refusal or "").endswith(
+            "it tells of a tensor in memory of its sender, which is not on this host"
+        )
 
 
 def test_a_parcel_beyond_the_limit_is_refused_before_it_is_mapped():
@@ -642,14 +680,36 @@ def test_a_parcel_beyond_the_limit_is_refused_before_it_is_mapped():
         b.send(0, Message("push", (torch.zeros(MB // 4 + 1),))).wait()
         with pytest.raises(TimeoutError):
             a.recv(timeout=0.2).wait()
-        assert (a.last_refusal or "").endswith(f"it tells of a tensor of {MB + 4} bytes: this mailbox was made with max_nbytes={MB}")
+        assert (a.last_refusal or "").endswith(
+            f"it tells of a tensor of {MB + 4} bytes: this mailbox was made with max_nbytes={MB}"
+        )
         reader = a._near[1]
         assert a.refused == 1 and reader is not None and reader._files == {}
         b.send(0, Message("push", (torch.zeros(MB // 4),))).wait()
         assert a.recv().wait().nbytes == MB
 
 
-EDGES = [0, 1, -1, 63, 64, 65, 128, 4096, MB - 256, MB - 1, MB, MB + 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
+EDGES = [
+    0,
+    1,
+    -1,
+    63,
+    64,
+    65,
+    128,
+    4096,
+    MB - 256,
+    MB - 1,
+    MB,
+    MB + 1,
+    2**31,
+    2**32,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+]
 
 
 def damaged(chance: random.Random, files: dict[str, int]) -> list[bytes]:
@@ -660,7 +720,9 @@ def damaged(chance: random.Random, files: dict[str, int]) -> list[bytes]:
         near = [files["good"], *GOOD.values()][i] + chance.randrange(-70, 70)
         place[i] = chance.choice([*files.values(), *range(40)] if i == 0 else [*EDGES, near])
     numel = place[3] if 0 <= place[3] < 2**62 else 256
-    head = bytearray(header(tensors=[form("uint8", numel, place=place), form("float32", 3), form("bool", 64, place=sound)]))
+    head = bytearray(
+        header(tensors=[form("uint8", numel, place=place), form("float32", 3), form("bool", 64, place=sound)])
+    )
     victim = chance.randrange(len(head))
     match chance.randrange(8):
         case 0:
@@ -687,7 +749,9 @@ def test_twenty_thousand_damaged_places_do_not_stop_it(pair: list[Mailbox], file
                 int(tensor.view(-1).view(torch.uint8).max())
     assert 1000 < came < 5000
     reader = pair[0]._near[1]
-    assert reader is not None and open_files() == before + len(reader._files) - 1  # A damaged number may be that of the same file again.
+    assert (
+        reader is not None and open_files() == before + len(reader._files) - 1
+    )  # A damaged number may be that of the same file again.
     pair[1].send(0, Message("push", (torch.ones(MB),))).wait()
     assert bool((pair[0].recv().wait().tensors[0] == 1).all())
 
@@ -714,14 +778,21 @@ def heard(box: Mailbox) -> list[tuple[str, int, int]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize(("count", "numel"), [(0, 0), (1, 0), (2000, 0), (100, PARCEL_FROM // 4 - 1), (10, PARCEL_FROM)])
+@pytest.mark.parametrize(
+    ("count", "numel"), [(0, 0), (1, 0), (2000, 0), (100, PARCEL_FROM // 4 - 1), (10, PARCEL_FROM)]
+)
 def test_a_process_is_gone_once_and_after_its_last_word(tmp_path: Path, count: int, numel: int, is_known: bool):
-    with box_of(tmp_path / "store", 0, is_open=True) as box, child(say_and_die, tmp_path / "store", 1, count, numel) as process:
+    with (
+        box_of(tmp_path / "store", 0, is_open=True) as box,
+        child(say_and_die, tmp_path / "store", 1, count, numel) as process,
+    ):
         assert process.pid is not None
         if is_known or count == 0:
             box.watch(1, process.pid)
         words = [("word", 1, i) for i in range(count)]
-        if numel == 0:  # So little that all of it waits in the kernel, and ZeroMQ takes in the last of it while the first is read.
+        if (
+            numel == 0
+        ):  # So little that all of it waits in the kernel, and ZeroMQ takes in the last of it while the first is read.
             process.join(DEADLINE_S)
             assert process.exitcode == -signal.SIGKILL
         assert heard(box) == [*words, ("gone", 1, 0)]
@@ -870,7 +941,7 @@ def test_a_process_whose_memory_is_hidden_is_near_nobody():
 
 def test_of_a_part_of_room_only_what_was_told_is_unread():
     sender = Sender()
-    x = sender.room(1 << 20)
+    x = sender.send_buffer(1 << 20)
     assert sender.pack(x[:300], 3) and sender.pack(x[300:1000], 9)
     assert (sender.unread(), sender.unread(3), sender.unread(9)) == (1000, 300, 700)
     sender.close()
@@ -890,7 +961,12 @@ def test_marks_tell_who_was_told_who_reads_and_who_is_done():
     house = sender._houses[0]
     marks = [p.mark for p in places if p is not None]
     assert [house.memory[m] for m in marks] == [SENT, SENT]
-    assert (sender.unread(), sender.unread(3), sender.unread(9), sender.unread(4)) == (2 * x.nbytes, x.nbytes, x.nbytes, 0)
+    assert (sender.unread(), sender.unread(3), sender.unread(9), sender.unread(4)) == (
+        2 * x.nbytes,
+        x.nbytes,
+        x.nbytes,
+        0,
+    )
     opened = [reader.open(p) for p in places if p is not None]
     assert [house.memory[m] for m in marks] == [OPEN, OPEN] and sender.unread() == 0
     opened.pop()

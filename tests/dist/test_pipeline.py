@@ -47,7 +47,9 @@ METHODS: dict[str, pl.Strategy] = {
     "all-reduce-sgd": pl.AllReduceSGD(),
     "all-reduce-sgd, clipped": pl.AllReduceSGD(clip=0.1),
     "periodic-averaging": pl.PeriodicAveraging(period=3),
-    "periodic-averaging, optimizer averaged, delayed": pl.PeriodicAveraging(period=3, optimizer_state="average", delay=1),
+    "periodic-averaging, optimizer averaged, delayed": pl.PeriodicAveraging(
+        period=3, optimizer_state="average", delay=1
+    ),
     "adaptive-averaging": pl.AdaptiveAveraging(period=1, warmup=1, sampling=4, low=0.99, high=1.01),
     "ada-comm": pl.AdaComm(period=4, steps=2),
     "all-reduce-sgd by groups": pl.AllReduceSGD(group=1),
@@ -66,10 +68,14 @@ def test_two_replicas_of_two_stages_are_two_workers(name: str):
     split, other = pl.train(job, METHODS[name], 2, stages=2), whole(job, METHODS[name], 2)
     assert close(split.params, other.params)
     assert split.final == pytest.approx(other.final)
-    assert [(s.step, s.period) for s in split.trace.syncs if s.rank == 3] == [(s.step, s.period) for s in other.trace.syncs if s.rank == 1]
+    assert [(s.step, s.period) for s in split.trace.syncs if s.rank == 3] == [
+        (s.step, s.period) for s in other.trace.syncs if s.rank == 1
+    ]
 
 
-@pytest.mark.parametrize(("stages", "pipeline"), [(2, "1f1b"), (4, "1f1b"), (["1", "4"], "1f1b"), (4, "gpipe")], ids=str)
+@pytest.mark.parametrize(
+    ("stages", "pipeline"), [(2, "1f1b"), (4, "1f1b"), (["1", "4"], "1f1b"), (4, "gpipe")], ids=str
+)
 def test_a_model_in_stages_alone_is_the_whole_model(stages: int | list[str], pipeline: Any):
     job = task(optimizer=OPTIMIZERS["adam"])
     run = pl.train(job, pl.PeriodicAveraging(period=3), 1, stages=stages, pipeline=pipeline)
@@ -186,16 +192,24 @@ def stumbling(over: float = torch.nan) -> pl.Task:
 def test_nan_in_one_stage_lets_all_of_them_skip_the_step(name: str):
     run, other = pl.train(stumbling(), METHODS[name], 2, stages=2), whole(stumbling(), METHODS[name], 2)
     assert run.params.isfinite().all() and close(run.params, other.params)
-    assert not close(run.params, whole(stumbling(over=1.0), METHODS[name], 2).params, rtol=1e-3), "there was something to skip"
+    assert not close(run.params, whole(stumbling(over=1.0), METHODS[name], 2).params, rtol=1e-3), (
+        "there was something to skip"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient", "ignore::paceline.NonFiniteReplica")
-@pytest.mark.parametrize("method", [pl.AllReduceSGD, partial(pl.PeriodicAveraging, period=1)], ids=["gradients", "parameters"])
+@pytest.mark.parametrize(
+    "method", [pl.AllReduceSGD, partial(pl.PeriodicAveraging, period=1)], ids=["gradients", "parameters"]
+)
 def test_what_one_stage_cannot_encode_none_of_them_takes(method: Callable[..., pl.Strategy]):
     """Half precision ends at 65504; what the whole model's worker had to say beyond that, nobody heard."""
-    run, other = (train(stumbling(over=1e9), method(codec=pl.Fp16()), 2) for train in (partial(pl.train, stages=2), whole))
+    run, other = (
+        train(stumbling(over=1e9), method(codec=pl.Fp16()), 2) for train in (partial(pl.train, stages=2), whole)
+    )
     assert close(run.params, other.params, rtol=1e-6)
-    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.Fp16()), 2).params, rtol=1e-3), "there was something to skip"
+    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.Fp16()), 2).params, rtol=1e-3), (
+        "there was something to skip"
+    )
 
 
 class Poisoned(torch.optim.SGD):
@@ -218,7 +232,9 @@ def test_a_replica_with_nan_in_one_stage_counts_in_none():
     split = pl.train(task(optimizer=lambda params: Poisoned(params, rank=2)), strategy, 2, stages=2)
     other = pl.train(task(optimizer=lambda params: Poisoned(params, rank=1)), strategy, 2)
     assert split.params.isfinite().all() and close(split.params, other.params)
-    assert not close(split.params, whole(task(optimizer=OPTIMIZERS["sgd"]), strategy, 2).params, rtol=1e-6), "it did not count"
+    assert not close(split.params, whole(task(optimizer=OPTIMIZERS["sgd"]), strategy, 2).params, rtol=1e-6), (
+        "it did not count"
+    )
 
 
 def test_a_process_holds_no_more_than_its_stage(tmp_path: Path):
@@ -236,7 +252,9 @@ def test_a_process_holds_no_more_than_its_stage(tmp_path: Path):
             gc.collect()
             held = [p for p in (ref() for ref in built) if p is not None and not p.is_meta]
             kept = [state["momentum_buffer"] for state in self.state.values()]
-            (tmp_path / str(dist.get_rank())).write_text(json.dumps([[list(t.shape) for t in tensors] for tensors in (held, kept)]))
+            (tmp_path / str(dist.get_rank())).write_text(
+                json.dumps([[list(t.shape) for t in tensors] for tensors in (held, kept)])
+            )
 
     optimizer = partial(Telling, lr=0.05, momentum=0.9)
     pl.train(task(steps=1, model=model, optimizer=optimizer), pl.AllReduceSGD(), 2, stages=["2", "4"])
@@ -278,9 +296,18 @@ def calling_twice(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], pl.Run], str]] = {
-    "servers": (lambda: pl.train(task(), pl.ASGD(), 2, stages=2), r"train\(ASGD, stages=2\): its workers do not wait for each other"),
-    "no such layer": (lambda: pl.train(task(), pl.AllReduceSGD(), 2, stages=["3", "9"]), "there is no layer '9'; did you mean"),
-    "too many": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=5), r"split\(Sequential, 5\): only 4 of the layers"),
+    "servers": (
+        lambda: pl.train(task(), pl.ASGD(), 2, stages=2),
+        r"train\(ASGD, stages=2\): its workers do not wait for each other",
+    ),
+    "no such layer": (
+        lambda: pl.train(task(), pl.AllReduceSGD(), 2, stages=["3", "9"]),
+        "there is no layer '9'; did you mean",
+    ),
+    "too many": (
+        lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=5),
+        r"split\(Sequential, 5\): only 4 of the layers",
+    ),
     "none": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=0), r"train\(stages=0,"),
     "no microbatch": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=2, microbatches=0), r"microbatches=0"),
     "no order": (lambda: pl.train(task(), pl.AllReduceSGD(), 1, stages=2, pipeline="zigzag"), "by '1f1b' or 'gpipe'"),  # pyright: ignore

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline import Adagrad, Bound, Compensated, Fp16, Fp32, Free, Momentum, Quorum, RoundRobin, Scaled, Sgd
-from paceline.dist.mailbox import DTYPES, NAMES
+from paceline.transport.mailbox import DTYPES, NAMES
 from tests.dist.served import LAYOUT, NEWCOMER, NUMEL, OTHER, ROGUE, Rogue, Server, kept, resident, serving
 
 MESSAGES, BATCH = 100_000, 1000
@@ -102,11 +102,17 @@ class Fuzz:
 
     def noise(self) -> list[Letter]:
         sizes = [0, 1, 7, 40, 300]
-        return [Letter([self.chance.randbytes(self.chance.choice(sizes)) for _ in range(self.chance.randint(1, 4))], DROPPED)]
+        return [
+            Letter(
+                [self.chance.randbytes(self.chance.choice(sizes)) for _ in range(self.chance.randint(1, 4))], DROPPED
+            )
+        ]
 
     def cut(self) -> list[Letter]:
         head, *rest = self.frames("push", FINE, samples=1)
-        head = head[: self.chance.randrange(len(head))] if self.chance.random() < 0.7 else head + self.chance.randbytes(3)
+        head = (
+            head[: self.chance.randrange(len(head))] if self.chance.random() < 0.7 else head + self.chance.randbytes(3)
+        )
         return [Letter([head, *rest], DROPPED)]
 
     def odd(self) -> list[Letter]:
@@ -133,11 +139,15 @@ class Fuzz:
             case 0:
                 return self.formed("float32", [pick([0, 1, NUMEL - 1, NUMEL + 1, 2**62])], None, raw=raw)
             case 1:
-                return self.formed(pick([name for name, t in DTYPES.items() if t.itemsize != 4]), [NUMEL], None, raw=raw)
+                return self.formed(
+                    pick([name for name, t in DTYPES.items() if t.itemsize != 4]), [NUMEL], None, raw=raw
+                )
             case 2:
                 return self.formed(pick(["complex64", "object", "", "float", "FLOAT32"]), [NUMEL], None, raw=raw)
             case 3:
-                return self.formed("float32", pick([[-NUMEL], [-8, -8], [1] * 65, [2**63], [NUMEL, None], NUMEL]), None, raw=raw)
+                return self.formed(
+                    "float32", pick([[-NUMEL], [-8, -8], [1] * 65, [2**63], [NUMEL, None], NUMEL]), None, raw=raw
+                )
             case 4:
                 return self.formed("bool", [4 * NUMEL], None, raw=self.chance.randbytes(4 * NUMEL - 1) + b"\2")
             case _:
@@ -147,13 +157,20 @@ class Fuzz:
         """A parcel where there is none."""
         numbers = [0, 1, 63, 64, 65, 4096, 2**20, 2**22, 2**31, 2**63 - 1, *HUGE]
         place = [self.chance.choice([*range(60), *numbers]), *(self.chance.choice(numbers) for _ in range(4))]
-        return [Letter([msgspec.msgpack.encode(["exchange", self.rogue.rank, 0, 1, 0, 0, [["float32", [NUMEL], place]]])], DROPPED)]
+        return [
+            Letter(
+                [msgspec.msgpack.encode(["exchange", self.rogue.rank, 0, 1, 0, 0, [["float32", [NUMEL], place]]])],
+                DROPPED,
+            )
+        ]
 
     def forged(self) -> list[Letter]:
         """In another's name, or of somebody's end, or of a kind of endless length."""
         rank, kind = self.rogue.rank, "x" * self.chance.randint(65, 500)
         who = self.chance.choice([r for r in (*range(6), -1, 2**40) if r != rank])
-        fields = self.chance.choice([["exchange", who, 0, 1, 0, 0, []], ["gone", rank, 0, 0, 0, 0, []], [kind, rank, 0, 0, 0, 0, []]])
+        fields = self.chance.choice(
+            [["exchange", who, 0, 1, 0, 0, []], ["gone", rank, 0, 0, 0, 0, []], [kind, rank, 0, 0, 0, 0, []]]
+        )
         return [Letter([msgspec.msgpack.encode(fields)], DROPPED)]
 
     # What may be this or that.
@@ -162,7 +179,9 @@ class Fuzz:
         """A bit, or a byte, of a bad update; but for its serial, which says whether it was heard before."""
         frames = [bytearray(frame) for frame in self.frames("exchange", BAD, samples=1)]
         victim = frames[self.chance.choice([0, 0, 0, 1])]
-        at = self.chance.choice([i for i in range(len(victim)) if victim is frames[1] or i != len(b"\x97\xa8exchange") + 3])
+        at = self.chance.choice(
+            [i for i in range(len(victim)) if victim is frames[1] or i != len(b"\x97\xa8exchange") + 3]
+        )
         match self.chance.randrange(4):
             case 0:
                 victim[at] ^= 1 << self.chance.randrange(8)
@@ -177,25 +196,48 @@ class Fuzz:
     # What a shard refuses.
 
     def unknown(self) -> list[Letter]:
-        known = ["lost", "value", "refused", "bring", "heard", "PUSH", "push ", "ask", "ask pull", "tickets", "ended", "", "\0", "é" * 40]
-        kind = self.chance.choice([*known, "".join(chr(self.chance.randrange(33, 999)) for _ in range(self.chance.randrange(1, 20)))])
-        return [Letter(self.frames(kind, *[FINE] * self.chance.randrange(3), samples=self.chance.randrange(5)), REFUSED)]
+        known = [
+            "lost",
+            "value",
+            "refused",
+            "bring",
+            "heard",
+            "PUSH",
+            "push ",
+            "ask",
+            "ask pull",
+            "tickets",
+            "ended",
+            "",
+            "\0",
+            "é" * 40,
+        ]
+        kind = self.chance.choice(
+            [*known, "".join(chr(self.chance.randrange(33, 999)) for _ in range(self.chance.randrange(1, 20)))]
+        )
+        return [
+            Letter(self.frames(kind, *[FINE] * self.chance.randrange(3), samples=self.chance.randrange(5)), REFUSED)
+        ]
 
-    def pushed(self, *tensors: Tensor, is_late: bool = True, **numbers: int) -> list[Letter]:
+    def pushed(self, *tensors: Tensor, missed_end: bool = True, **numbers: int) -> list[Letter]:
         """An update that is refused: at once, or `late`, when it is to be applied."""
         kind, serial = self.chance.choice(["push", "exchange"]), self.chance.choice([0, self.next_serial()])
-        is_heard = is_late and kind == "push" and serial
-        return self.answered(("heard", "refused") if is_heard else REFUSED, kind, *tensors, **{"samples": 1, "serial": serial, **numbers})
+        is_heard = missed_end and kind == "push" and serial
+        return self.answered(
+            ("heard", "refused") if is_heard else REFUSED, kind, *tensors, **{"samples": 1, "serial": serial, **numbers}
+        )
 
     def bad_update(self) -> list[Letter]:
         hurt = FINE.clone()
         hurt[self.chance.randrange(NUMEL)] = self.chance.choice([nan, inf, -inf])
-        shape = self.chance.choice([(), (0,), (1,), (NUMEL - 1,), (NUMEL + 1,), (1, NUMEL), (NUMEL, 1), (8, 8), (0, 2**40), (3000,)])
+        shape = self.chance.choice(
+            [(), (0,), (1,), (NUMEL - 1,), (NUMEL + 1,), (1, NUMEL), (NUMEL, 1), (8, 8), (0, 2**40), (3000,)]
+        )
         dtype = self.chance.choice([t for t in DTYPES.values() if t is not torch.float32])
         form = torch.zeros(self.chance.choice([(NUMEL,), (1,), (NUMEL, 2)]), dtype=dtype)
         match self.chance.randrange(6):
             case 0:
-                return self.pushed(*[FINE] * self.chance.choice([0, 3, 9]), is_late=False)
+                return self.pushed(*[FINE] * self.chance.choice([0, 3, 9]), missed_end=False)
             case 1:
                 return self.pushed(torch.zeros(shape), samples=self.chance.randrange(3))
             case 2:
@@ -210,21 +252,36 @@ class Fuzz:
     def bad_numbers(self) -> list[Letter]:
         name, least = self.chance.choice([("version", -(2**63)), ("samples", -1), ("serial", -7), ("steps", -1)])
         worst = self.chance.choice([least, 2**63, 2**64 - 1])
-        kind = self.chance.choice(["push", "exchange", "pull", "join", "draw", "leave", "start", "ask push", "ask exchange", "bye", "rest"])
+        kind = self.chance.choice(
+            ["push", "exchange", "pull", "join", "draw", "leave", "start", "ask push", "ask exchange", "bye", "rest"]
+        )
         return [Letter(self.frames(kind, FINE, **{"samples": 1, name: worst}), REFUSED)]
 
     def bad_runs(self) -> list[Letter]:
         pick, edges = self.chance.choice, [-(2**63), -1, 0, 1, NUMEL - 1, NUMEL, NUMEL + 1, 2**31, 2**63 - 1]
-        pairs = torch.tensor([[pick(edges), pick(edges)] for _ in range(self.chance.randrange(4))], dtype=torch.int64).view(-1, 2)
+        pairs = torch.tensor(
+            [[pick(edges), pick(edges)] for _ in range(self.chance.randrange(4))], dtype=torch.int64
+        ).view(-1, 2)
         wrong = [pairs, pairs.float(), pairs.view(-1), pairs.t(), torch.tensor(3), FINE, torch.tensor([[0, 4]])]
         return self.pushed(BAD[: self.chance.choice([1, 3, 4, NUMEL])], pick(wrong))
 
     def bad_draw(self) -> list[Letter]:
         pick = self.chance.choice
         right = torch.tensor([0, 10, LAYOUT.workers])
-        extents = [(), (right, right), (right.float(),), (right[:2],), (torch.tensor(3),), (right.view(3, 1),), (BAD,), (right.int(),)]
-        seats = torch.tensor([0, 10, pick([-1, 0, 2, 4, 2**40, 2**63 - 1])])
-        tensors, wanted = pick([*((extent, 1) for extent in extents), ((seats,), 1), ((right,), 0), ((right,), 2**31 + 1)])
+        extents = [
+            (),
+            (right, right),
+            (right.float(),),
+            (right[:2],),
+            (torch.tensor(3),),
+            (right.view(3, 1),),
+            (BAD,),
+            (right.int(),),
+        ]
+        data_shards = torch.tensor([0, 10, pick([-1, 0, 2, 4, 2**40, 2**63 - 1])])
+        tensors, wanted = pick(
+            [*((extent, 1) for extent in extents), ((data_shards,), 1), ((right,), 0), ((right,), 2**31 + 1)]
+        )
         return self.answered(REFUSED, "draw", *tensors, samples=wanted, serial=self.next_serial())
 
     def bad_start(self) -> list[Letter]:
@@ -232,7 +289,14 @@ class Fuzz:
         return [Letter(self.frames("start", *tensors), REFUSED)]
 
     def bad_join(self) -> list[Letter]:
-        return [Letter(self.frames("join", samples=self.chance.choice([LAYOUT.workers, 2**20, *HUGE]), serial=self.next_serial()), REFUSED)]
+        return [
+            Letter(
+                self.frames(
+                    "join", samples=self.chance.choice([LAYOUT.workers, 2**20, *HUGE]), serial=self.next_serial()
+                ),
+                REFUSED,
+            )
+        ]
 
     # What makes sense.
 
@@ -263,7 +327,9 @@ class Fuzz:
                 return self.answered(("value",), "exchange", self.chance.choice([BAD, FINE]), serial=serial)
             case _:
                 version = self.chance.choice([0, 5, 2**62])
-                return self.answered(("value",), "pull", *[BAD] * self.chance.randrange(4), version=version, serial=serial)
+                return self.answered(
+                    ("value",), "pull", *[BAD] * self.chance.randrange(4), version=version, serial=serial
+                )
 
     def draw(self) -> list[Letter]:
         """Take some parts, or say that those it has are done."""
@@ -273,7 +339,13 @@ class Fuzz:
         wanted = self.chance.choice([1, 2, 3])
         self.parts += wanted
         first = self.chance.choice([0, 5, 2**62, -1])  # Whoever was first has said what there is to do.
-        return self.answered(("tickets",), "draw", torch.tensor([first, 2**62, LAYOUT.workers]), samples=wanted, serial=self.next_serial())
+        return self.answered(
+            ("tickets",),
+            "draw",
+            torch.tensor([first, 2**62, LAYOUT.workers]),
+            samples=wanted,
+            serial=self.next_serial(),
+        )
 
     def join(self) -> list[Letter]:
         return self.answered(("value",), "join", serial=self.next_serial())
@@ -285,15 +357,34 @@ class Fuzz:
     def wild(self) -> list[Letter]:
         """A kind that there is, with anything; but never an update, or work, that makes sense."""
         pick = self.chance.choice
-        kinds = ["push", "exchange", "exchange", "pull", "join", "ask push", "ask exchange", "draw", "start", "rest", "wake", "bye"]
+        kinds = [
+            "push",
+            "exchange",
+            "exchange",
+            "pull",
+            "join",
+            "ask push",
+            "ask exchange",
+            "draw",
+            "start",
+            "rest",
+            "wake",
+            "bye",
+        ]
         wrong = [BAD, BAD[:4], FINE[:3], FINE.long(), torch.tensor(2), torch.tensor([0, 9, 2])]
         wrong += [torch.tensor([[0, 4]]), torch.tensor([[60, 8]])]
-        numbers = {"version": pick([0, 0, 1, 9]), "samples": pick([0, 1, 2]), "serial": pick([0, self.serial, self.next_serial(), 10**9])}
+        numbers = {
+            "version": pick([0, 0, 1, 9]),
+            "samples": pick([0, 1, 2]),
+            "serial": pick([0, self.serial, self.next_serial(), 10**9]),
+        }
         if self.chance.random() < 0.2:
             name = pick(["version", "samples", "serial", "steps"])
             # A serial of 2**40 would begin another life, and all that it says in this would be void.
             numbers[name] = pick([n for n in HUGE if name != "serial" or n != 2**40])
-        return [Letter(self.frames(pick(kinds), *(pick(wrong) for _ in range(pick([0, 1, 1, 2, 2, 3]))), **numbers), ANY)]
+        return [
+            Letter(self.frames(pick(kinds), *(pick(wrong) for _ in range(pick([0, 1, 1, 2, 2, 3]))), **numbers), ANY)
+        ]
 
 
 class Books:

@@ -20,11 +20,26 @@ from torch import Tensor
 from torch.distributed import FileStore, HashStore
 
 from paceline import Adam, Bound, ClusterError, Compensated, Fp16, Momentum, Quorum, RoundRobin, Sgd
-from paceline.dist import mailbox
 from paceline.endpoint import Message
 from paceline.op import drive
-from paceline.server import desk, shard
-from tests.dist.served import LAYOUT, NEWCOMER, NUMEL, OTHER, ROGUE, SERVER, SGD, Good, Rogue, Server, kept, mailbox_of, serving
+from paceline.server import dispatcher as desk
+from paceline.server import shard
+from paceline.transport import mailbox
+from tests.dist.served import (
+    LAYOUT,
+    NEWCOMER,
+    NUMEL,
+    OTHER,
+    ROGUE,
+    SERVER,
+    SGD,
+    Good,
+    Rogue,
+    Server,
+    kept,
+    mailbox_of,
+    serving,
+)
 
 pytestmark = pytest.mark.timeout(60)
 FINE = torch.ones(NUMEL)
@@ -88,7 +103,12 @@ def runs(*pairs: list[int]) -> Tensor:
         ("draw", (EXTENT,), {"samples": 2**62}, "its samples is 4611686018427387904"),
         ("draw", (torch.tensor([0, 9, 2**40]),), {}, "cut into 1099511627776 parts, and they are cut into 3"),
         ("start", (), {}, r"a value is one vector of real numbers, not \[\]"),
-        ("start", (FINE.view(8, 8),), {}, r"a value is one vector of real numbers, not \[\(torch.float32, \(8, 8\)\)\]"),
+        (
+            "start",
+            (FINE.view(8, 8),),
+            {},
+            r"a value is one vector of real numbers, not \[\(torch.float32, \(8, 8\)\)\]",
+        ),
         ("start", (FINE.long(),), {}, "a value is one vector of real numbers"),
         ("join", (), {"samples": 3}, "there is no seat 3: each minibatch is cut into 3 parts"),
         ("ask exchange", (), {"serial": -5}, "its serial is -5"),
@@ -97,7 +117,9 @@ def runs(*pairs: list[int]) -> Tensor:
         ("", (), {}, "there is no request of the kind ''"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(kind: str, tensors: tuple[Tensor, ...], numbers: dict[str, int], reason: str):
+def test_what_makes_no_sense_is_refused_by_name(
+    kind: str, tensors: tuple[Tensor, ...], numbers: dict[str, int], reason: str
+):
     with serving() as (server, good, (rogue,)):
         good.exchange()
         answer = rogue.ask(kind, *tensors, **{"samples": 1, **numbers})
@@ -111,14 +133,19 @@ def test_what_makes_no_sense_is_refused_by_name(kind: str, tensors: tuple[Tensor
 def test_a_worker_is_told_what_was_wrong_with_its_update():
     with serving() as (server, good, _):
         good.exchange()
-        for update, reason in ((bad(nan), "it holds NaN or infinity"), (FINE.double(), "torch.float64 values of shape")):
+        for update, reason in (
+            (bad(nan), "it holds NaN or infinity"),
+            (FINE.double(), "torch.float64 values of shape"),
+        ):
             with pytest.raises(ClusterError, match=rf"server 0 \(rank 3\) refused a request of worker 0: {reason}"):
                 good.store.exchange(update, samples=1).wait()
             good.exchange()
         assert server.refused == (0, 2)
 
 
-@pytest.mark.parametrize("data", [torch.full((NUMEL,), nan).half().view(torch.uint8), torch.full((NUMEL,), inf).half().view(torch.uint8)])
+@pytest.mark.parametrize(
+    "data", [torch.full((NUMEL,), nan).half().view(torch.uint8), torch.full((NUMEL,), inf).half().view(torch.uint8)]
+)
 def test_what_decodes_to_nan_or_infinity_is_refused(data: Tensor):
     with serving(codec=Fp16()) as (server, good, (rogue,)):
         good.exchange()
@@ -158,7 +185,9 @@ def test_minibatches_done_cannot_be_so_many_that_nobody_can_be_told():
 # Before there is a value.
 
 
-@pytest.mark.parametrize("tensors", [(), (torch.ones(3),), (FINE.long(),), (FINE.view(8, 8),)], ids=["none", "short", "whole", "matrix"])
+@pytest.mark.parametrize(
+    "tensors", [(), (torch.ones(3),), (FINE.long(),), (FINE.view(8, 8),)], ids=["none", "short", "whole", "matrix"]
+)
 def test_the_first_value_is_the_first_workers_to_bring(tensors: tuple[Tensor, ...]):
     with serving() as (server, good, (rogue,)):
         assert told(rogue.ask("start", *tensors)) == "the first value is worker 0's to bring"
@@ -263,7 +292,10 @@ def test_a_part_is_done_once_however_often_that_is_said():
         good.exchange()
         good.exchange()
         assert [rogue.hear().kind for _ in range(2)] == ["value", "refused"]
-        assert server.shard.last_refusal == f"a 'push' of worker {ROGUE}: it says that it has done 1 parts, and was given 0"
+        assert (
+            server.shard.last_refusal
+            == f"a 'push' of worker {ROGUE}: it says that it has done 1 parts, and was given 0"
+        )
 
 
 def test_what_one_who_leaves_has_not_done_is_for_others():
@@ -271,7 +303,11 @@ def test_what_one_who_leaves_has_not_done_is_for_others():
         good.draws = False
         good.exchange()
         assert rogue.ask("draw", torch.tensor([0, 1, 3]), samples=1, serial=1).tensors[0].tolist() == [[0, 1]]
-        assert [other.ask("draw", EXTENT, samples=1, serial=i, steps=1).kind for i in (1, 2, 3)] == ["tickets", "tickets", "idle"]
+        assert [other.ask("draw", EXTENT, samples=1, serial=i, steps=1).kind for i in (1, 2, 3)] == [
+            "tickets",
+            "tickets",
+            "idle",
+        ]
         rogue.say("leave")
         assert other.hear().tensors[0].tolist() == [[0, 1]]
 
@@ -340,6 +376,8 @@ def test_a_shard_that_says_nothing_is_named():
     keys = HashStore()
     silent, good = mailbox_of(SERVER, keys), Good(keys, SGD, patience_s=0.02)
     with closing(silent), closing(good.box):
-        with pytest.raises(ClusterError, match=r"^server 0 \(rank 3\) has not answered a 'exchange' of worker 0: it is gone, or stuck$"):
+        with pytest.raises(
+            ClusterError, match=r"^server 0 \(rank 3\) has not answered a 'exchange' of worker 0: it is gone, or stuck$"
+        ):
             good.store.exchange(FINE, samples=1).wait()
         good.box.close(linger_s=0)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
-from paceline.dist import shared
-from paceline.dist.shared import SharedMemory
 from paceline.errors import ClusterError, PeerLost
+from paceline.transport import shared_memory as shared
+from paceline.transport.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.dist
 
@@ -32,7 +32,9 @@ COPIED = [*SUMMED, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn
 Body = Callable[[SharedMemory, Store], Any]
 
 
-def on_ranks(path: Path, ranks: list[int], body: Body, *, timeout_s: float = 10.0, killed: tuple[int, ...] = ()) -> dict[int, Any]:
+def on_ranks(
+    path: Path, ranks: list[int], body: Body, *, timeout_s: float = 10.0, killed: tuple[int, ...] = ()
+) -> dict[int, Any]:
     """What `body` returns in a process for each rank; fails if any rank does, or is still there at the deadline."""
     children = {rank: fork(path, rank, ranks, body, timeout_s) for rank in ranks}
     statuses: dict[int, int] = {}
@@ -79,7 +81,11 @@ def fork(path: Path, rank: int, ranks: list[int], body: Body, timeout_s: float) 
 def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     source = torch.Generator().manual_seed(1000 * seed + rank)
     whole = torch.randint(-100, 100, (numel,), generator=source)
-    return (whole * 1.37 if dtype.is_floating_point or dtype.is_complex else whole.remainder(2 if dtype == torch.bool else 200)).to(dtype)
+    return (
+        whole * 1.37
+        if dtype.is_floating_point or dtype.is_complex
+        else whole.remainder(2 if dtype == torch.bool else 200)
+    ).to(dtype)
 
 
 def in_order(ranks: tuple[int, ...], numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -117,10 +123,10 @@ def test_relayed_sum_is_taken_in_order_of_ranks(tmp_path: Path, size: int, monke
 def test_large_sum_is_taken_in_order_of_ranks(tmp_path: Path) -> None:
     def body(group: SharedMemory, _: Store) -> None:
         x = values(group.rank, 3_000_017, torch.float32)
-        tail = torch.tensor([1.0, group.rank], dtype=torch.float64)
-        group.all_reduce(x, tail).wait()
+        extras = torch.tensor([1.0, group.rank], dtype=torch.float64)
+        group.all_reduce(x, extras).wait()
         assert_same_bits(x, in_order(group.ranks, 3_000_017, torch.float32))
-        assert tail.tolist() == [3.0, 3.0]
+        assert extras.tolist() == [3.0, 3.0]
 
     on_ranks(tmp_path, [0, 1, 2], body)
 
@@ -138,16 +144,18 @@ def test_members_are_in_the_order_given(tmp_path: Path) -> None:
 def test_tail_is_summed_along(tmp_path: Path) -> None:
     def body(group: SharedMemory, _: Store) -> tuple[list[float], list[float]]:
         x = torch.ones(5, dtype=torch.float16)
-        tail = torch.tensor([group.rank + 0.5, 1.0], dtype=torch.float64)
-        group.all_reduce(x, tail).wait()
-        return x.tolist(), tail.tolist()
+        extras = torch.tensor([group.rank + 0.5, 1.0], dtype=torch.float64)
+        group.all_reduce(x, extras).wait()
+        return x.tolist(), extras.tolist()
 
     assert set(map(str, on_ranks(tmp_path, [0, 1, 2], body).values())) == {"([3.0, 3.0, 3.0, 3.0, 3.0], [4.5, 3.0])"}
 
 
 def test_nan_and_infinity_come_through(tmp_path: Path) -> None:
     def body(group: SharedMemory, _: Store) -> list[float]:
-        x = torch.tensor([float("nan") if group.rank == 1 else 1.0, float("inf"), -float("inf") if group.rank else float("inf")])
+        x = torch.tensor(
+            [float("nan") if group.rank == 1 else 1.0, float("inf"), -float("inf") if group.rank else float("inf")]
+        )
         return group.all_reduce(x).wait().tolist()
 
     assert set(map(str, on_ranks(tmp_path, [0, 1], body).values())) == {"[nan, inf, nan]"}
@@ -158,7 +166,9 @@ def test_gathering_and_broadcasting_keep_every_bit(tmp_path: Path, size: int) ->
     def body(group: SharedMemory, _: Store) -> None:
         for seed, numel in enumerate(SIZES):
             for dtype in COPIED:
-                for rank, row in zip(group.ranks, group.all_gather(values(group.rank, numel, dtype, seed)).wait(), strict=True):
+                for rank, row in zip(
+                    group.ranks, group.all_gather(values(group.rank, numel, dtype, seed)).wait(), strict=True
+                ):
                     assert_same_bits(row, values(rank, numel, dtype, seed))
                 x = values(group.rank, numel, dtype, seed)
                 src = group.ranks[seed % size]
@@ -195,7 +205,9 @@ def test_shapes_are_kept_and_nothing_given_is_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("striped_from", [1, 1 << 40])
-def test_ops_in_flight_may_be_waited_for_in_any_order(tmp_path: Path, striped_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_in_flight_may_be_waited_for_in_any_order(
+    tmp_path: Path, striped_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "RELAYED_FROM", striped_from)
     monkeypatch.setattr(shared, "BLOCK", 1 << 12)
 
@@ -223,7 +235,9 @@ def test_arena_grows_while_its_slots_are_being_read(tmp_path: Path) -> None:
     on_ranks(tmp_path, [0, 1], body)
 
 
-def test_slots_are_not_overwritten_before_the_slow_have_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_not_overwritten_before_the_slow_have_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "RELAYED_FROM", 60_000)
     monkeypatch.setattr(shared, "BLOCK", 1 << 13)
 
@@ -238,10 +252,14 @@ def test_slots_are_not_overwritten_before_the_slow_have_read_them(tmp_path: Path
                 total = sum(i + 1000 * rank for rank in group.ranks)
                 flying.append((group.all_reduce(x), lambda got, t=total: check(got, t)))
             elif kind == "gather":
-                flying.append((group.all_gather(x), lambda got, i=i: [check(row, i + 1000 * r) for r, row in enumerate(got)]))
+                flying.append(
+                    (group.all_gather(x), lambda got, i=i: [check(row, i + 1000 * r) for r, row in enumerate(got)])
+                )
             elif kind == "exchange":
                 parts = [torch.full((n + r,), (i + group.rank) % 256, dtype=torch.uint8) for r in group.ranks]
-                flying.append((group.all_to_all(parts), lambda got, i=i: [check(p, (i + r) % 256) for r, p in enumerate(got)]))
+                flying.append(
+                    (group.all_to_all(parts), lambda got, i=i: [check(p, (i + r) % 256) for r, p in enumerate(got)])
+                )
             else:
                 flying.append((group.broadcast(x, src), lambda got, i=i, src=src: check(got, i + 1000 * src)))
             if own.random() < (0.02 if group.rank == 1 else 0.001):

@@ -69,9 +69,10 @@ from paceline.codecs import (
     Threshold,
     TopK,
 )
-from paceline.collectives import VOTE_NBYTES, sealed_nbytes, stripe_of
+from paceline.collectives import VOTE_NBYTES, packed_nbytes
 from paceline.server import Rule
 from paceline.strategy import Strategy
+from paceline.stripes import stripe_of
 from tests.laws.ranks import Ranks, on_gloo, on_gloo_by_lane, on_shared_memory, on_simulator
 
 CODECS: dict[str, Codec] = {
@@ -171,21 +172,23 @@ def ring(nbytes: int, workers: int) -> int:
 
 
 def summed(period: int) -> Callable[[int, int, int, int], int]:
-    """A ring all-reduce of all parameters and of a ballot, every `period` steps and at the end."""
+    """A ring all-reduce of all parameters and of a vote, every `period` steps and at the end."""
     return lambda numel, workers, steps, rank: -(-steps // period) * ring(4 * numel + VOTE_NBYTES, workers)
 
 
 def averaged(period: int) -> Callable[[int, int, int, int], int]:
     """The same, and seven numbers that every worker tells all others."""
-    return lambda numel, workers, steps, rank: summed(period)(numel, workers, steps, rank) + -(-steps // period) * 56 * (workers - 1)
+    return lambda numel, workers, steps, rank: (
+        summed(period)(numel, workers, steps, rank) + -(-steps // period) * 56 * (workers - 1)
+    )
 
 
 def striped(codec: Codec) -> Callable[[int, int, int, int], int]:
-    """Every other rank's stripe with a ballot, then the owned stripe to every other rank."""
+    """Every other rank's stripe with a vote, then the owned stripe to every other rank."""
 
     def nbytes(numel: int, workers: int, steps: int, rank: int) -> int:
         sizes = [s.stop - s.start for s in (stripe_of(j, numel, workers, unit=codec.unit) for j in range(workers))]
-        sealed = [sealed_nbytes(codec.nbytes(size) or 0) for size in sizes]
+        sealed = [packed_nbytes(codec.nbytes(size) or 0) for size in sizes]
         away = sum(sealed[j] for j in range(workers) if j != rank)
         return steps * (away + (workers - 1) * sealed[0])
 
@@ -194,7 +197,7 @@ def striped(codec: Codec) -> Callable[[int, int, int, int], int]:
 
 def gathered(codec: Codec) -> Callable[[int, int, int, int], int]:
     """The whole vector, sealed, to every other rank."""
-    return lambda numel, workers, steps, rank: steps * (workers - 1) * sealed_nbytes(codec.nbytes(numel) or 0)
+    return lambda numel, workers, steps, rank: steps * (workers - 1) * packed_nbytes(codec.nbytes(numel) or 0)
 
 
 def served(numel: int, workers: int, steps: int, rank: int) -> int:
@@ -215,7 +218,9 @@ STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd by qsgd": Case(AllReduceSGD(codec=QSGD()), striped(QSGD())),
     "all-reduce-sgd by top-k": Case(AllReduceSGD(codec=TopK(ratio=0.1)), gathered(TopK(ratio=0.1))),
     "all-reduce-sgd by dgc": Case(AllReduceSGD(codec=DGC(ratio=0.1, warmup=6)), None),
-    "all-reduce-sgd by adaptive thresholds": Case(AllReduceSGD(codec=Chunked(AdaptiveThreshold(limit=math.inf), chunk=64)), None),
+    "all-reduce-sgd by adaptive thresholds": Case(
+        AllReduceSGD(codec=Chunked(AdaptiveThreshold(limit=math.inf), chunk=64)), None
+    ),
     "all-reduce-sgd by entropy": Case(AllReduceSGD(codec=Entropy(PerTensor(TernGrad(), raw_below=16))), None),
     "all-reduce-sgd by power-sgd": Case(AllReduceSGD(codec=PowerSGD(rank=2)), None),
     "all-reduce-sgd by groups": Case(AllReduceSGD(group=2), None),
@@ -225,28 +230,43 @@ STRATEGIES: dict[str, Case] = {
     "periodic-averaging by samples": Case(PeriodicAveraging(samples=7), None),
     "periodic-averaging, delayed": Case(PeriodicAveraging(period=4, delay=2), averaged(4)),
     "periodic-averaging, optimizer averaged": Case(PeriodicAveraging(period=4, optimizer_state="average"), None),
-    "periodic-averaging, optimizer averaged, delayed": Case(PeriodicAveraging(period=4, optimizer_state="average", delay=3), None),
+    "periodic-averaging, optimizer averaged, delayed": Case(
+        PeriodicAveraging(period=4, optimizer_state="average", delay=3), None
+    ),
     "periodic-averaging by one-bit": Case(PeriodicAveraging(period=4, codec=OneBit()), None),
     "periodic-averaging by qsgd, delayed": Case(PeriodicAveraging(period=4, codec=QSGD(), delay=1), None),
     "adaptive-averaging": Case(AdaptiveAveraging(period=2, warmup=2, sampling=6), None),
-    "adaptive-averaging by one-bit, delayed": Case(AdaptiveAveraging(period=3, warmup=1, sampling=7, codec=OneBit(), delay=1), None),
+    "adaptive-averaging by one-bit, delayed": Case(
+        AdaptiveAveraging(period=3, warmup=1, sampling=7, codec=OneBit(), delay=1), None
+    ),
     "decreasing-averaging": Case(DecreasingAveraging(periods=(5, 2, 1)), None),
     "ada-comm": Case(AdaComm(period=4, steps=5), None),
     "block-momentum": Case(BlockMomentum(period=4), averaged(4), alone="rounding"),
     "block-momentum, kept": Case(BlockMomentum(period=4, optimizer_state="keep"), averaged(4), alone="rounding"),
-    "block-momentum, classical": Case(BlockMomentum(period=3, momentum=0.5, rate=0.8, nesterov=False), averaged(3), alone="rounding"),
+    "block-momentum, classical": Case(
+        BlockMomentum(period=3, momentum=0.5, rate=0.8, nesterov=False), averaged(3), alone="rounding"
+    ),
     "block-momentum of CNTK": Case(BlockMomentum(period=4, form="cntk", momentum=0.75), averaged(4), alone="rounding"),
-    "block-momentum by samples and time constant": Case(BlockMomentum(samples=9, time_constant=40.0), None, alone="rounding"),
-    "block-momentum by one-bit, delayed": Case(BlockMomentum(period=4, codec=OneBit(), delay=2), None, alone="rounding"),
+    "block-momentum by samples and time constant": Case(
+        BlockMomentum(samples=9, time_constant=40.0), None, alone="rounding"
+    ),
+    "block-momentum by one-bit, delayed": Case(
+        BlockMomentum(period=4, codec=OneBit(), delay=2), None, alone="rounding"
+    ),
     "slow-mo": Case(SlowMo(period=4), averaged(4), alone="rounding"),
     "diloco": Case(DiLoCo(period=4), averaged(4), alone="rounding"),
     "diloco, streaming": Case(DiLoCo(period=4, fragments=2, delay=1), None, alone="rounding"),
     "diloco, streaming by fp16": Case(DiLoCo(period=6, fragments=3, codec=Fp16()), None, alone="rounding"),
     "replicated": Case(Replicated(), None, alone="bits"),
     "then": Case(Then(AllReduceSGD(), PeriodicAveraging(period=3), steps=3), None, least=3),
-    "then, from averaging to one-bit": Case(Then(PeriodicAveraging(period=4), AllReduceSGD(codec=OneBit()), steps=5), None, least=5),
+    "then, from averaging to one-bit": Case(
+        Then(PeriodicAveraging(period=4), AllReduceSGD(codec=OneBit()), steps=5), None, least=5
+    ),
     "then, delayed to delayed": Case(
-        Then(DiLoCo(period=4, fragments=2, delay=1), BlockMomentum(period=3, delay=2), steps=5), None, alone="rounding", least=5
+        Then(DiLoCo(period=4, fragments=2, delay=1), BlockMomentum(period=3, delay=2), steps=5),
+        None,
+        alone="rounding",
+        least=5,
     ),
     "parameter-server": Case(
         ParameterServer(rule=Sgd(lr=0.05)), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
@@ -258,21 +278,34 @@ STRATEGIES: dict[str, Case] = {
         agrees=False,
     ),
     "parameter-server of 1": Case(
-        ParameterServer(rule=Sgd(lr=0.05), servers=1), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
+        ParameterServer(rule=Sgd(lr=0.05), servers=1),
+        served,
+        plain=lambda params: torch.optim.SGD(params, lr=0.05),
+        agrees=False,
     ),
     "asgd": Case(ASGD(period=2), None, alone="rounding", agrees=False),
     "asgd, pipelined": Case(ASGD(period=2, pipeline=True, ramp=3), None, agrees=False),
     "downpour": Case(
-        Downpour(local_lr=0.0), None, plain=lambda params: torch.optim.Adagrad(params, lr=0.01), alone="rounding", agrees=False
+        Downpour(local_lr=0.0),
+        None,
+        plain=lambda params: torch.optim.Adagrad(params, lr=0.01),
+        alone="rounding",
+        agrees=False,
     ),
     "downpour, seldom": Case(Downpour(push=3, fetch=2), None, agrees=False),
     "soft-sync": Case(SoftSync(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False),
     "stale-synchronous": Case(
         StaleSynchronous(lr=0.05, bound=1), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
     ),
-    "delay-compensated": Case(DelayCompensated(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False),
+    "delay-compensated": Case(
+        DelayCompensated(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
+    ),
     "async-momentum": Case(
-        AsyncMomentum(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), alone="rounding", agrees=False
+        AsyncMomentum(lr=0.05),
+        served,
+        plain=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        alone="rounding",
+        agrees=False,
     ),
     "async-diloco": Case(AsyncDiLoCo(period=4, delay=1), None, agrees=False),
     "easgd": Case(EASGD(period=3), summed(3)),
@@ -283,15 +316,24 @@ STRATEGIES: dict[str, Case] = {
     "ea-wild": Case(EAWild(), None, agrees=False),
     "ea-wild on shards": Case(EAWild(period=2, servers=2), None, agrees=False),
     "ea-wild in groups": Case(EAWild(group=2), None, agrees=False, group=2),
-    "ea-wild in random groups, on a shard": Case(EAWild(group=2, groups="random", regroup=3, servers=1), None, agrees=False, group=2),
+    "ea-wild in random groups, on a shard": Case(
+        EAWild(group=2, groups="random", regroup=3, servers=1), None, agrees=False, group=2
+    ),
     "ea-wild in random groups of one": Case(EAWild(groups="random", regroup=3), None, agrees=False),
     "hogwild": Case(Hogwild(), None),
     "sandblaster": Case(Sandblaster(), None, least=4, whole=True, doubles=True),
-    "sandblaster by wolfe, without backups": Case(Sandblaster(search="wolfe", backups=0, push=2), None, least=4, whole=True),
-    "strom": Case(
-        Strom(Threshold(tau=0.01, limit=math.inf), lr=0.05), None, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
+    "sandblaster by wolfe, without backups": Case(
+        Sandblaster(search="wolfe", backups=0, push=2), None, least=4, whole=True
     ),
-    "strom, dense": Case(Strom(None, lr=0.05), flooded, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False),
+    "strom": Case(
+        Strom(Threshold(tau=0.01, limit=math.inf), lr=0.05),
+        None,
+        plain=lambda params: torch.optim.SGD(params, lr=0.05),
+        agrees=False,
+    ),
+    "strom, dense": Case(
+        Strom(None, lr=0.05), flooded, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
+    ),
     "strom of local steps": Case(Strom(Threshold(tau=0.001, limit=math.inf)), None, agrees=False),
     "strom, few at first": Case(Strom(None, few=2, few_steps=3), None, agrees=False),
     "gossip": Case(Gossip(), None),
@@ -304,8 +346,10 @@ STRATEGIES: dict[str, Case] = {
 ELASTIC = ("easgd", "round-robin-easgd", "async-easgd", "eamsgd", "ea-wild")
 OUTER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco")
 OTHER = (*OUTER, *ELASTIC, "sandblaster")
-ALONE = {name: case for name, case in STRATEGIES.items() if not name.startswith(OTHER) or name == "block-momentum, kept"}
-ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.is_ordered}
+ALONE = {
+    name: case for name, case in STRATEGIES.items() if not name.startswith(OTHER) or name == "block-momentum, kept"
+}
+ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.needs.ordered}
 
 ENDPOINTS: dict[str, Ranks] = {
     "simulator": Ranks(on_simulator, is_ordered=True, is_real=False),

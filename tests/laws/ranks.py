@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.dist.endpoint import Clock, ProcessEndpoint
-from paceline.dist.lane import Lane
-from paceline.dist.mailbox import Mailbox
-from paceline.dist.shared import SharedMemory
 from paceline.endpoint import Layout
 from paceline.op import drive
 from paceline.sim import Cluster
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
+from paceline.transport.comm_thread import CommThread
+from paceline.transport.endpoint import Clock, ProcessEndpoint
+from paceline.transport.mailbox import Mailbox
+from paceline.transport.shared_memory import SharedMemory
 
 DEADLINE_S = 30.0
 TIMEOUT_S = 5.0
@@ -110,14 +110,18 @@ def _forked(path: Path, workers: int, law: Law, ordered: bool, *, shares: bool, 
     return [_thawed(results[rank][1]) for rank in range(workers)]
 
 
-def _child(path: Path, rank: int, workers: int, law: Law, ordered: bool, shares: bool, has_lane: bool, pipe: Connection) -> None:
+def _child(
+    path: Path, rank: int, workers: int, law: Law, ordered: bool, shares: bool, has_lane: bool, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     result: tuple[str, Any] = ("failed", "it did not begin")
     try:
         store = dist.FileStore(str(path / "store"), workers)
         limit = timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=workers, timeout=limit)
-        lane, clock = Lane() if has_lane else None, Clock(time.time())
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=workers, timeout=limit
+        )
+        lane, clock = CommThread() if has_lane else None, Clock(time.time())
         mail = cache(lambda: Mailbox(dist.PrefixStore("mail", store), rank, workers, timeout_s=TIMEOUT_S))
 
         def endpoint_of(ranks: tuple[int, ...]) -> ProcessEndpoint:
@@ -131,7 +135,9 @@ def _child(path: Path, rank: int, workers: int, law: Law, ordered: bool, shares:
                 clock,
                 ranks=ranks,
                 group=group,
-                shared=SharedMemory.connect(apart, rank, ranks, timeout_s=TIMEOUT_S) if shares and len(ranks) > 1 else None,
+                shared=SharedMemory.connect(apart, rank, ranks, timeout_s=TIMEOUT_S)
+                if shares and len(ranks) > 1
+                else None,
                 lane=lane,
                 open_mailbox=mail,
                 open_group=endpoint_of if whole else None,
@@ -155,7 +161,12 @@ def _child(path: Path, rank: int, workers: int, law: Law, ordered: bool, shares:
 def _frozen(value: Any) -> Any:
     """Tensors as numpy's bytes: torch's own way through a pipe leaves files in /dev/shm."""
     if isinstance(value, torch.Tensor):
-        return ("tensor", str(value.dtype), tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return (
+            "tensor",
+            str(value.dtype),
+            tuple(value.shape),
+            value.contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, (list, tuple)):
         return ("list", [_frozen(v) for v in value])
     if isinstance(value, dict):

@@ -39,7 +39,13 @@ def squared_distance(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def quadratic(
-    *, steps: int, batch: int, numel: int = 5, samples: int | None = None, dtype: torch.dtype = torch.float64, **more: Any
+    *,
+    steps: int,
+    batch: int,
+    numel: int = 5,
+    samples: int | None = None,
+    dtype: torch.dtype = torch.float64,
+    **more: Any,
 ) -> Task:
     """Towards the mean of the data: every sample's Hessian is the identity."""
     data = numbers(samples or 4 * batch, numel, seed=1, dtype=dtype)
@@ -56,7 +62,9 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     return (model(x) - y).square().mean()
 
 
-def regression(*, steps: int, batch: int, samples: int | None = None, optimizer: Optimizer = OPTIMIZERS["momentum"], **more: Any) -> Task:
+def regression(
+    *, steps: int, batch: int, samples: int | None = None, optimizer: Optimizer = OPTIMIZERS["momentum"], **more: Any
+) -> Task:
     """A small network in float64 with several parameters, so that there is more than one bucket if they are small."""
     samples = samples or 4 * batch
     data = [numbers(samples, 6, seed=2), numbers(samples, 3, seed=3)]
@@ -102,5 +110,13 @@ def params(run: Any) -> list[Tensor]:
 def instant(workers: int, **more: Any) -> Cluster:
     """A cluster in which only gradients take time."""
     return Cluster(
-        workers, **{"compute": 1.0, "bandwidth": math.inf, "latency": 0.0, "codec_bandwidth": math.inf, "memory_bandwidth": math.inf} | more
+        workers,
+        **{
+            "compute": 1.0,
+            "bandwidth": math.inf,
+            "latency": 0.0,
+            "codec_bandwidth": math.inf,
+            "memory_bandwidth": math.inf,
+        }
+        | more,
     )

@@ -20,16 +20,16 @@ from paceline import (
     Cluster,
     DecreasingAveraging,
     DiLoCo,
-    Met,
     PeriodicAveraging,
     Run,
     SlowMo,
+    SyncResult,
     Task,
     simulate,
 )
-from paceline.collectives import stripe_of
 from paceline.strategies.block_momentum import TooFewSamples, time_constant
 from paceline.strategy import Strategy
+from paceline.stripes import stripe_of
 from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, vector
 
 FOUR = Cluster(workers=4)
@@ -47,7 +47,10 @@ def slopes(*, steps: int, batch: int = 8, numel: int = 5, **more: Any) -> Task:
 
 def noise(*, steps: int, numel: int, **more: Any) -> Task:
     """Gradients that are standard normal, and each worker's own."""
-    return replace(quadratic(steps=steps, batch=4, numel=numel, **more), loss=lambda model, _: (model.w * torch.randn_like(model.w)).sum())
+    return replace(
+        quadratic(steps=steps, batch=4, numel=numel, **more),
+        loss=lambda model, _: (model.w * torch.randn_like(model.w)).sum(),
+    )
 
 
 def end(task: Task, strategy: Strategy, workers: int = 4) -> Tensor:
@@ -63,8 +66,8 @@ def meetings(run: Run) -> list[int]:
     return [s.step for s in run.trace.syncs if s.rank == 0]
 
 
-def met(divergence: float = 0.0, *, lr: float = 0.1, loss: float = 1.0) -> Met:
-    return Met(step=9, steps=4, samples=8.0, lr=lr, divergence=divergence, loss=loss, time=1.0)
+def met(divergence: float = 0.0, *, lr: float = 0.1, loss: float = 1.0) -> SyncResult:
+    return SyncResult(step=9, steps=4, samples=8.0, lr=lr, divergence=divergence, loss=loss, time=1.0)
 
 
 def state_of(state: Any, name: str) -> Tensor:
@@ -78,7 +81,9 @@ def test_noise_spreads_replicas_in_proportion_to_the_period_and_the_square_of_th
     """Gamma^2 p sigma^2 d (N - 1) / N, within 4 standard errors; without the last factor it is not."""
     for period, lr in ((2, 0.05), (4, 0.05), (4, 0.2)):
         task = noise(steps=25 * period, numel=40, optimizer=lambda p, lr=lr: torch.optim.SGD(p, lr=lr))
-        spreads = torch.tensor([s.divergence for s in simulate(task, PeriodicAveraging(period=period), FOUR).trace.syncs if s.rank == 0])
+        spreads = torch.tensor(
+            [s.divergence for s in simulate(task, PeriodicAveraging(period=period), FOUR).trace.syncs if s.rank == 0]
+        )
         error, expected = spreads.std() / math.sqrt(len(spreads)), lr**2 * period * 40 * 3 / 4
         assert abs(spreads.mean() - expected) < 4 * error < abs(expected * 4 / 3 - expected)
 
@@ -137,7 +142,9 @@ def test_the_period_changes_by_one_at_a_time_after_sampling_and_alike_on_all_ran
 
 def test_without_a_band_adaptive_averaging_is_periodic_averaging_to_the_bit():
     task = regression(steps=21, batch=10)
-    assert same(end(task, AdaptiveAveraging(period=4, warmup=0, low=0.0, high=math.inf)), end(task, PeriodicAveraging(period=4)))
+    assert same(
+        end(task, AdaptiveAveraging(period=4, warmup=0, low=0.0, high=math.inf)), end(task, PeriodicAveraging(period=4))
+    )
 
 
 @every_linear_optimizer
@@ -148,32 +155,44 @@ def test_a_warm_up_of_the_whole_run_is_all_reduce_sgd(optimizer: str):
 
 def test_the_first_meeting_after_the_warm_up_is_a_period_later():
     """The warm-up is an epoch unless it is said: here 5 steps."""
-    assert meetings(simulate(quadratic(steps=16, batch=8), AdaptiveAveraging(period=4, warmup=3, sampling=9), FOUR))[:5] == [0, 1, 2, 6, 10]
+    assert meetings(simulate(quadratic(steps=16, batch=8), AdaptiveAveraging(period=4, warmup=3, sampling=9), FOUR))[
+        :5
+    ] == [0, 1, 2, 6, 10]
     task = quadratic(steps=20, batch=8, samples=36)
     assert meetings(simulate(task, AdaptiveAveraging(period=4, sampling=9), FOUR))[:6] == [0, 1, 2, 3, 4, 8]
 
 
 def test_the_usual_ratio_is_the_mean_of_what_was_sampled():
     """Not of the warm-up, nor of what came after."""
-    run = simulate(regression(steps=40, batch=8, schedule=lambda k: 1 / (1 + k)), AdaptiveAveraging(period=3, warmup=4, sampling=20), FOUR)
+    run = simulate(
+        regression(steps=40, batch=8, schedule=lambda k: 1 / (1 + k)),
+        AdaptiveAveraging(period=3, warmup=4, sampling=20),
+        FOUR,
+    )
     ratios = [s.divergence / (0.05 / (1 + s.step)) for s in run.trace.syncs if s.rank == 0 and 4 <= s.step < 20]
     memory = next(m for m in run.states[0]["replica"]["memories"] if "ratio" in m)
     assert memory["sampled"] == len(ratios) == 5 and memory["ratio"] == pytest.approx(sum(ratios) / 5)
 
 
 def test_a_rate_of_0_says_nothing_about_the_spread():
-    run = simulate(regression(steps=32, batch=8, schedule=lambda k: float(k % 4 != 3)), AdaptiveAveraging(warmup=0), FOUR)
+    run = simulate(
+        regression(steps=32, batch=8, schedule=lambda k: float(k % 4 != 3)), AdaptiveAveraging(warmup=0), FOUR
+    )
     assert periods(run) == [4] * 8
 
 
 @pytest.mark.parametrize(
-    "strategy", [SlowMo(period=2), AdaptiveAveraging(period=2, warmup=0, sampling=4), AdaComm(period=4, steps=2)], ids=str
+    "strategy",
+    [SlowMo(period=2), AdaptiveAveraging(period=2, warmup=0, sampling=4), AdaComm(period=4, steps=2)],
+    ids=str,
 )
 def test_workers_with_different_learning_rates_decide_alike(strategy: Strategy):
     rates = itertools.count(1)
     task = regression(steps=24, batch=8, optimizer=lambda p: torch.optim.SGD(p, lr=0.05 * next(rates)))
     run = simulate(task, strategy, FOUR)
-    assert all(same(p, run.params) for p in params(run)) and all(periods(run, rank) == periods(run) for rank in range(4))
+    assert all(same(p, run.params) for p in params(run)) and all(
+        periods(run, rank) == periods(run) for rank in range(4)
+    )
 
 
 # C3
@@ -192,7 +211,9 @@ def test_ada_comms_period_falls_at_a_constant_rate_and_stays_within_its_bounds()
     assert method.next_period(16, met(loss=2.0), 2.0, 0.1, is_same_rate=True) == 8
     assert method.next_period(9, met(loss=2.0), 2.0, 0.1, is_same_rate=True) == 5
     assert method.next_period(16, met(loss=2.0, lr=0.01), 2.0, 0.1, is_same_rate=False) == 20
-    assert [AdaComm(period=16, most=most).next_period(1, met(loss=0.0), 2.0, 0.1, is_same_rate=True) for most in (None, 20)] == [1, 1]
+    assert [
+        AdaComm(period=16, most=most).next_period(1, met(loss=0.0), 2.0, 0.1, is_same_rate=True) for most in (None, 20)
+    ] == [1, 1]
 
 
 def test_ada_comm_averages_the_more_often_the_lower_the_loss():
@@ -203,9 +224,12 @@ def test_ada_comm_averages_the_more_often_the_lower_the_loss():
 
 def test_decreasing_averaging_spends_its_meetings_on_equal_parts_of_the_run():
     assert (
-        periods(simulate(quadratic(steps=400, batch=2), DecreasingAveraging(periods=(20, 5)), Cluster(workers=2))) == [20] * 10 + [5] * 40
+        periods(simulate(quadratic(steps=400, batch=2), DecreasingAveraging(periods=(20, 5)), Cluster(workers=2)))
+        == [20] * 10 + [5] * 40
     )
-    assert periods(simulate(quadratic(steps=10, batch=2), DecreasingAveraging(periods=(4, 3, 1)), Cluster(workers=2))) == [4, 3, 1, 1, 1]
+    assert periods(
+        simulate(quadratic(steps=10, batch=2), DecreasingAveraging(periods=(4, 3, 1)), Cluster(workers=2))
+    ) == [4, 3, 1, 1, 1]
 
 
 # C4
@@ -247,7 +271,8 @@ def test_cntks_nesterov_has_nearly_twice_the_gain(nesterov: bool, gain: float):
 
 
 @pytest.mark.parametrize(
-    ("workers", "expected"), [(2, 173_123), (4, 417_127), (8, 898_665), (16, 1_859_355), (32, 3_779_683), (64, 7_619_843)]
+    ("workers", "expected"),
+    [(2, 173_123), (4, 417_127), (8, 898_665), (16, 1_859_355), (32, 3_779_683), (64, 7_619_843)],
 )
 def test_time_constants_are_those_of_cntks_manual_and_go_both_ways(workers: int, expected: int):
     eta = BlockMomentum().momentum_of(workers, 120_000)
@@ -267,10 +292,14 @@ def test_one_worker_with_plain_sgd_may_reset_its_optimizer():
     assert close(end(task, BlockMomentum(period=4), workers=1), trained_alone(task), rtol=1e-9)
 
 
-@pytest.mark.parametrize("strategy", [BlockMomentum(period=3), BlockMomentum(samples=6), BlockMomentum(period=3, momentum=0.75)], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [BlockMomentum(period=3), BlockMomentum(samples=6), BlockMomentum(period=3, momentum=0.75)], ids=str
+)
 def test_block_momentum_warns_if_there_are_fewer_samples_than_its_updates_take(strategy: Strategy):
     """Blocks of 6 samples, with momentum 0.75 on 4 workers, take 4 * 6 / log(4 / 3) = 83.4."""
-    with pytest.warns(TooFewSamples, match=r"momentum 0\.75 and blocks of 6 samples on 4 workers .* over 83 samples, and there are 83"):
+    with pytest.warns(
+        TooFewSamples, match=r"momentum 0\.75 and blocks of 6 samples on 4 workers .* over 83 samples, and there are 83"
+    ):
         simulate(regression(steps=3, batch=8, samples=83), strategy, FOUR)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -284,9 +313,11 @@ def test_block_momentum_warns_if_there_are_fewer_samples_than_its_updates_take(s
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_diloco_is_block_momentum_that_goes_on_from_its_look_ahead(optimizer: str, nesterov: bool):
     task = regression(steps=16, batch=10, optimizer=OPTIMIZERS[optimizer])
-    blocks = simulate(task, BlockMomentum(period=4, momentum=0.6, rate=0.7, nesterov=nesterov, optimizer_state="keep"), FOUR)
+    blocks = simulate(
+        task, BlockMomentum(period=4, momentum=0.6, rate=0.7, nesterov=nesterov, optimizer_state="keep"), FOUR
+    )
     diloco = end(task, DiLoCo(period=4, momentum=0.6, rate=0.7, nesterov=nesterov))
-    assert close(diloco, blocks.states[0]["replica"]["memories"][0]["start"], rtol=1e-9)
+    assert close(diloco, blocks.states[0]["replica"]["memories"][0]["anchor"], rtol=1e-9)
     assert close(diloco, blocks.params, rtol=1e-3) is not nesterov
 
 
@@ -313,7 +344,9 @@ def test_every_fragment_is_synchronised_once_a_period_and_nothing_else_then():
         assert alike == (list(range(93)[due]) if step % 2 == 0 else [])
 
 
-@pytest.mark.parametrize("settings", [{"fragments": 1}, {"fragments": 3}, {"fragments": 2, "delay": 1}, {"delay": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"fragments": 1}, {"fragments": 3}, {"fragments": 2, "delay": 1}, {"delay": 4}], ids=str
+)
 @pytest.mark.parametrize("steps", [11, 12, 13, 15])
 def test_fragments_and_delays_lose_nothing_of_what_was_learnt(settings: Any, steps: int):
     """On a slope the workers' mean must have gone all the way that one machine goes."""
@@ -335,17 +368,26 @@ def test_slow_mo_at_a_constant_rate_is_classical_block_momentum(optimizer: str):
 def test_slow_mo_without_momentum_is_averaging(last: float):
     """Also if the learning rate has come down to 0 by the end."""
     task = regression(steps=12, batch=10, schedule=lambda k: 1 + (last - 1) * k / 11)
-    assert close(end(task, SlowMo(period=4, momentum=0.0, optimizer_state="keep")), end(task, PeriodicAveraging(period=4)), rtol=1e-9)
+    assert close(
+        end(task, SlowMo(period=4, momentum=0.0, optimizer_state="keep")),
+        end(task, PeriodicAveraging(period=4)),
+        rtol=1e-9,
+    )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "carried"), [(SlowMo(period=2, momentum=0.5), 0.1), (BlockMomentum(period=2, momentum=0.5, nesterov=False), 1.0)]
+    ("strategy", "carried"),
+    [(SlowMo(period=2, momentum=0.5), 0.1), (BlockMomentum(period=2, momentum=0.5, nesterov=False), 1.0)],
 )
 def test_what_slow_mo_carries_on_shrinks_with_the_rate(strategy: Strategy, carried: float):
     """A block at rate 1, one at a tenth of it: what the second adds is its own way, and half the first, shrunk or not."""
-    task = replace(slopes(steps=4, schedule=lambda k: 1.0 if k < 2 else 0.1), data=[torch.ones(32, 5, dtype=torch.float64)])
+    task = replace(
+        slopes(steps=4, schedule=lambda k: 1.0 if k < 2 else 0.1), data=[torch.ones(32, 5, dtype=torch.float64)]
+    )
     block = -0.05 * 2
-    assert torch.allclose(end(task, strategy) - vector(task.build()), torch.tensor(block * (1 + 0.1 + 0.5 * carried), dtype=torch.float64))
+    assert torch.allclose(
+        end(task, strategy) - vector(task.build()), torch.tensor(block * (1 + 0.1 + 0.5 * carried), dtype=torch.float64)
+    )
 
 
 def test_slow_mo_of_one_worker_without_momentum_is_lookahead():
@@ -377,24 +419,46 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
     (AdaComm, {"most": 0}, r"most=0\).*positive"),
     (AdaptiveAveraging, {"low": 2.0}, r"low=2.0, high=1.3.*must begin at 0 or above and not end before"),
     (AdaptiveAveraging, {"sampling": 0}, r"sampling=0\).*something to sample"),
-    (AdaptiveAveraging, {"warmup": 3, "sampling": 6}, r"sampled from step 3 to step 6.*no whole period.*warm up for fewer"),
+    (
+        AdaptiveAveraging,
+        {"warmup": 3, "sampling": 6},
+        r"sampled from step 3 to step 6.*no whole period.*warm up for fewer",
+    ),
     (AdaptiveAveraging, {"warmup": 3, "sampling": 6, "low": 1.0, "high": 1.0}, "no whole period"),
     (AdaptiveAveraging, {"warmup": 3, "sampling": 6, "high": math.inf}, "no whole period"),
-    *((kind, {"momentum": 1.0}, rf"{kind.__name__}\(momentum=1.0\).*in \[0, 1\)") for kind in (BlockMomentum, SlowMo, DiLoCo)),
-    *((kind, {"rate": 0.0}, rf"{kind.__name__}\(rate=0.0\).*must be positive") for kind in (BlockMomentum, SlowMo, DiLoCo)),
+    *(
+        (kind, {"momentum": 1.0}, rf"{kind.__name__}\(momentum=1.0\).*in \[0, 1\)")
+        for kind in (BlockMomentum, SlowMo, DiLoCo)
+    ),
+    *(
+        (kind, {"rate": 0.0}, rf"{kind.__name__}\(rate=0.0\).*must be positive")
+        for kind in (BlockMomentum, SlowMo, DiLoCo)
+    ),
     (BlockMomentum, {"momentum": 0.5, "time_constant": 9.0}, r"momentum=0.5, time_constant=9.0.*give one"),
     (BlockMomentum, {"time_constant": -1.0}, r"time_constant=-1.0.*from 0"),
     (BlockMomentum, {"form": "bmuf"}, r"form='bmuf'.*'paper' or 'cntk'"),
     (DiLoCo, {"period": 6, "fragments": 4}, r"period=6, fragments=4.*must divide the period"),
-    (DiLoCo, {"period": 6, "fragments": 3, "delay": 2}, r"fragments=3, delay=2.*before the next one begins, 2 steps later"),
-    (DiLoCo, {"period": 6, "fragments": 2, "optimizer_state": "reset"}, r"fragments=2, optimizer_state='reset'.*kept or averaged"),
+    (
+        DiLoCo,
+        {"period": 6, "fragments": 3, "delay": 2},
+        r"fragments=3, delay=2.*before the next one begins, 2 steps later",
+    ),
+    (
+        DiLoCo,
+        {"period": 6, "fragments": 2, "optimizer_state": "reset"},
+        r"fragments=2, optimizer_state='reset'.*kept or averaged",
+    ),
     (DiLoCo, {"period": 6, "fragments": 6}, r"DiLoCo\(fragments=6\): the model has only 5 parameters"),
     (AllReduceSGD, {"group": 0}, r"AllReduceSGD\(group=0\).*at least 1 worker"),
     (AllReduceSGD, {"clip": 0.0}, r"AllReduceSGD\(clip=0.0\).*must be positive"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "settings", "named"), REFUSED, ids=[f"{kind.__name__} {settings}" for kind, settings, _ in REFUSED])
-def test_settings_that_cannot_be_are_refused_with_what_would_be_right(kind: type[Strategy], settings: dict[str, Any], named: str):
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"), REFUSED, ids=[f"{kind.__name__} {settings}" for kind, settings, _ in REFUSED]
+)
+def test_settings_that_cannot_be_are_refused_with_what_would_be_right(
+    kind: type[Strategy], settings: dict[str, Any], named: str
+):
     with pytest.raises(ValueError, match=named):
         simulate(quadratic(steps=8, batch=4), kind(**settings), Cluster(workers=2))

@@ -87,30 +87,32 @@ def test_what_is_no_row_of_bytes_is_refused_by_name(codec: Codec):
 @every_codec
 @every_size
 def test_zeros_are_sent_as_zeros_and_leave_no_residual(codec: Codec, numel: int):
-    link = feedback(codec, numel)
+    codec_state = feedback(codec, numel)
     for _ in range(3):
-        assert not codec.decode(link.encode(torch.zeros(numel)), numel).count_nonzero()
-    assert not link.residual.count_nonzero()
+        assert not codec.decode(codec_state.encode(torch.zeros(numel)), numel).count_nonzero()
+    assert not codec_state.residual.count_nonzero()
 
 
 @every_codec
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 517, 1029])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_value_that_is_not_finite_survives_or_is_refused_with_its_place(codec: Codec, bad: float, at: int, dtype: torch.dtype):
+def test_a_value_that_is_not_finite_survives_or_is_refused_with_its_place(
+    codec: Codec, bad: float, at: int, dtype: torch.dtype
+):
     """A kernel takes back what it has said by then; that rounds twice, by half an ulp of the largest number involved."""
     x = numbers(1030, dtype=torch.float32)
     largest = (x.abs() + numbers(1030, seed=1).abs()).max().item()
     x[at] = bad
-    link = feedback(codec, 1030, dtype)
-    link.residual.copy_(before := numbers(1030, seed=1, dtype=dtype))
+    codec_state = feedback(codec, 1030, dtype)
+    codec_state.residual.copy_(before := numbers(1030, seed=1, dtype=dtype))
     try:
         values = said(codec, x)
     except ValueError as error:
         assert type(codec).__name__ in str(error) and f"index {at}" in str(error) and f"{bad:g}" in str(error)
         with pytest.raises(ValueError, match=f"index {at}"):
-            link.encode(x)
-        error = (link.residual - before).abs().max().item()
+            codec_state.encode(x)
+        error = (codec_state.residual - before).abs().max().item()
         assert error <= 2 * torch.finfo(dtype).eps * largest, "what was refused must not be remembered"
     else:
         assert values[at].item() == bad or (math.isnan(bad) and values[at].isnan())
@@ -145,7 +147,9 @@ def test_memory_layout_does_not_matter(codec: Codec, numel: int):
     data = codec.encode(x, random())
     assert torch.equal(data, codec.encode(x.clone(), random()))
     for shift in (1, 2, 4, 8):  # Out of the middle of a longer message, as collectives read it.
-        message = torch.cat([torch.full((shift,), 255, dtype=torch.uint8), data, torch.full((3,), 255, dtype=torch.uint8)])
+        message = torch.cat(
+            [torch.full((shift,), 255, dtype=torch.uint8), data, torch.full((3,), 255, dtype=torch.uint8)]
+        )
         assert same(codec.decode(message[shift : shift + data.numel()], numel), codec.decode(data, numel))
 
 
@@ -155,10 +159,10 @@ def test_any_floating_point_type_is_accepted_and_never_written_to(codec: Codec, 
     x = numbers(1023, dtype=dtype)
     before = x.clone()
     data = codec.encode(x, random())
-    link = feedback(codec, 1023, dtype)
-    link.encode(x)
+    codec_state = feedback(codec, 1023, dtype)
+    codec_state.encode(x)
     assert same(x, before)
-    assert link.residual.dtype == dtype
+    assert codec_state.residual.dtype == dtype
     assert torch.equal(data, codec.encode(before.float(), random()))
     kept = data.clone()
     codec.decode(data, 1023)
@@ -189,15 +193,15 @@ def test_a_gradient_of_autograd_may_be_encoded(codec: Codec):
 @pytest.mark.parametrize("numel", [1, 9, 1023])
 def test_what_was_said_and_what_is_remembered_is_what_was_meant(codec: Codec, dtype: torch.dtype, numel: int):
     """Each of the T steps rounds twice, in u = g + r and in r = u - D(q), by half an ulp of the largest u."""
-    link, steps = feedback(codec, numel, dtype), 30
-    link.residual.copy_(start := numbers(numel, seed=99, dtype=dtype))
+    codec_state, steps = feedback(codec, numel, dtype), 30
+    codec_state.residual.copy_(start := numbers(numel, seed=99, dtype=dtype))
     meant, heard, largest = start.double(), torch.zeros(numel, dtype=torch.float64), 0.0
     for t in range(steps):
         g = numbers(numel, seed=t, dtype=dtype)
-        largest = max(largest, (g + link.residual).abs().max().item())
+        largest = max(largest, (g + codec_state.residual).abs().max().item())
         meant += g.double()
-        heard += codec.decode(link.encode(g), numel).double()
-    error = (heard + link.residual.double() - meant).abs().max().item()
+        heard += codec.decode(codec_state.encode(g), numel).double()
+    error = (heard + codec_state.residual.double() - meant).abs().max().item()
     assert error <= steps * torch.finfo(dtype).eps * 2 * largest
 
 
@@ -207,19 +211,19 @@ def test_what_was_said_and_what_is_remembered_is_what_was_meant(codec: Codec, dt
 def test_a_constant_gradient_is_said_on_average_up_to_the_residual(codec: Codec, values: list[float], steps: int):
     """The time-average of what is said differs from g by r_T/T, up to float64's rounding of values below 1000 T."""
     g = torch.tensor(values, dtype=torch.float64)
-    link, heard = feedback(codec, g.numel()), torch.zeros_like(g)
+    codec_state, heard = feedback(codec, g.numel()), torch.zeros_like(g)
     for _ in range(steps):
-        heard += codec.decode(link.encode(g), g.numel())
-    assert torch.allclose(heard / steps, g - link.residual / steps, rtol=0, atol=1e-9)
+        heard += codec.decode(codec_state.encode(g), g.numel())
+    assert torch.allclose(heard / steps, g - codec_state.residual / steps, rtol=0, atol=1e-9)
 
 
 @every_settling_codec
 def test_bias_dies_out_with_feedback_and_persists_without(codec: Codec, steps: int):
     g = numbers(1023)
     bias = (said(codec, g) - g).norm().item()
-    link, heard = feedback(codec, 1023), torch.zeros_like(g)
+    codec_state, heard = feedback(codec, 1023), torch.zeros_like(g)
     for _ in range(4 * steps):
-        heard += codec.decode(link.encode(g), 1023)
+        heard += codec.decode(codec_state.encode(g), 1023)
     assert bias > 0  # Even fp32's: these are float64.
     assert (heard / (4 * steps) - g).norm().item() < bias / 10
 
@@ -227,10 +231,10 @@ def test_bias_dies_out_with_feedback_and_persists_without(codec: Codec, steps: i
 @every_settling_codec
 def test_residual_stays_bounded_on_a_stationary_stream(codec: Codec, steps: int):
     """Were it to grow as the root of time, as a sum of errors does, its median would be 1.41 times larger in the second half."""
-    link, norms = feedback(codec, 1023), list[float]()
+    codec_state, norms = feedback(codec, 1023), list[float]()
     for t in range(5 * steps):
-        link.encode(numbers(1023, seed=t))
-        norms.append(link.residual.norm().item())
+        codec_state.encode(numbers(1023, seed=t))
+        norms.append(codec_state.residual.norm().item())
     assert median(norms[3 * steps :]) < 1.2 * median(norms[steps : 3 * steps])
 
 
@@ -242,7 +246,7 @@ def memories(codec: Codec, numel: int) -> tuple[Any, list[SimpleNamespace]]:
         kept.append(SimpleNamespace(**{n: v.clone() if isinstance(v, Tensor) else v for n, v in initial.items()}))
         return kept[-1]
 
-    return codec.link(remember, torch.zeros(numel)), kept
+    return codec.codec_state(remember, torch.zeros(numel)), kept
 
 
 def remembered(kept: list[SimpleNamespace]) -> Tensor:
@@ -254,24 +258,24 @@ def remembered(kept: list[SimpleNamespace]) -> Tensor:
 @pytest.mark.parametrize("where", [slice(0, 1030), slice(100, 700)], ids=str)
 def test_what_was_not_heard_is_remembered_again(codec: Codec, where: slice):
     """Up to rounding: x + r, what is left of it, and both back; and where there is momentum, that divided by 0.9."""
-    link, kept = memories(codec, 1030)
+    codec_state, kept = memories(codec, 1030)
     for t in range(3):
-        link[where].encode(numbers(1030, seed=t, dtype=torch.float32)[where])
+        codec_state[where].encode(numbers(1030, seed=t, dtype=torch.float32)[where])
     before, x = remembered(kept).clone(), numbers(1030, seed=9, dtype=torch.float32)[where]
-    data = link[where].encode(x)
+    data = codec_state[where].encode(x)
     said = torch.zeros(x.numel())
-    link[where].add(data, said)
-    link[where].take_back(x, data)
+    codec_state[where].add(data, said)
+    codec_state[where].undo(x, data)
     largest = before.abs().max().item() + x.abs().max().item() + said.abs().max().item() if before.numel() else 0.0
     assert ((remembered(kept) - before).abs() <= 4 * 2**-23 * largest).all()
 
 
 @every_codec
 def test_silence_says_nothing_and_costs_nothing(codec: Codec):
-    link, kept = memories(codec, 1030)
-    link.encode(numbers(1030, dtype=torch.float32))
+    codec_state, kept = memories(codec, 1030)
+    codec_state.encode(numbers(1030, dtype=torch.float32))
     before, heard = remembered(kept).clone(), numbers(1030, dtype=torch.float32)
-    link.add(link.silence(1030, CPU), heard, 0.5)
+    codec_state.add(codec_state.encode_zero(1030, CPU), heard, 0.5)
     assert torch.equal(heard, numbers(1030, dtype=torch.float32)) and torch.equal(remembered(kept), before)
 
 
@@ -288,26 +292,39 @@ def test_links_of_two_senders_with_the_same_memory_say_the_same(codec: Codec):
 @given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50))
 def test_fp32_remembers_nothing(values: list[float]):
     x = torch.tensor(values)
-    link = feedback(Fp32(), len(values), torch.float32)
+    codec_state = feedback(Fp32(), len(values), torch.float32)
     for _ in range(3):
-        assert same(Fp32().decode(link.encode(x), len(values)), x + 0.0)  # -0.0 + 0.0 is 0.0.
-        assert not link.residual.count_nonzero()
+        assert same(Fp32().decode(codec_state.encode(x), len(values)), x + 0.0)  # -0.0 + 0.0 is 0.0.
+        assert not codec_state.residual.count_nonzero()
 
 
 def test_slices_of_a_link_share_its_memory():
-    link = feedback(OneBit(), 1024)
-    link[512:].encode(numbers(512))
-    assert not link.residual[:512].count_nonzero() and link.residual[512:].count_nonzero()
-    link.owned(slice(0, 512)).encode(numbers(512))
-    assert link.owner_residual[:512].count_nonzero() and not link.owner_residual[512:].count_nonzero()
-    assert not link.residual[:512].count_nonzero()
+    codec_state = feedback(OneBit(), 1024)
+    codec_state[512:].encode(numbers(512))
+    assert not codec_state.residual[:512].count_nonzero() and codec_state.residual[512:].count_nonzero()
+    codec_state.owned(slice(0, 512)).encode(numbers(512))
+    assert codec_state.owner_residual[:512].count_nonzero() and not codec_state.owner_residual[512:].count_nonzero()
+    assert not codec_state.residual[:512].count_nonzero()
 
 
 # B1: one bit.
 
 
 def test_one_bit_sends_one_bit_per_value_and_two_means_per_bucket():
-    sizes = {0: 0, 1: 9, 7: 9, 8: 9, 9: 10, 31: 12, 33: 13, 511: 72, 512: 72, 513: 81, 1023: 144, 2**16 + 3: 129 * 8 + 8193}
+    sizes = {
+        0: 0,
+        1: 9,
+        7: 9,
+        8: 9,
+        9: 10,
+        31: 12,
+        33: 13,
+        511: 72,
+        512: 72,
+        513: 81,
+        1023: 144,
+        2**16 + 3: 129 * 8 + 8193,
+    }
     assert {n: OneBit().nbytes(n) for n in sizes} == sizes
     assert OneBit(bucket=64).nbytes(512) == 64 + 64
 
@@ -321,11 +338,11 @@ def test_one_bit_refuses_a_bucket_that_is_no_multiple_of_32(bucket: int):
 @pytest.mark.parametrize("numel", [1, 7, 33, 512, 513, 1023, 1536])
 def test_one_bit_keeps_the_sum_of_every_bucket(numel: int):
     """The means are rounded to float32, after sums of at most 512 float32: 512 values off by some ulps of their mean."""
-    link = feedback(OneBit(), numel)
+    codec_state = feedback(OneBit(), numel)
     for t in range(20):
-        link.encode(numbers(numel, seed=t))
+        codec_state.encode(numbers(numel, seed=t))
         for start in range(0, numel, 512):
-            part = link.residual[start : start + 512]
+            part = codec_state.residual[start : start + 512]
             assert abs(part.sum().item()) < 512 * 8 * 2**-24
 
 
@@ -344,7 +361,9 @@ def test_no_other_pair_of_values_stands_for_the_signs_better(values: list[float]
 @given(values=moderate(least=1, most=700))
 def test_one_bit_keeps_every_sign(values: list[float]):
     """The bits come back in their places, whatever the length."""
-    x = torch.tensor([v if abs(v) > 1e-30 else 0.0 for v in values])  # The mean of smaller ones may vanish, and their sign with it.
+    x = torch.tensor(
+        [v if abs(v) > 1e-30 else 0.0 for v in values]
+    )  # The mean of smaller ones may vanish, and their sign with it.
     assert torch.equal(said(OneBit(), x) >= 0, x >= 0)
 
 
@@ -372,9 +391,9 @@ def test_one_bit_is_equivariant_to_scale(values: list[float], power: int):
 def test_one_bit_is_exact_for_two_opposite_values(signs: list[bool], level: int):
     """Multiples of 1/64 up to 16 add up exactly."""
     x = torch.tensor([level / 64 if s else -level / 64 for s in signs])
-    link = feedback(OneBit(), len(signs))
-    assert torch.equal(OneBit().decode(link.encode(x), len(signs)), x)
-    assert not link.residual.count_nonzero()
+    codec_state = feedback(OneBit(), len(signs))
+    assert torch.equal(OneBit().decode(codec_state.encode(x), len(signs)), x)
+    assert not codec_state.residual.count_nonzero()
 
 
 # B9: casts.

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from paceline import Cluster, OneBit, Task, codecs, simulate
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32
-from paceline.collectives import Ballot, groups_of, mean, mean_by_groups, mean_by_stripes, ring_sum, stripe_of, sum_by_groups
+from paceline.collectives import SyncVote, groups_of, mean, mean_by_groups, mean_by_stripes, ring_sum, sum_by_groups
 from paceline.strategy import Strategy
+from paceline.stripes import stripe_of
 from tests.laws.every import ENDPOINTS
 from tests.laws.ranks import Ranks
 from tests.laws.tasks import numbers, same
@@ -76,16 +77,16 @@ def test_sums_by_groups_equal_flat_sums_and_have_the_same_bits_everywhere(ranks:
         groups = groups_of(endpoint.ranks, size)
         results: list[Tensor] = []
         for numel in (1, 1003):
-            x, tail = mine(endpoint.rank, numel), torch.tensor([1.0, float(endpoint.rank)], dtype=torch.float64)
-            await sum_by_groups(endpoint, x, tail, groups)
-            results += [x, tail]
+            x, extras = mine(endpoint.rank, numel), torch.tensor([1.0, float(endpoint.rank)], dtype=torch.float64)
+            await sum_by_groups(endpoint, x, extras, groups)
+            results += [x, extras]
         return results
 
     results = ranks(tmp_path, 4, law)
     assert agree(results)
-    for x, tail, numel in zip(results[0][::2], results[0][1::2], (1, 1003), strict=True):
+    for x, extras, numel in zip(results[0][::2], results[0][1::2], (1, 1003), strict=True):
         assert torch.allclose(x.double(), summed(4, numel), rtol=1e-6, atol=1e-6)
-        assert tail.tolist() == [4.0, 6.0]
+        assert extras.tolist() == [4.0, 6.0]
 
 
 def test_uneven_groups_have_the_true_mean_and_not_the_mean_of_means(tmp_path: Path):
@@ -93,7 +94,7 @@ def test_uneven_groups_have_the_true_mean_and_not_the_mean_of_means(tmp_path: Pa
 
     async def law(endpoint: Any) -> Any:
         x = torch.full((3,), float(endpoint.rank**2))
-        total = await mean(endpoint, x, Ballot(1.0 + endpoint.rank), groups=groups_of(endpoint.ranks, 4))
+        total = await mean(endpoint, x, SyncVote(1.0 + endpoint.rank), groups=groups_of(endpoint.ranks, 4))
         assert total.weight == 28.0
         return x
 
@@ -118,7 +119,9 @@ class Grouped(Strategy):
 def test_between_groups_go_the_bytes_of_a_ring_of_their_leaders(workers: int, size: int):
     """A member sends its values once; a leader sends them to its members and takes part in the ring of leaders."""
     numel, groups = 840, groups_of(range(workers), size)
-    task = Task(lambda: torch.nn.Linear(1, 1), lambda m, b: m(b[0]).sum(), [torch.ones(8, 1)], 8, torch.optim.SGD, steps=1)
+    task = Task(
+        lambda: torch.nn.Linear(1, 1), lambda m, b: m(b[0]).sum(), [torch.ones(8, 1)], 8, torch.optim.SGD, steps=1
+    )
     run = simulate(task, Grouped(groups, numel), Cluster(workers=workers, collective="star"))
     for group in groups:
         # A star's all-reduce: to its first member and back.
@@ -133,7 +136,7 @@ def test_groups_must_hold_every_rank_once(tmp_path: Path):
             with pytest.raises(ValueError, match=r"exactly one"):
                 await sum_by_groups(endpoint, torch.ones(1), torch.zeros(0), wrong)
             with pytest.raises(ValueError, match=r"exactly one"):
-                await mean_by_groups(endpoint, torch.ones(1), Ballot(1.0), ErrorFeedback(OneBit(), None), wrong)
+                await mean_by_groups(endpoint, torch.ones(1), SyncVote(1.0), ErrorFeedback(OneBit(), None), wrong)
 
     ENDPOINTS["simulator"](tmp_path, 3, law)
     with pytest.raises(ValueError, match="groups of 0"):
@@ -147,14 +150,16 @@ def test_within_groups_nothing_is_encoded(ranks: Ranks, codec: Codec, tmp_path: 
     weights, rounds, numel = [3.0, 5.0, 0.0, 8.0], 5, 1030
 
     async def law(endpoint: Any) -> Any:
-        link = ErrorFeedback(codec, torch.zeros(numel), torch.zeros(numel))
+        codec_state = ErrorFeedback(codec, torch.zeros(numel), torch.zeros(numel))
         heard = torch.zeros(numel)
         for t in range(rounds):
             x = mine(endpoint.rank + 10 * t, numel)
-            total = await mean_by_groups(endpoint, x, Ballot(weights[endpoint.rank], going_on=1.0), link, groups_of(endpoint.ranks, 3))
+            total = await mean_by_groups(
+                endpoint, x, SyncVote(weights[endpoint.rank], going_on=1.0), codec_state, groups_of(endpoint.ranks, 3)
+            )
             assert (total.weight, total.going_on, total.bad) == (16.0, 4.0, 0.0)
             heard += x
-        return heard, link.residual, link.owner_residual
+        return heard, codec_state.residual, codec_state.owner_residual
 
     results = ranks(tmp_path, 4, law)
     assert all(same(results[0][0], heard) for heard, _, _ in results)
@@ -168,17 +173,17 @@ def test_within_groups_nothing_is_encoded(ranks: Ranks, codec: Codec, tmp_path: 
 @every_endpoint
 def test_a_nan_or_no_weight_at_all_goes_through_groups_too(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link, groups = ErrorFeedback(OneBit(), torch.zeros(70), torch.zeros(70)), groups_of(endpoint.ranks, 2)
+        codec_state, groups = ErrorFeedback(OneBit(), torch.zeros(70), torch.zeros(70)), groups_of(endpoint.ranks, 2)
         x, y = mine(endpoint.rank, 70), mine(endpoint.rank, 70)
-        total = await mean_by_groups(endpoint, x, Ballot(0.0), link, groups)
+        total = await mean_by_groups(endpoint, x, SyncVote(0.0), codec_state, groups)
         bad = float(endpoint.rank == 3)
-        spoiled = await mean_by_groups(endpoint, y, Ballot(1.0, 0.0, bad, 3 * bad), link, groups)
+        spoiled = await mean_by_groups(endpoint, y, SyncVote(1.0, 0.0, bad, 3 * bad), codec_state, groups)
         return (
             same(x, mine(endpoint.rank, 70)),
             total.weight,
             bool(y.isnan().all()),
             spoiled.culprit(),
-            bool(link.residual.abs().max() < 1e-6),
+            bool(codec_state.residual.abs().max() < 1e-6),
         )
 
     assert [list(r) for r in ranks(tmp_path, 4, law)] == [[True, 0.0, True, "rank 3", True]] * 4
@@ -189,15 +194,17 @@ def test_whose_nan_it_was_is_known_across_groups(codec: Codec, tmp_path: Path):
     """Its group's first member is the one to find it in the sum, and not the one to blame."""
 
     async def law(endpoint: Any) -> Any:
-        link = ErrorFeedback(codec, torch.zeros(70), torch.zeros(70))
-        x, ballot = mine(endpoint.rank, 70), Ballot(1.0, rank=endpoint.rank)
+        codec_state = ErrorFeedback(codec, torch.zeros(70), torch.zeros(70))
+        x, vote = mine(endpoint.rank, 70), SyncVote(1.0, rank=endpoint.rank)
         if endpoint.rank == 3:
             x[11] = torch.inf
-        total = await mean_by_groups(endpoint, x, ballot, link, groups_of(endpoint.ranks, 2))
-        at = None if ballot.complaint is None else ballot.complaint.at
-        return bool(x.isnan().all()), total.culprit(), at, bool(link.residual.abs().max() < 1e-6)
+        total = await mean_by_groups(endpoint, x, vote, codec_state, groups_of(endpoint.ranks, 2))
+        at = None if vote.complaint is None else vote.complaint.at
+        return bool(x.isnan().all()), total.culprit(), at, bool(codec_state.residual.abs().max() < 1e-6)
 
-    assert ENDPOINTS["simulator"](tmp_path, 4, law) == [(True, "rank 3", 11 if r == 3 else None, True) for r in range(4)]
+    assert ENDPOINTS["simulator"](tmp_path, 4, law) == [
+        (True, "rank 3", 11 if r == 3 else None, True) for r in range(4)
+    ]
 
 
 def test_a_ring_refuses_what_its_sum_would_ruin(tmp_path: Path):
@@ -220,7 +227,7 @@ def test_a_linear_codecs_values_are_summed_as_they_are(ranks: Ranks, codec: Code
 
     async def law(endpoint: Any) -> Any:
         x = mine(endpoint.rank, 1003) * 100
-        total = await mean(endpoint, x, Ballot(weights[endpoint.rank], going_on=1.0), codec)
+        total = await mean(endpoint, x, SyncVote(weights[endpoint.rank], going_on=1.0), codec)
         assert (total.weight, total.going_on) == (5011.0, 4.0)
         return [x]
 
@@ -235,8 +242,10 @@ def test_a_linear_codecs_values_are_summed_as_they_are(ranks: Ranks, codec: Code
 def test_a_codec_whose_values_cannot_be_summed_is_refused_by_a_linear_mean(codec: Codec, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         x = mine(endpoint.rank, 64)
-        with pytest.raises(ValueError, match=r"mean: what .* encodes cannot be summed; take mean_by_stripes or mean_by_gather"):
-            await mean(endpoint, x, Ballot(1.0), codec)
+        with pytest.raises(
+            ValueError, match=r"mean: what .* encodes cannot be summed; take mean_by_stripes or mean_by_gather"
+        ):
+            await mean(endpoint, x, SyncVote(1.0), codec)
         assert same(x, mine(endpoint.rank, 64))
 
     ENDPOINTS["simulator"](tmp_path, 2, law)
@@ -245,7 +254,7 @@ def test_a_codec_whose_values_cannot_be_summed_is_refused_by_a_linear_mean(codec
 def test_what_16_bits_cannot_hold_spoils_a_linear_mean_for_all_alike(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         x = torch.full((4,), 1e5 if endpoint.rank else 1.0)
-        total = await mean(endpoint, x, Ballot(1.0, rank=endpoint.rank), Fp16())
+        total = await mean(endpoint, x, SyncVote(1.0, rank=endpoint.rank), Fp16())
         return x, total.culprit()
 
     for x, culprit in ENDPOINTS["simulator"](tmp_path, 2, law):
@@ -257,10 +266,10 @@ def test_a_mean_beyond_the_format_is_told_to_all(tmp_path: Path):
 
     async def law(endpoint: Any) -> Any:
         x = torch.full((2000,), 6e4)
-        link = ErrorFeedback(Fp16(), torch.zeros(2000), torch.zeros(2000))
+        codec_state = ErrorFeedback(Fp16(), torch.zeros(2000), torch.zeros(2000))
         if endpoint.rank == 1:
-            link.owner_residual[:] = 2e4
-        total = await mean_by_stripes(endpoint, x, Ballot(1.0, rank=endpoint.rank), link)
+            codec_state.owner_residual[:] = 2e4
+        total = await mean_by_stripes(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
         return x, total.culprit()
 
     for x, culprit in ENDPOINTS["simulator"](tmp_path, 2, law):

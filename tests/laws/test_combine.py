@@ -41,7 +41,10 @@ WHOLE: dict[str, Codec] = {
     **{f"per tensor, {name}": PerTensor(codec, raw_below=7).fitted(SHAPES) for name, codec in INNER.items()},
     "unfitted": PerTensor(OneBit()),
     **{f"chunks, {name}": Chunked(codec, chunk=1001) for name, codec in INNER.items()},
-    **{f"chunks per tensor, {name}": PerTensor(Chunked(codec, chunk=512), raw_below=7).fitted(SHAPES) for name, codec in INNER.items()},
+    **{
+        f"chunks per tensor, {name}": PerTensor(Chunked(codec, chunk=512), raw_below=7).fitted(SHAPES)
+        for name, codec in INNER.items()
+    },
 }
 every_inner = pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 every_one = pytest.mark.parametrize("codec", WHOLE.values(), ids=WHOLE)
@@ -87,7 +90,11 @@ def test_each_chunk_is_encoded_on_its_own(inner: Codec, numel: int, chunk: int):
     # A message's one seed is that of a generator, from which each piece takes its own.
     pieces = random(kernels.draw(random())) if inner.is_random else None
     parts = [inner.encode(part, pieces) for part in x.split(chunk)]
-    table = torch.tensor([p.numel() for p in parts]).view(torch.uint8) if inner.nbytes(1) is None else torch.zeros(0, dtype=torch.uint8)
+    table = (
+        torch.tensor([p.numel() for p in parts]).view(torch.uint8)
+        if inner.nbytes(1) is None
+        else torch.zeros(0, dtype=torch.uint8)
+    )
     filled = [torch.nn.functional.pad(p, (0, -p.numel() % 8)) for p in parts[:-1]]
     assert same(data, torch.cat([table, *filled, parts[-1]]))
     values = Chunked(inner, chunk=chunk).decode(data, numel)
@@ -142,7 +149,9 @@ def test_pieces_draw_different_numbers():
     x = torch.full((2000,), 0.5)
     x[::1000] = 1.0
     first, second = (
-        Chunked(TernGrad(clip=None), chunk=1000).decode(Chunked(TernGrad(clip=None), chunk=1000).encode(x, random()), 2000).chunk(2)
+        Chunked(TernGrad(clip=None), chunk=1000)
+        .decode(Chunked(TernGrad(clip=None), chunk=1000).encode(x, random()), 2000)
+        .chunk(2)
     )
     assert not same(first, second)
 
@@ -170,8 +179,13 @@ def test_what_is_not_finite_is_refused_with_its_place_and_not_remembered(codec: 
 def test_a_finite_value_beyond_the_inner_format_is_refused_with_its_place():
     x = torch.zeros(3000)
     x[2500] = 1e5
-    for refused in (lambda: Chunked(Fp16(), chunk=1000).encode(x), lambda: kernels.encode(Chunked(Fp16(), chunk=1000), x)):
-        with pytest.raises(Unencodable, match=r"Chunked\(.*from index 2000 on, Fp16\(\) cannot encode 100000 at index 500"):
+    for refused in (
+        lambda: Chunked(Fp16(), chunk=1000).encode(x),
+        lambda: kernels.encode(Chunked(Fp16(), chunk=1000), x),
+    ):
+        with pytest.raises(
+            Unencodable, match=r"Chunked\(.*from index 2000 on, Fp16\(\) cannot encode 100000 at index 500"
+        ):
             refused()
 
 
@@ -200,7 +214,11 @@ def test_a_table_that_lies_is_refused(lie: int):
 @given(noise=st.binary(min_size=0, max_size=300), numel=st.integers(0, 300))
 def test_noise_is_refused_or_read_as_so_many_values(noise: bytes, numel: int):
     data = torch.frombuffer(bytearray(noise), dtype=torch.uint8) if noise else torch.zeros(0, dtype=torch.uint8)
-    for codec in (Chunked(Threshold(tau=1.0), chunk=64), Chunked(TopK(ratio=0.1), chunk=64), PerTensor(OneBit(), raw_below=20)):
+    for codec in (
+        Chunked(Threshold(tau=1.0), chunk=64),
+        Chunked(TopK(ratio=0.1), chunk=64),
+        PerTensor(OneBit(), raw_below=20),
+    ):
         try:
             values = codec.decode(data, numel)
         except ValueError as error:
@@ -215,7 +233,7 @@ def test_noise_is_refused_or_read_as_so_many_values(noise: bytes, numel: int):
 @every_inner
 def test_what_is_asked_of_the_inner_codec_is_its_answer(inner: Codec):
     for codec in (PerTensor(inner), Chunked(inner), PerTensor(Chunked(inner))):
-        assert (codec.feedback, codec.is_random, codec.way) == (inner.feedback, inner.is_random, inner.way)
+        assert (codec.feedback, codec.is_random, codec.reduction) == (inner.feedback, inner.is_random, inner.reduction)
 
 
 def test_vectors_are_best_cut_at_chunks():
@@ -244,13 +262,13 @@ def test_settings_survive_as_plain_data(codec: Codec):
 def test_each_chunk_adapts_to_what_it_said():
     codec = Chunked(AdaptiveThreshold(tau=0.5, limit=math.inf), chunk=1000)
     x = torch.cat([torch.zeros(1000), torch.full((1000,), 0.7)])
-    link = ErrorFeedback(codec, torch.zeros(2000))
+    codec_state = ErrorFeedback(codec, torch.zeros(2000))
     alone = [ErrorFeedback(codec.codec, torch.zeros(1000)) for _ in range(2)]
     for _ in range(20):
-        said = codec.decode(link.encode(x), 2000)
+        said = codec.decode(codec_state.encode(x), 2000)
         parts = [codec.codec.decode(one.encode(part), 1000) for one, part in zip(alone, x.chunk(2), strict=True)]
         assert same(said, torch.cat(parts))
-    assert same(link.residual, torch.cat([one.residual for one in alone]))
+    assert same(codec_state.residual, torch.cat([one.residual for one in alone]))
 
 
 def test_what_adapted_to_one_length_is_not_used_for_another():
@@ -266,10 +284,10 @@ def test_a_link_remembers_by_tensor():
         return SimpleNamespace(**values)
 
     x, codec = numbers(NUMEL, dtype=torch.float32), PerTensor(OneBit()).fitted(SHAPES)
-    link = codec.link(remember, x)
+    codec_state = codec.codec_state(remember, x)
     heard = torch.zeros(NUMEL)
     for _ in range(100):
-        link.add(link.encode(x), heard, 0.01)
+        codec_state.add(codec_state.encode(x), heard, 0.01)
     assert (heard - x).norm() < x.norm() / 10
 
 
@@ -298,7 +316,9 @@ def test_settings_that_make_no_sense_are_refused_by_name(refused: object):
 def test_a_vector_of_another_length_than_the_tensors_is_refused():
     codec = PerTensor(OneBit()).fitted([torch.Size((20, 30))])
     for wrong in (lambda: codec.encode(torch.zeros(599)), lambda: codec.nbytes(601)):
-        with pytest.raises(ValueError, match=r"PerTensor\(.* was fitted to tensors of 600 values in all, but was given (599|601)"):
+        with pytest.raises(
+            ValueError, match=r"PerTensor\(.* was fitted to tensors of 600 values in all, but was given (599|601)"
+        ):
             wrong()
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline import AllReduceSGD, Cluster, ClusterError, EAWild, Hogwild, LogNormal, Task, Then, simulate, train
-from paceline.dist.endpoint import ProcessEndpoint
 from paceline.endpoint import Layout
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
 from paceline.strategies.ea_wild import InMemory
+from paceline.transport.endpoint import ProcessEndpoint
 from tests.dist.test_decentralised import mortal
 from tests.laws.ranks import on_shared_memory
 from tests.laws.tasks import OPTIMIZERS, Point, close, instant, numbers, regression, same, trained_alone, vector
@@ -39,7 +39,7 @@ def test_all_have_the_first_one_s_values_and_see_each_other_s_changes():
     found: list[Tensor] = []
 
     async def role(endpoint: SimEndpoint) -> None:
-        common = await endpoint.common(torch.full((16,), float(endpoint.rank)))
+        common = await endpoint.shared_vector(torch.full((16,), float(endpoint.rank)))
         await endpoint.busy(1.0 + endpoint.rank)
         await common.draw(torch.full((16,), 8.0), 0.5)
         await endpoint.busy(5.0)
@@ -54,7 +54,7 @@ def test_a_reader_may_get_parts_of_different_ages_and_a_change_may_be_lost():
     read, left = torch.empty(16), torch.empty(16)
 
     async def role(endpoint: SimEndpoint) -> None:
-        common = await endpoint.common(torch.zeros(16))
+        common = await endpoint.shared_vector(torch.zeros(16))
         if endpoint.rank == 2:
             await endpoint.busy(0.5)
             read.copy_(common.values)  # As a gradient that begins at this moment does.
@@ -150,7 +150,14 @@ def test_sparse_steps_touch_only_their_rows(how: str):
     # Every row is in one of four samples' means, whoever took that.
     assert torch.allclose(run.params.view(1000, 4)[:64], before[:64] - LR / 8, atol=1e-6)
     if how == "simulated":
-        dense = Task(lambda: Point(4000, torch.float32), slope, [torch.ones(32, 4000)], 8, lambda p: torch.optim.SGD(p, lr=LR), steps=4)
+        dense = Task(
+            lambda: Point(4000, torch.float32),
+            slope,
+            [torch.ones(32, 4000)],
+            8,
+            lambda p: torch.optim.SGD(p, lr=LR),
+            steps=4,
+        )
         assert simulate(dense, Hogwild(), cluster).seconds > 10 * run.seconds
 
 
@@ -177,7 +184,7 @@ def test_who_is_stopped_in_the_middle_of_its_write_holds_up_nobody(tmp_path: Pat
     """Half of the centre is as it was before then, and the other meets that again and again."""
 
     async def law(endpoint: ProcessEndpoint) -> list[float]:
-        common, told = await endpoint.common(torch.zeros(1 << 20)), await endpoint.common(torch.zeros(1))
+        common, told = await endpoint.shared_vector(torch.zeros(1 << 20)), await endpoint.shared_vector(torch.zeros(1))
         writer = int((await endpoint.broadcast(torch.tensor([os.getpid()]), 0))[0])
         if endpoint.rank == 0:
             while not told.values:
@@ -201,7 +208,9 @@ def test_who_is_stopped_in_the_middle_of_its_write_holds_up_nobody(tmp_path: Pat
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", [Hogwild(), EAWild(), EAWild(group=2), EAWild(group=2, groups="random", regroup=5)], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [Hogwild(), EAWild(), EAWild(group=2), EAWild(group=2, groups="random", regroup=5)], ids=str
+)
 def test_real_processes_learn_on_memory_in_common(strategy: Any):
     task = regression(steps=80, batch=8, optimizer=OPTIMIZERS["sgd"])
     run = train(task, strategy, workers=4)

@@ -55,12 +55,12 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self: Replica) -> None:
-        if self.deployed is not None:
-            found[self.rank] = self.params.clone(), self.deployed.clone()
-            self.params.copy_(self.deployed)
-            self.deployed = None
+        if self.published is not None:
+            found[self.rank] = self.params.clone(), self.published.clone()
+            self.params.copy_(self.published)
+            self.published = None
 
-    monkeypatch.setattr(Replica, "_take_deployed", keep)
+    monkeypatch.setattr(Replica, "_take_published", keep)
     return found
 
 
@@ -99,7 +99,10 @@ def together(task: Task, workers: int, alpha: float, period: int) -> tuple[list[
     xs = [centre.clone() for _ in range(workers)]
     for k in range(task.total_steps):
         forces = [alpha * (x - centre) if (k + 1) % period == 0 else torch.zeros_like(x) for x in xs]
-        xs = [x - LR * gradient_at(task, x, k, j, workers) - force for j, (x, force) in enumerate(zip(xs, forces, strict=True))]
+        xs = [
+            x - LR * gradient_at(task, x, k, j, workers) - force
+            for j, (x, force) in enumerate(zip(xs, forces, strict=True))
+        ]
         centre = centre + torch.stack(forces).sum(0)
     return xs, centre
 
@@ -181,7 +184,9 @@ def curved(model: Any, batch: Sequence[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("curvatures", [(1.0, 1.0, 1.0), (0.5, 1.0, 3.0)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("rho", [0.5, 2.0])
-def test_the_fixed_point_of_parabolas_with_different_minima(rho: float, curvatures: Sequence[float], monkeypatch: pytest.MonkeyPatch):
+def test_the_fixed_point_of_parabolas_with_different_minima(
+    rho: float, curvatures: Sequence[float], monkeypatch: pytest.MonkeyPatch
+):
     """The centre where springs in series with the parabolas hold it, and every worker in between its own minimum and the centre.
 
     That is where their sum is least only if all are as steep.
@@ -228,7 +233,9 @@ def test_which_worker_has_which_data_changes_only_rounding(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("workers", "period"), [(1, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize("form", FORMS)
-def test_in_the_order_of_ranks_it_is_the_round_robin_of_the_paper(form: str, workers: int, period: int, monkeypatch: pytest.MonkeyPatch):
+def test_in_the_order_of_ranks_it_is_the_round_robin_of_the_paper(
+    form: str, workers: int, period: int, monkeypatch: pytest.MonkeyPatch
+):
     task, found = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch)
     run = simulate(task, FORMS[form](alpha=0.3, period=period), staggered(workers))
     xs, centre = in_turn(task, workers, 0.3, period)  # As 8 steps are a multiple of the period.
@@ -238,7 +245,9 @@ def test_in_the_order_of_ranks_it_is_the_round_robin_of_the_paper(form: str, wor
 
 @pytest.mark.parametrize("servers", [0, 1, 2], ids=["in memory", "on a shard", "on shards"])
 @pytest.mark.parametrize(("workers", "period"), [(1, 1), (3, 1), (3, 2)])
-def test_ea_wild_in_the_order_of_ranks_is_that_too(servers: int, workers: int, period: int, monkeypatch: pytest.MonkeyPatch):
+def test_ea_wild_in_the_order_of_ranks_is_that_too(
+    servers: int, workers: int, period: int, monkeypatch: pytest.MonkeyPatch
+):
     """Though there the centre's side of the difference is worked out where the centre is."""
     task, found = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch)
     run = simulate(task, EAWild(alpha=0.3, period=period, servers=servers), staggered(workers))
@@ -259,8 +268,12 @@ def test_round_robin_is_in_turn_whatever_the_speeds(speeds: float, monkeypatch: 
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("strategy", [AsyncEASGD(alpha=0.3, period=2), RoundRobinEASGD(alpha=0.3, period=2)], ids=["async", "round robin"])
-def test_what_workers_and_centre_have_together_changes_by_gradients_alone(strategy: Strategy, seed: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "strategy", [AsyncEASGD(alpha=0.3, period=2), RoundRobinEASGD(alpha=0.3, period=2)], ids=["async", "round robin"]
+)
+def test_what_workers_and_centre_have_together_changes_by_gradients_alone(
+    strategy: Strategy, seed: int, monkeypatch: pytest.MonkeyPatch
+):
     """In any order."""
     task, found = walk(steps=18, batch=8, samples=24, seed=seed), ends(monkeypatch)
     simulate(task, strategy, Cluster(4, compute=LogNormal("5ms", 0.8), bandwidth="1MB/s", seed=seed))
@@ -270,7 +283,10 @@ def test_what_workers_and_centre_have_together_changes_by_gradients_alone(strate
 @pytest.mark.parametrize("seed", range(6))
 def test_momentum_of_none_is_async_easgd_bit_for_bit(seed: int):
     task, cluster = regression(steps=10, batch=9, optimizer=plain), Cluster(3, compute=LogNormal("5ms", 0.8), seed=seed)
-    assert same(simulate(task, EAMSGD(momentum=0.0, period=2), cluster).params, simulate(task, AsyncEASGD(period=2), cluster).params)
+    assert same(
+        simulate(task, EAMSGD(momentum=0.0, period=2), cluster).params,
+        simulate(task, AsyncEASGD(period=2), cluster).params,
+    )
 
 
 def test_one_worker_with_momentum_and_no_force_is_nesterov_in_look_ahead_form(monkeypatch: pytest.MonkeyPatch):
@@ -362,7 +378,10 @@ def test_the_last_steps_reach_the_centre(servers: int, period: int):
 
 def test_it_is_faster_than_in_turn():
     """On one bus, where all that others do in turn takes its time."""
-    task, host = quadratic(steps=40, batch=4, numel=100), Cluster(4, compute=LogNormal("1ms", 0.2), bus="10MB/s", latency="20us")
+    task, host = (
+        quadratic(steps=40, batch=4, numel=100),
+        Cluster(4, compute=LogNormal("1ms", 0.2), bus="10MB/s", latency="20us"),
+    )
     wild, in_turn = (simulate(task, s, host).seconds for s in (EAWild(), RoundRobinEASGD(period=1, servers=1)))
     assert wild < 0.9 * in_turn
 

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from paceline.codecs import Fp32, OneBit
 from paceline.codecs.codec import ErrorFeedback
-from paceline.collectives import Ballot, mean, mean_by_gather, mean_by_stripes, stripe_of
+from paceline.collectives import SyncVote, mean, mean_by_gather, mean_by_stripes
 from paceline.endpoint import SUMMABLE, Message
+from paceline.stripes import stripe_of
 from tests.laws.every import ENDPOINTS
 from tests.laws.ranks import Ranks
 from tests.laws.tasks import close, numbers, same
 
-KINDS = [pytest.param(ranks, marks=pytest.mark.dist if ranks.is_real else (), id=name) for name, ranks in ENDPOINTS.items()]
+KINDS = [
+    pytest.param(ranks, marks=pytest.mark.dist if ranks.is_real else (), id=name) for name, ranks in ENDPOINTS.items()
+]
 every_endpoint = pytest.mark.parametrize("ranks", KINDS)
 every_size = pytest.mark.parametrize("workers", [1, 2, 4])
 
@@ -60,7 +63,11 @@ def test_all_reduce_leaves_the_sum_on_every_rank(ranks: Ranks, workers: int, tmp
         if ranks.is_ordered or not x.dtype.is_floating_point or workers < 3:
             assert same(x, total), f"{x.dtype} of {x.numel()}"
         else:  # A ring adds up in another order: each of its additions rounds by half an ulp of what are at most 3 numbers up to 400.
-            assert (x.double() - total.double()).abs().max().item() <= 400 * workers * torch.finfo(x.dtype).eps if x.numel() else True
+            assert (
+                (x.double() - total.double()).abs().max().item() <= 400 * workers * torch.finfo(x.dtype).eps
+                if x.numel()
+                else True
+            )
 
 
 @every_endpoint
@@ -78,12 +85,12 @@ def test_a_matrix_is_summed_in_its_shape(ranks: Ranks, workers: int, tmp_path: P
 @every_size
 def test_the_tail_is_summed_too(ranks: Ranks, workers: int, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        x, tail = mine(endpoint.rank, 9), torch.tensor([1.0, endpoint.rank, 2.0**-30], dtype=torch.float64)
-        await endpoint.all_reduce(x, tail)
-        return x, tail
+        x, extras = mine(endpoint.rank, 9), torch.tensor([1.0, endpoint.rank, 2.0**-30], dtype=torch.float64)
+        await endpoint.all_reduce(x, extras)
+        return x, extras
 
-    for x, tail in ranks(tmp_path, workers, law):
-        assert tail.tolist() == [workers, workers * (workers - 1) / 2, workers * 2.0**-30]
+    for x, extras in ranks(tmp_path, workers, law):
+        assert extras.tolist() == [workers, workers * (workers - 1) / 2, workers * 2.0**-30]
         assert torch.allclose(x, in_order(workers, 9))
 
 
@@ -93,7 +100,9 @@ def test_all_gather_gives_everyones_in_the_order_of_ranks(ranks: Ranks, workers:
     async def law(endpoint: Any) -> Any:
         data = torch.tensor([[endpoint.rank, 7], [250, endpoint.rank]], dtype=torch.uint8)
         parts = await endpoint.all_gather(data)
-        parts[endpoint.rank][0, 1] = 9  # They are the receiver's own: neither what was given nor anybody else's changes.
+        parts[endpoint.rank][0, 1] = (
+            9  # They are the receiver's own: neither what was given nor anybody else's changes.
+        )
         assert data.tolist() == [[endpoint.rank, 7], [250, endpoint.rank]]
         return [*parts, *await endpoint.all_gather(torch.zeros(0))]
 
@@ -152,7 +161,7 @@ def test_several_may_be_under_way_and_be_awaited_in_any_order(ranks: Ranks, orde
         xs = [mine(rank, numel, seed=numel) for numel in (5, 700, 1)]
         tails = [torch.tensor([float(rank + i)], dtype=torch.float64) for i in range(3)]
         parts = [torch.full((rank + j,), rank, dtype=torch.uint8) for j in range(3)]
-        ops = [endpoint.all_reduce(x, tail) for x, tail in zip(xs, tails, strict=True)]
+        ops = [endpoint.all_reduce(x, extras) for x, extras in zip(xs, tails, strict=True)]
         ops += [endpoint.all_to_all(parts), endpoint.all_gather(mine(rank, 3)), endpoint.broadcast(mine(rank, 4), 1)]
         places = list(range(len(ops)))
         if order == "last begun first" or (order == "otherwise on every rank" and rank == 1):
@@ -178,7 +187,7 @@ def test_ranks_may_wait_at_different_moments_for_what_they_start_in_the_same_ord
     async def law(endpoint: Any) -> Any:
         xs = [torch.full((numel,), endpoint.rank + 1.0) for numel in (5, 6, 7)]
         tails = [torch.full((numel,), endpoint.rank + 1.0, dtype=torch.float64) for numel in (1, 2, 3)]
-        first, second = (endpoint.all_reduce(x, tail) for x, tail in zip(xs[:2], tails[:2], strict=True))
+        first, second = (endpoint.all_reduce(x, extras) for x, extras in zip(xs[:2], tails[:2], strict=True))
         await (second if endpoint.rank else first)
         third = endpoint.all_reduce(xs[2], tails[2])
         for op in (first, third) if endpoint.rank else (second, third):
@@ -208,11 +217,11 @@ def link_for(codec: Any, numel: int) -> ErrorFeedback:
     return ErrorFeedback(codec, torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64))
 
 
-async def any_mean(name: str, endpoint: Any, x: Tensor, ballot: Ballot, codec: Any) -> Ballot:
+async def any_mean(name: str, endpoint: Any, x: Tensor, vote: SyncVote, codec: Any) -> SyncVote:
     if name == "mean":
-        return await mean(endpoint, x, ballot)
+        return await mean(endpoint, x, vote)
     by = mean_by_gather if name == "mean_by_gather" else mean_by_stripes
-    return await by(endpoint, x, ballot, link_for(codec, x.numel()))
+    return await by(endpoint, x, vote, link_for(codec, x.numel()))
 
 
 every_mean = pytest.mark.parametrize("name", ["mean", "mean_by_gather", "mean_by_stripes"])
@@ -225,7 +234,9 @@ def test_a_mean_is_weighted_and_the_same_on_every_rank(ranks: Ranks, name: str, 
         results: list[Tensor] = []
         for numel in (1, 7, 513, 2000):
             x = mine(endpoint.rank, numel)
-            total = await any_mean(name, endpoint, x, Ballot(WEIGHTS[endpoint.rank], going_on=float(endpoint.rank < 3)), Fp32())
+            total = await any_mean(
+                name, endpoint, x, SyncVote(WEIGHTS[endpoint.rank], going_on=float(endpoint.rank < 3)), Fp32()
+            )
             assert (total.weight, total.going_on, total.bad) == (16.0, 3.0, 0.0)
             results.append(x)
         return results
@@ -243,7 +254,7 @@ def test_a_mean_of_lossy_codes_is_the_same_on_every_rank(ranks: Ranks, name: str
 
     async def law(endpoint: Any) -> Any:
         x = mine(endpoint.rank, 2000)
-        await any_mean(name, endpoint, x, Ballot(WEIGHTS[endpoint.rank]), OneBit())
+        await any_mean(name, endpoint, x, SyncVote(WEIGHTS[endpoint.rank]), OneBit())
         return [x]
 
     assert agree(ranks(tmp_path, 4, law))
@@ -254,7 +265,7 @@ def test_a_mean_of_lossy_codes_is_the_same_on_every_rank(ranks: Ranks, name: str
 def test_where_nobody_has_weight_everything_stays_as_it_was(ranks: Ranks, name: str, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         x = mine(endpoint.rank, 1025)
-        total = await any_mean(name, endpoint, x, Ballot(0.0), OneBit())
+        total = await any_mean(name, endpoint, x, SyncVote(0.0), OneBit())
         assert total.weight == 0.0
         return x
 
@@ -269,11 +280,11 @@ def test_a_mean_that_somebodys_nan_spoils_is_none_and_costs_nobody_its_memory(ra
     async def law(endpoint: Any) -> Any:
         by = mean_by_gather if name == "mean_by_gather" else mean_by_stripes
         link, bad = link_for(OneBit(), 1500), float(endpoint.rank == 2)
-        await by(endpoint, mine(endpoint.rank, 1500, torch.float64), Ballot(1.0), link)
+        await by(endpoint, mine(endpoint.rank, 1500, torch.float64), SyncVote(1.0), link)
         before = [link.residual.clone(), link.owner_residual.clone()]
         x = mine(endpoint.rank, 1500, torch.float64, seed=1)
         x[3] = torch.nan if bad else x[3]
-        total = await by(endpoint, x, Ballot(1.0, bad=bad, bad_rank=2.0 * bad), link)
+        total = await by(endpoint, x, SyncVote(1.0, bad=bad, bad_rank=2.0 * bad), link)
         assert (total.bad, total.culprit()) == (1.0, "rank 2") and x.isnan().all()
         return close(link.residual, before[0]), close(link.owner_residual, before[1])
 
@@ -289,7 +300,7 @@ def test_what_the_stripes_say_and_all_remember_is_what_was_meant(ranks: Ranks, t
         link, heard = link_for(OneBit(), numel), torch.zeros(numel, dtype=torch.float64)
         for t in range(rounds):
             x = mine(endpoint.rank, numel, torch.float64, seed=t)
-            await mean_by_stripes(endpoint, x, Ballot(WEIGHTS[endpoint.rank]), link)
+            await mean_by_stripes(endpoint, x, SyncVote(WEIGHTS[endpoint.rank]), link)
             heard += x
         return heard, link.residual, link.owner_residual
 
@@ -323,7 +334,7 @@ def test_a_rank_without_data_loses_nothing_that_it_remembers(ranks: Ranks, tmp_p
         link, heard = link_for(OneBit(), numel), torch.zeros(numel, dtype=torch.float64)
         for t in range(rounds):
             x = given(endpoint.rank, t)
-            total = await mean_by_gather(endpoint, x, Ballot(float((endpoint.rank + t) % 2)), link)
+            total = await mean_by_gather(endpoint, x, SyncVote(float((endpoint.rank + t) % 2)), link)
             heard += x * total.weight
         return heard, link.residual
 
@@ -339,7 +350,10 @@ def test_a_rank_without_data_loses_nothing_that_it_remembers(ranks: Ranks, tmp_p
 def test_messages_between_two_ranks_keep_their_order(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         if endpoint.rank == 0:
-            sends = [endpoint.send(1, Message("note", (torch.full((3,), float(i)),), version=i, samples=-i)) for i in range(20)]
+            sends = [
+                endpoint.send(1, Message("note", (torch.full((3,), float(i)),), version=i, samples=-i))
+                for i in range(20)
+            ]
             for send in sends:
                 await send
             return None

@@ -38,15 +38,15 @@ def momentum_steps(nesterov: bool) -> list[Tensor]:
 @pytest.mark.parametrize("masking", [False, True])
 def test_with_everything_sent_it_is_sgd_with_momentum(masking: bool):
     """Masking would leave nothing of the momentum, and is not done then."""
-    link, _ = memories(DGC(ratio=1.0, masking=masking), 50)
+    codec_state, _ = memories(DGC(ratio=1.0, masking=masking), 50)
     for t, step in enumerate(momentum_steps(nesterov=False)):
-        assert torch.equal(heard(link, link.encode(numbers(50, seed=t, dtype=torch.float32)), 50), step)
+        assert torch.equal(heard(codec_state, codec_state.encode(numbers(50, seed=t, dtype=torch.float32)), 50), step)
 
 
 def test_with_everything_sent_nesterov_is_nesterov():
-    link, _ = memories(DGC(ratio=1.0, nesterov=True), 50)
+    codec_state, _ = memories(DGC(ratio=1.0, nesterov=True), 50)
     for t, step in enumerate(momentum_steps(nesterov=True)):
-        said = heard(link, link.encode(numbers(50, seed=t, dtype=torch.float32)), 50)
+        said = heard(codec_state, codec_state.encode(numbers(50, seed=t, dtype=torch.float32)), 50)
         assert torch.allclose(said, step, rtol=1e-5, atol=1e-6)
 
 
@@ -62,7 +62,7 @@ def test_without_momentum_it_is_top_k():
 def test_deep_gradient_compression_as_it_is_written(masking: bool, nesterov: bool):
     """Against the loop of the paper, on lists."""
     codec, numel = DGC(ratio=0.05, masking=masking, nesterov=nesterov), 100
-    link, _ = memories(codec, numel)
+    codec_state, _ = memories(codec, numel)
     u, v = torch.zeros(numel), torch.zeros(numel)
     for t in range(30):
         g = numbers(numel, seed=t, dtype=torch.float32)
@@ -70,29 +70,31 @@ def test_deep_gradient_compression_as_it_is_written(masking: bool, nesterov: boo
         v = v + (u + g if nesterov else u)
         kept = torch.zeros(numel, dtype=torch.bool)
         kept[largest(v, 5)] = True
-        said = heard(link, link.encode(g), numel)
+        said = heard(codec_state, codec_state.encode(g), numel)
         assert torch.allclose(said, torch.where(kept, v, 0.0), rtol=1e-5) and torch.equal(said != 0, kept)
         v = torch.where(kept, 0.0, v)
         u = torch.where(kept & masking, 0.0, u)
 
 
 def test_a_sender_clips_its_own_gradient_to_its_share_of_the_norm():
-    link, _ = memories(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
+    codec_state, _ = memories(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
     x = numbers(50, dtype=torch.float32)
-    assert heard(link, link.encode(x), 50).norm().item() == pytest.approx(1.0, rel=1e-6)
-    assert torch.equal(heard(link, link.encode(x * 1e-3), 50), x * 1e-3)
+    assert heard(codec_state, codec_state.encode(x), 50).norm().item() == pytest.approx(1.0, rel=1e-6)
+    assert torch.equal(heard(codec_state, codec_state.encode(x * 1e-3), 50), x * 1e-3)
 
 
 def test_a_gradient_whose_squares_are_beyond_float32_is_clipped_and_not_lost():
-    link, _ = memories(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
-    assert heard(link, link.encode(torch.full((50,), 1e30)), 50).norm().item() == pytest.approx(1.0, rel=1e-6)
+    codec_state, _ = memories(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
+    assert heard(codec_state, codec_state.encode(torch.full((50,), 1e30)), 50).norm().item() == pytest.approx(
+        1.0, rel=1e-6
+    )
     with pytest.raises(ValueError, match="cannot encode inf at index 7"):
-        link.encode(torch.where(torch.arange(50) == 7, math.inf, 1.0))
+        codec_state.encode(torch.where(torch.arange(50) == 7, math.inf, 1.0))
 
 
 def test_warm_up_comes_down_in_four_equal_stages():
-    link, _ = memories(DGC(ratio=0.001, warmup=8), 4000)
-    sizes = [link.encode(numbers(4000, seed=t, dtype=torch.float32)).numel() // 8 for t in range(10)]
+    codec_state, _ = memories(DGC(ratio=0.001, warmup=8), 4000)
+    sizes = [codec_state.encode(numbers(4000, seed=t, dtype=torch.float32)).numel() // 8 for t in range(10)]
     assert sizes == [1000, 1000, 250, 250, 62, 62, 16, 16, 4, 4]
     assert DGC(ratio=0.1, warmup=8).ratio_at(3) == 0.1, "never less than at the end"
     assert DGC(ratio=0.001, warmup=8).most_nbytes(4000) == 8000
@@ -105,18 +107,20 @@ def test_a_message_of_another_stage_is_understood():
     assert early.decode(late.encode(x), 4000).count_nonzero() == 4
 
 
-@pytest.mark.parametrize("settings", [{"momentum": 1.0}, {"momentum": -0.1}, {"clip": 0.0}, {"workers": 0}, {"warmup": -1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"momentum": 1.0}, {"momentum": -0.1}, {"clip": 0.0}, {"workers": 0}, {"warmup": -1}], ids=str
+)
 def test_settings_of_dgc_that_are_none_are_refused(settings: dict[str, Any]):
     with pytest.raises(ValueError, match=r"DGC\(ratio=0.001, .*\): "):
         DGC(**settings)
 
 
 def test_what_dgc_refuses_leaves_no_momentum_behind():
-    link, kept = memories(DGC(ratio=0.1), 64)
-    link.encode(numbers(64, dtype=torch.float32))
+    codec_state, kept = memories(DGC(ratio=0.1), 64)
+    codec_state.encode(numbers(64, dtype=torch.float32))
     before = [{n: v.clone() for n, v in vars(m).items() if isinstance(v, Tensor)} for m in kept]
     with pytest.raises(ValueError, match="nan at index 5"):
-        link.encode(torch.where(torch.arange(64) == 5, math.nan, 1.0))
+        codec_state.encode(torch.where(torch.arange(64) == 5, math.nan, 1.0))
     for was, now in zip(before, kept, strict=True):
         assert all(torch.allclose(v, vars(now)[n], rtol=1e-6, atol=1e-6) for n, v in was.items())
 
@@ -154,7 +158,9 @@ skewed = st.tuples(st.integers(1, 256), st.integers(1, 3000), st.integers(0, 99)
 def test_any_bytes_come_back_and_kernels_write_the_same(kind: tuple[int, int, int, float]):
     symbols, length, seed, skew = kind
     weights = torch.arange(1, symbols + 1, dtype=torch.float64) ** -skew
-    data = torch.multinomial(weights, length, replacement=True, generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    data = torch.multinomial(weights, length, replacement=True, generator=torch.Generator().manual_seed(seed)).to(
+        torch.uint8
+    )
     codec = Entropy(OneBit())
     message = codec.wrapped(data)
     with kernels.plain():
@@ -185,7 +191,9 @@ def test_spoiled_codes_are_refused_or_read_alike_with_and_without_kernels(seed: 
         spoiled = spoiled[: rng.choice([len(spoiled), rng.randrange(1, len(spoiled))])]
         plain = expanded(coder.expand, bytes(spoiled), len(data))
         assert plain is None or len(plain) == len(data)
-        assert plain == expanded(lambda c, n: coding.expand(c, n).tolist(), torch.frombuffer(spoiled, dtype=torch.uint8), len(data))
+        assert plain == expanded(
+            lambda c, n: coding.expand(c, n).tolist(), torch.frombuffer(spoiled, dtype=torch.uint8), len(data)
+        )
 
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 10.0, 1000.0])
@@ -203,18 +211,26 @@ def test_entropy_coding_of_gaussian_levels_saves_almost_half():
     x = numbers(LARGE, dtype=torch.float32)
     data = Entropy(QSGD()).encode(x, torch.Generator().manual_seed(1))
     assert data.numel() < 0.65 * QSGD().nbytes(LARGE)
-    assert torch.equal(Entropy(QSGD()).decode(data, LARGE), QSGD().decode(QSGD().encode(x, torch.Generator().manual_seed(1)), LARGE))
+    assert torch.equal(
+        Entropy(QSGD()).decode(data, LARGE), QSGD().decode(QSGD().encode(x, torch.Generator().manual_seed(1)), LARGE)
+    )
 
 
-@pytest.mark.parametrize("inner", [Fp16(), QSGD(), DGC(ratio=0.1, warmup=4), Threshold(tau=0.5, limit=math.inf)], ids=str)
+@pytest.mark.parametrize(
+    "inner", [Fp16(), QSGD(), DGC(ratio=0.1, warmup=4), Threshold(tau=0.5, limit=math.inf)], ids=str
+)
 def test_a_link_over_another_says_and_remembers_what_that_would(inner: Codec):
     over, under = memories(Entropy(inner), 1030), memories(inner, 1030)
     for t in range(6):
         x = numbers(1030, seed=t, dtype=torch.float32)
-        messages = [link.encode(x) for link, _ in (over, under)]
+        messages = [codec_state.encode(x) for codec_state, _ in (over, under)]
         assert torch.equal(heard(over[0], messages[0], 1030), heard(under[0], messages[1], 1030))
         assert torch.equal(Entropy(inner).unwrapped(messages[0], 1030), messages[1])
-    assert Entropy(inner).way == inner.way and Entropy(inner).feedback == inner.feedback and Entropy(inner).unit == inner.unit
+    assert (
+        Entropy(inner).reduction == inner.reduction
+        and Entropy(inner).feedback == inner.feedback
+        and Entropy(inner).unit == inner.unit
+    )
 
 
 def test_what_gains_nothing_by_entropy_coding_is_refused():
@@ -244,13 +260,19 @@ def test_training_with_everything_sent_is_training_without_a_codec(codec: Codec)
 
 def test_training_by_dgc_with_everything_sent_is_training_with_momentum():
     with_momentum, without = (
-        regression(steps=15, batch=8, optimizer=lambda params, m=m: torch.optim.SGD(params, lr=0.05, momentum=m)) for m in (0.9, 0.0)
+        regression(steps=15, batch=8, optimizer=lambda params, m=m: torch.optim.SGD(params, lr=0.05, momentum=m))
+        for m in (0.9, 0.0)
     )
     plain = simulate(with_momentum, AllReduceSGD(), Cluster(workers=3)).params
     assert close(simulate(without, AllReduceSGD(codec=DGC(ratio=1.0)), Cluster(workers=3)).params, plain, rtol=1e-6)
 
 
-STATEFUL: list[Codec] = [AdaptiveThreshold(limit=math.inf), DGC(ratio=0.1, warmup=10), Entropy(), Entropy(DGC(ratio=0.1, warmup=10))]
+STATEFUL: list[Codec] = [
+    AdaptiveThreshold(limit=math.inf),
+    DGC(ratio=0.1, warmup=10),
+    Entropy(),
+    Entropy(DGC(ratio=0.1, warmup=10)),
+]
 
 
 @pytest.mark.parametrize("codec", STATEFUL, ids=str)

@@ -32,7 +32,9 @@ def spoiled(message: bytes, rng: random.Random) -> bytes:
         case 2:
             return rng.randbytes(len(data))
         case 3:  # Most formats begin with what they are: a word there is worth a try.
-            data[(at := 4 * rng.randrange(min(len(data) // 4, 6) or 1)) : at + 4] = rng.choice(EXTREME).to_bytes(4, "little")
+            data[(at := 4 * rng.randrange(min(len(data) // 4, 6) or 1)) : at + 4] = rng.choice(EXTREME).to_bytes(
+                4, "little"
+            )
             return bytes(data[: len(message)])
         case _:
             for _ in range(rng.choice((1, 1, 2, 5))):

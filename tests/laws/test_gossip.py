@@ -27,8 +27,9 @@ from paceline import (
     Task,
     simulate,
 )
+from paceline.families.topology import Topology, check_connected, peer_of
+from paceline.needs import Needs
 from paceline.strategies.gossip import Pairing
-from paceline.topology import Topology, check_connected, peer_of
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
 
 PAIRED: dict[str, Topology] = {"ring": Ring(), "exponential": Exponential(), "random": RandomPairs(seed=3)}
@@ -37,7 +38,9 @@ ONE_SIDED: dict[str, Topology] = {
     "everybody asks the next": lambda rank, size, step: (rank + 1) % size,
     "everybody asks the first": lambda rank, size, step: 0 if rank else None,
     "the first asks everybody": lambda rank, size, step: None if rank else 1 + step % (size - 1),
-    "anybody asks anybody": lambda rank, size, step: Random(f"{rank}/{step}").choice([r for r in range(size) if r != rank]),
+    "anybody asks anybody": lambda rank, size, step: Random(f"{rank}/{step}").choice(
+        [r for r in range(size) if r != rank]
+    ),
 }
 every_topology = pytest.mark.parametrize("topology", [*PAIRED.values(), *ONE_SIDED.values()], ids=[*PAIRED, *ONE_SIDED])
 
@@ -50,14 +53,13 @@ class Mixing(Strategy):
     start: Callable[[int], Tensor]
     rounds: int
     waits: bool = True
-    is_ordered: ClassVar[bool] = False
-    is_elastic: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(collectives=False, messages=True)
 
     async def worker(self, w: Replica) -> None:
         w.params.copy_(self.start(w.rank))
         pair = Pairing(w)
         for i in range(self.rounds):
-            await pair.ask(peer_of(self.topology, w.rank, w.seats, i))
+            await pair.ask(peer_of(self.topology, w.rank, w.data_shards, i))
             await w.gradient()  # Time passes, a different one for each worker.
             await pair.take_all()
             if self.waits:
@@ -146,8 +148,10 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
 @pytest.mark.parametrize("seed", range(4))
 def test_averages_keep_the_sum_of_all_models_exactly(topology: Topology, waits: bool, seed: int):
     """F2.1: of numbers with few bits, halves of halves are exact in float64; whoever asks whom, and whatever is lost or doubled."""
-    faults = Faults(lost=0.1, doubled=0.1, patience=0.05) if seed % 2 else Faults()
-    start = {rank: torch.randint(-99, 99, (5,), generator=torch.Generator().manual_seed(rank)).double() for rank in range(5)}
+    faults = Faults(lost=0.1, doubled=0.1, retransmit_s=0.05) if seed % 2 else Faults()
+    start = {
+        rank: torch.randint(-99, 99, (5,), generator=torch.Generator().manual_seed(rank)).double() for rank in range(5)
+    }
     models = mixed(topology, uneven(5, seed), start.__getitem__, rounds=8, waits=waits, faults=faults)
     assert torch.equal(models.sum(0), sum(start.values(), torch.zeros(5, dtype=torch.float64)))
     assert not same(models[0], start[0]), "something was averaged"
@@ -166,7 +170,9 @@ def test_averages_are_doubly_stochastic(topology: Topology, seed: int):
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_as_many_rounds_as_the_logarithm_of_the_workers_make_all_equal(workers: int):
     rounds = workers.bit_length() - 1
-    matrix = mixed(Exponential(), instant(workers), lambda rank: torch.eye(workers, dtype=torch.float64)[rank], rounds=rounds)
+    matrix = mixed(
+        Exponential(), instant(workers), lambda rank: torch.eye(workers, dtype=torch.float64)[rank], rounds=rounds
+    )
     assert torch.equal(matrix, torch.full((workers, workers), 1 / workers, dtype=torch.float64))
 
 
@@ -181,7 +187,9 @@ def test_without_gradients_models_come_together_geometrically(topology: Topology
 
     spreads = [spread(rounds) for rounds in (0, 12, 24, 36)]
     assert all(after < 0.6 * before + 1e-12 for before, after in pairwise(spreads)), spreads
-    if isinstance(topology, Ring):  # Two rounds average pairs and then the pairs between: the slowest mode keeps cos(pi / 3)**2 of itself.
+    if isinstance(
+        topology, Ring
+    ):  # Two rounds average pairs and then the pairs between: the slowest mode keeps cos(pi / 3)**2 of itself.
         assert abs(spread(26) / spread(24) - 0.25) < 1e-6
 
 
@@ -194,7 +202,9 @@ def test_no_requests_however_they_cross_hold_anybody_up(waits: bool, seed: int):
     """F2.5: the simulator names a deadlock.  In step, and not; asked by whom chance will."""
     chance = Random(seed)
     workers = chance.randrange(2, 7)
-    asked = {(r, i): chance.choice([None, *(p for p in range(workers) if p != r)]) for r in range(workers) for i in range(8)}
+    asked = {
+        (r, i): chance.choice([None, *(p for p in range(workers) if p != r)]) for r in range(workers) for i in range(8)
+    }
     cluster = chance.choice([instant(workers), Cluster(workers), uneven(workers, seed)])
     start = torch.eye(workers, dtype=torch.float64)
     models = mixed(lambda rank, size, step: asked[rank, step], cluster, start.__getitem__, rounds=8, waits=waits)
@@ -248,7 +258,7 @@ def test_the_mean_of_all_models_moves_by_gradients_alone(topology: Topology, see
         return point
 
     task = Task(model, slope, data, 8, lambda p: torch.optim.SGD(p, lr=0.25), steps=8)
-    faults = Faults(lost=0.1, doubled=0.1, patience=0.05) if seed else Faults()
+    faults = Faults(lost=0.1, doubled=0.1, retransmit_s=0.05) if seed else Faults()
     run = simulate(task, Gossip(topology), uneven(4, seed), faults=faults)
     assert torch.equal(run.params, trained_alone(task))
 
@@ -283,7 +293,10 @@ def test_who_joins_begins_with_a_living_peers_model_at_its_step():
 
 def test_who_joins_waits_until_there_is_a_place():
     run = simulate(
-        quadratic(steps=40, batch=6), Gossip(), Cluster(workers=3, compute="10ms"), faults=Faults(deaths={2: 0.2}, joins=[0.01, 0.01])
+        quadratic(steps=40, batch=6),
+        Gossip(),
+        Cluster(workers=3, compute="10ms"),
+        faults=Faults(deaths={2: 0.2}, joins=[0.01, 0.01]),
     )
     begun = {p.rank: p.time for p in reversed(run.trace.points)}
     assert begun[3] > 0.2 and 4 not in begun

@@ -75,7 +75,9 @@ def defined(codec: Codec, x: Tensor, residual: Tensor | None, seed: int) -> Tens
         return kernels.encode(codec, x, residual, torch.Generator().manual_seed(seed))
 
 
-def encoded(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None = None) -> tuple[Tensor, bool]:
+def encoded(
+    codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None = None
+) -> tuple[Tensor, bool]:
     """By the kernel; where Triton interprets, that is one for tensors of the CPU."""
     from paceline.codecs.kernels import gpu
 
@@ -89,7 +91,9 @@ def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) ->
     gpu.KERNELS[type(codec)].add(codec, data, into, weight, fresh)
 
 
-def check(codec: Codec, numel: int, dtype: torch.dtype = torch.float32, *, feedback: bool = True, seed: int = 0) -> None:
+def check(
+    codec: Codec, numel: int, dtype: torch.dtype = torch.float32, *, feedback: bool = True, seed: int = 0
+) -> None:
     """One message: the same bytes, the same residual, the same sums, to the bit."""
     x, residual = values(numel, seed).to(dtype), values(numel, seed + 1) if feedback else None
     on_device = None if residual is None else residual.clone().to(DEVICE)
@@ -114,7 +118,9 @@ def check(codec: Codec, numel: int, dtype: torch.dtype = torch.float32, *, feedb
 def test_all_of_this_holds_where_triton_interprets():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 

@@ -67,7 +67,9 @@ def assert_alike(codec: Codec, x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def test_most_codecs_have_kernels():
-    assert {"OneBit", "NBit", "QSGD", "TernGrad", "Fp8", "Fp16", "BFloat16"} <= {type(codec).__name__ for codec in FUSED.values()}
+    assert {"OneBit", "NBit", "QSGD", "TernGrad", "Fp8", "Fp16", "BFloat16"} <= {
+        type(codec).__name__ for codec in FUSED.values()
+    }
 
 
 @every_kernel
@@ -196,7 +198,9 @@ def test_bytes_that_nobody_encoded_mean_the_same_or_are_refused_both_ways(codec:
             if trial % 2:
                 data = torch.randint(256, (honest.numel(),), dtype=torch.uint8, generator=rng)
             else:
-                data[torch.randint(honest.numel(), (3,), generator=rng)] = torch.randint(256, (3,), dtype=torch.uint8, generator=rng)
+                data[torch.randint(honest.numel(), (3,), generator=rng)] = torch.randint(
+                    256, (3,), dtype=torch.uint8, generator=rng
+                )
             results: list[Any] = []
             for way in (kernels.plain, torch.no_grad):
                 into = torch.ones(numel)

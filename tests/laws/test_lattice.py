@@ -27,7 +27,18 @@ from paceline import (
 )
 from paceline.strategy import Strategy
 from tests.laws.every import RULES
-from tests.laws.tasks import OPTIMIZERS, close, instant, numbers, params, quadratic, regression, same, trained_alone, vector
+from tests.laws.tasks import (
+    OPTIMIZERS,
+    close,
+    instant,
+    numbers,
+    params,
+    quadratic,
+    regression,
+    same,
+    trained_alone,
+    vector,
+)
 
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 LINEAR = {name: optimizer for name, optimizer in OPTIMIZERS.items() if name != "adam"}
@@ -54,7 +65,9 @@ def trained_together(task: Task, workers: int, weigh: Callable[[int], float]) ->
 
 @every_optimizer
 @pytest.mark.parametrize(
-    ("batch", "samples"), [(8, 32), (10, 32), (5, 17), (3, 12)], ids=["equal", "3 3 2 2", "2 1 1 1 and 2 samples", "one has none"]
+    ("batch", "samples"),
+    [(8, 32), (10, 32), (5, 17), (3, 12)],
+    ids=["equal", "3 3 2 2", "2 1 1 1 and 2 samples", "one has none"],
 )
 def test_all_reduce_sgd_equals_one_machine_on_the_union_of_the_minibatches(optimizer: Any, batch: int, samples: int):
     """Adam divides small gradients by their roots, which lets rounding grow."""
@@ -109,10 +122,14 @@ def test_one_bit_sgd_delays_gradients_and_loses_none():
     task = quadratic(steps=25, batch=8, numel=numel)
     task = Task(task.model, slope, task.data, task.batch, OPTIMIZERS["sgd"], steps=25)
     run = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=4))
-    residuals, owners = (sum(state["replica"]["memories"][0][name] for state in run.states) for name in ("residual", "owner_residual"))
+    residuals, owners = (
+        sum(state["replica"]["memories"][0][name] for state in run.states) for name in ("residual", "owner_residual")
+    )
     meant = trained_alone(task)
     # What is remembered may be of means (over 2 samples each, then over 4 workers) or of sums over 8 samples: either is conserved.
-    assert close(run.params - lr * (residuals / 4 + owners), meant) or close(run.params - lr * (residuals + owners) / 8, meant)
+    assert close(run.params - lr * (residuals / 4 + owners), meant) or close(
+        run.params - lr * (residuals + owners) / 8, meant
+    )
     assert not close(run.params, meant, rtol=1e-3)
 
 
@@ -178,11 +195,17 @@ def test_averaging_replicas_that_saw_the_same_data_changes_nothing(optimizer: An
 def test_block_momentum_0_at_rate_1_equals_averaging(optimizer: Any, nesterov: bool, batch: int):
     """Period 3 does not divide 16."""
     task = regression(steps=16, batch=batch, optimizer=optimizer)
-    blocks = simulate(task, BlockMomentum(period=3, momentum=0.0, rate=1.0, nesterov=nesterov, optimizer_state="keep"), Cluster(workers=4))
+    blocks = simulate(
+        task,
+        BlockMomentum(period=3, momentum=0.0, rate=1.0, nesterov=nesterov, optimizer_state="keep"),
+        Cluster(workers=4),
+    )
     assert close(blocks.params, simulate(task, PeriodicAveraging(period=3), Cluster(workers=4)).params, rtol=1e-9)
 
 
-def outer_loop(task: Task, workers: int, period: int, outer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> Tensor:
+def outer_loop(
+    task: Task, workers: int, period: int, outer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+) -> Tensor:
     """Blocks of local training by hand; a torch optimizer steps by the outer gradient, the block's start less the mean of the replicas."""
     centre = nn.Parameter(vector(task.build()))
     stepper = outer([centre])
@@ -204,13 +227,19 @@ def outer_loop(task: Task, workers: int, period: int, outer: Callable[[Sequence[
 @every_optimizer
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("eta", "rate"), [(0.75, 1.0), (0.5, 0.7), (0.9, 1.3)])
-def test_block_momentum_is_torchs_momentum_on_the_outer_gradient(optimizer: Any, nesterov: bool, eta: float, rate: float):
+def test_block_momentum_is_torchs_momentum_on_the_outer_gradient(
+    optimizer: Any, nesterov: bool, eta: float, rate: float
+):
     """Of Nesterov's form torch holds the look-ahead point, where blocks begin; the model deployed is the one behind it."""
     task = regression(steps=16, batch=8, optimizer=optimizer)
     expected = outer_loop(task, 4, 4, lambda p: torch.optim.SGD(p, lr=rate, momentum=eta, nesterov=nesterov))
-    run = simulate(task, BlockMomentum(period=4, momentum=eta, rate=rate, nesterov=nesterov, optimizer_state="keep"), Cluster(workers=4))
+    run = simulate(
+        task,
+        BlockMomentum(period=4, momentum=eta, rate=rate, nesterov=nesterov, optimizer_state="keep"),
+        Cluster(workers=4),
+    )
     shared, _, filtered = run.states[0]["replica"]["memories"]
-    assert close(shared["start"], expected, rtol=1e-9)
+    assert close(shared["anchor"], expected, rtol=1e-9)
     assert close(run.params, expected - eta * filtered["delta"] if nesterov else expected, rtol=1e-9)
 
 
@@ -235,14 +264,22 @@ def test_one_block_moves_the_model_by_rate_over_1_minus_eta_in_the_end(nesterov:
         Cluster(workers=4),
     )
     displacement = -lr * period
-    assert torch.allclose(run.params - vector(start.build()), torch.tensor(rate * displacement / (1 - eta), dtype=torch.float64), rtol=1e-8)
+    assert torch.allclose(
+        run.params - vector(start.build()),
+        torch.tensor(rate * displacement / (1 - eta), dtype=torch.float64),
+        rtol=1e-8,
+    )
 
 
 @every_optimizer
 def test_block_momentum_of_one_worker_equals_its_optimizer(optimizer: Any):
     """The default momentum of one worker is 0."""
     task = regression(steps=19, batch=8, optimizer=optimizer)
-    assert close(simulate(task, BlockMomentum(period=4, optimizer_state="keep"), Cluster(workers=1)).params, trained_alone(task), rtol=1e-9)
+    assert close(
+        simulate(task, BlockMomentum(period=4, optimizer_state="keep"), Cluster(workers=1)).params,
+        trained_alone(task),
+        rtol=1e-9,
+    )
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -260,7 +297,8 @@ def test_a_block_starts_with_a_fresh_optimizer_if_so_asked(reset: bool):
 def test_default_block_momentum_is_1_minus_1_over_workers():
     task = regression(steps=12, batch=8)
     default, explicit = (
-        simulate(task, BlockMomentum(period=3, momentum=m, optimizer_state="keep"), Cluster(workers=4)) for m in (None, 0.75)
+        simulate(task, BlockMomentum(period=3, momentum=m, optimizer_state="keep"), Cluster(workers=4))
+        for m in (None, 0.75)
     )
     assert same(default.params, explicit.params)
 
@@ -273,11 +311,15 @@ def test_any_number_of_shards_equals_one(servers: int):
     """In one order of events, to the bit."""
     task = regression(steps=12, batch=9)
     one, several = (
-        simulate(task, ParameterServer(rule=Sgd(lr=0.03), servers=s), instant(3, compute=[1.0, 1.0, 1.0])) for s in (1, servers)
+        simulate(task, ParameterServer(rule=Sgd(lr=0.03), servers=s), instant(3, compute=[1.0, 1.0, 1.0]))
+        for s in (1, servers)
     )
     for a, b in zip(params(one), params(several), strict=True):
         assert same(a, b)
-    unequal = [simulate(task, ParameterServer(rule=Sgd(lr=0.03), servers=s), instant(3, compute=[1.0, 1.4, 2.3])) for s in (1, servers)]
+    unequal = [
+        simulate(task, ParameterServer(rule=Sgd(lr=0.03), servers=s), instant(3, compute=[1.0, 1.4, 2.3]))
+        for s in (1, servers)
+    ]
     assert same(unequal[0].params, unequal[1].params)
     assert not same(unequal[0].params, one.params), "another order of events is another run"
 
@@ -355,7 +397,9 @@ def test_a_rule_does_to_slices_what_it_does_to_the_whole(rule: Rule, staleness: 
 
 @every_optimizer
 @pytest.mark.parametrize(
-    "strategy", [AllReduceSGD(), AllReduceSGD(codec=OneBit()), PeriodicAveraging(period=3), PeriodicAveraging(period=50)], ids=str
+    "strategy",
+    [AllReduceSGD(), AllReduceSGD(codec=OneBit()), PeriodicAveraging(period=3), PeriodicAveraging(period=50)],
+    ids=str,
 )
 def test_one_worker_of_a_synchronous_method_is_its_optimizer_to_the_bit(strategy: Strategy, optimizer: Any):
     task = regression(steps=13, batch=7, samples=20, optimizer=optimizer)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import ErrorFeedback, OneBit
-from paceline.codecs.power_sgd import FactorLink, PowerSGD, first_guess
-from paceline.collectives import Ballot
-from paceline.low_rank import mean_by_factors
+from paceline.codecs.power_sgd import FactorState, PowerSGD, first_guess
+from paceline.collectives import SyncVote
+from paceline.collectives.low_rank import mean_by_factors
 from tests.laws.ranks import Ranks, on_shared_memory, on_simulator
 from tests.laws.tasks import numbers, same
 
@@ -35,20 +35,22 @@ def memory(**values: Tensor) -> SimpleNamespace:
     return SimpleNamespace(**{name: v.clone() for name, v in values.items()})
 
 
-def linked(dtype: torch.dtype = torch.float64, remember: Callable[..., Any] = memory) -> FactorLink:
-    return PowerSGD(rank=RANK).fitted(SHAPES).link(remember, torch.zeros(NUMEL, dtype=dtype))
+def linked(dtype: torch.dtype = torch.float64, remember: Callable[..., Any] = memory) -> FactorState:
+    return PowerSGD(rank=RANK).fitted(SHAPES).codec_state(remember, torch.zeros(NUMEL, dtype=dtype))
 
 
 def gradient(rank: int, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return numbers(NUMEL, seed=100 * step + rank).to(dtype)
 
 
-async def trained(endpoint: Any, steps: Sequence[int], link: FactorLink, weights: Sequence[float] = WEIGHTS) -> list[Tensor]:
+async def trained(
+    endpoint: Any, steps: Sequence[int], codec_state: FactorState, weights: Sequence[float] = WEIGHTS
+) -> list[Tensor]:
     """The means of some steps' gradients."""
     means: list[Tensor] = []
     for t in steps:
-        x = gradient(endpoint.rank, t, link.residual.dtype)
-        await mean_by_factors(endpoint, x, Ballot(weights[endpoint.rank], rank=endpoint.rank), link)
+        x = gradient(endpoint.rank, t, codec_state.residual.dtype)
+        await mean_by_factors(endpoint, x, SyncVote(weights[endpoint.rank], rank=endpoint.rank), codec_state)
         means.append(x)
     return means
 
@@ -83,8 +85,8 @@ def in_numpy(steps: int, weights: Sequence[float]) -> tuple[list[np.ndarray], li
 
 def test_the_mean_is_the_one_of_the_paper(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link = linked()
-        return await trained(endpoint, range(6), link), link.residual
+        codec_state = linked()
+        return await trained(endpoint, range(6), codec_state), codec_state.residual
 
     means, residuals = in_numpy(6, WEIGHTS)
     for rank, (got, residual) in enumerate(SIMULATOR(tmp_path, 4, law)):
@@ -97,8 +99,8 @@ def test_the_mean_is_the_one_of_the_paper(tmp_path: Path):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_all_ranks_have_the_same_bits_and_processes_those_of_the_simulator(workers: int, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link = linked(torch.float32)
-        return *await trained(endpoint, range(5), link), *link.factors
+        codec_state = linked(torch.float32)
+        return *await trained(endpoint, range(5), codec_state), *codec_state.factors
 
     simulated, real = SIMULATOR(tmp_path, workers, law), SHARED_MEMORY(tmp_path, workers, law)
     for result in [*simulated, *real]:
@@ -110,13 +112,13 @@ def test_residuals_and_result_add_up_to_what_was_meant(dtype: torch.dtype, tmp_p
     """Up to some ten roundings, of values no larger than the norm of a column: those of 40 values, or fewer."""
 
     async def law(endpoint: Any) -> Any:
-        link, steps = linked(dtype), []
+        codec_state, steps = linked(dtype), []
         for t in range(6):
-            g, before = gradient(endpoint.rank, t, dtype), link.residual.clone()
+            g, before = gradient(endpoint.rank, t, dtype), codec_state.residual.clone()
             x = g.clone()
-            await mean_by_factors(endpoint, x, Ballot(WEIGHTS[endpoint.rank], rank=endpoint.rank), link)
-            assert WEIGHTS[endpoint.rank] or same(before, link.residual)
-            steps.append((g.double() + before.double(), x.double(), link.residual.clone().double()))
+            await mean_by_factors(endpoint, x, SyncVote(WEIGHTS[endpoint.rank], rank=endpoint.rank), codec_state)
+            assert WEIGHTS[endpoint.rank] or same(before, codec_state.residual)
+            steps.append((g.double() + before.double(), x.double(), codec_state.residual.clone().double()))
         return steps
 
     ranks = SIMULATOR(tmp_path, 4, law)
@@ -124,12 +126,14 @@ def test_residuals_and_result_add_up_to_what_was_meant(dtype: torch.dtype, tmp_p
         mean = sum(w * m for w, (m, _, _) in zip(WEIGHTS, steps, strict=True)) / sum(WEIGHTS)
         left = sum(w * r for w, (_, _, r) in zip(WEIGHTS, steps, strict=True)) / sum(WEIGHTS)
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        assert (steps[0][1] + left - mean).abs().max().item() <= 10 * eps * 40**0.5 * max(m.abs().max().item() for m, _, _ in steps)
+        assert (steps[0][1] + left - mean).abs().max().item() <= 10 * eps * 40**0.5 * max(
+            m.abs().max().item() for m, _, _ in steps
+        )
 
 
 def test_means_of_low_rank_are_exact(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link, out = linked(), []
+        codec_state, out = linked(), []
         left = [numbers(rows, 1, seed=9) for _, rows, _ in matrices()]
         for t in range(4):
             x = gradient(endpoint.rank, t)
@@ -137,7 +141,7 @@ def test_means_of_low_rank_are_exact(tmp_path: Path):
                 other = p if endpoint.rank % 2 else numbers(rows, 1, seed=10)
                 x[where] = (other @ numbers(1, cols, seed=20 + endpoint.rank)).reshape(-1) / (1 + t)
             given = x.clone()
-            await mean_by_factors(endpoint, x, Ballot(WEIGHTS[endpoint.rank], rank=endpoint.rank), link)
+            await mean_by_factors(endpoint, x, SyncVote(WEIGHTS[endpoint.rank], rank=endpoint.rank), codec_state)
             out.append((given, x))
         return out
 
@@ -156,12 +160,12 @@ def test_by_warm_start_the_best_approximation_is_found(tmp_path: Path):
     best = values[RANK:].norm().item()
 
     async def law(endpoint: Any) -> Any:
-        link, errors = linked(), []
+        codec_state, errors = linked(), []
         for _ in range(12):
             x = torch.zeros(NUMEL, dtype=torch.float64)
             x[796:1796] = m.reshape(-1)
-            link.residual.zero_()
-            await mean_by_factors(endpoint, x, Ballot(1.0, rank=endpoint.rank), link)
+            codec_state.residual.zero_()
+            await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
             errors.append((x[796:1796].view(40, 25) - m).norm().item())
         return errors
 
@@ -172,10 +176,10 @@ def test_by_warm_start_the_best_approximation_is_found(tmp_path: Path):
 
 def test_a_constant_gradient_is_said_on_average(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link, means = linked(), []
+        codec_state, means = linked(), []
         for _ in range(300):
             x = gradient(endpoint.rank, 0)
-            await mean_by_factors(endpoint, x, Ballot(1.0, rank=endpoint.rank), link)
+            await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
             means.append(x)
         meant = (gradient(0, 0) + gradient(1, 0)) / 2
         return (means[0] - meant).norm().item(), (torch.stack(means).mean(0) - meant).norm().item()
@@ -188,11 +192,13 @@ def test_residuals_stay_bounded_where_ranks_differ_and_weights_change(tmp_path: 
     """What a rank alone has to say must not pile up, to be heard at once in a step in which another has less weight."""
 
     async def law(endpoint: Any) -> Any:
-        link, norms = linked(), []
+        codec_state, norms = linked(), []
         for t in range(400):
             x = (-1) ** endpoint.rank * gradient(0, 0) + gradient(endpoint.rank, t) / 3
-            await mean_by_factors(endpoint, x, Ballot(1.0 if t % 10 else 1.0 - endpoint.rank / 2, rank=endpoint.rank), link)
-            norms.append(link.residual.norm().item())
+            await mean_by_factors(
+                endpoint, x, SyncVote(1.0 if t % 10 else 1.0 - endpoint.rank / 2, rank=endpoint.rank), codec_state
+            )
+            norms.append(codec_state.residual.norm().item())
         return norms
 
     for norms in SIMULATOR(tmp_path, 2, law):
@@ -203,13 +209,13 @@ def test_matrices_that_were_zero_once_are_not_given_up(tmp_path: Path):
     """A Q of zeros would give a P of zeros, and that zeros again, for ever."""
 
     async def law(endpoint: Any) -> Any:
-        link = linked()
+        codec_state = linked()
         for _ in range(2):
             x = torch.zeros(NUMEL, dtype=torch.float64)
-            await mean_by_factors(endpoint, x, Ballot(1.0, rank=endpoint.rank), link)
-            assert not x.count_nonzero() and not link.residual.count_nonzero()
+            await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
+            assert not x.count_nonzero() and not codec_state.residual.count_nonzero()
         x = torch.ones(NUMEL, dtype=torch.float64)
-        await mean_by_factors(endpoint, x, Ballot(1.0, rank=endpoint.rank), link)
+        await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
         return x
 
     for x in SIMULATOR(tmp_path, 2, law):
@@ -224,8 +230,8 @@ def test_the_size_of_values_does_not_matter(scale: float, tmp_path: Path):
         links = linked(torch.float32), linked(torch.float32)
         for t in range(4):
             xs = gradient(endpoint.rank, t, torch.float32), gradient(endpoint.rank, t, torch.float32) * scale
-            for x, link in zip(xs, links, strict=True):
-                await mean_by_factors(endpoint, x, Ballot(1.0, rank=endpoint.rank), link)
+            for x, codec_state in zip(xs, links, strict=True):
+                await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
             assert torch.allclose(xs[0], xs[1] / scale, rtol=1e-3, atol=1e-3)
 
     SIMULATOR(tmp_path, 2, law)
@@ -240,18 +246,18 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.endpoint, name)
 
-    def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Any:
+    def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Any:
         self.sizes.append(x.numel())
-        return self.endpoint.all_reduce(x, tail)
+        return self.endpoint.all_reduce(x, extras)
 
 
 def test_all_factors_travel_in_two_exchanges_and_small_tensors_with_the_first(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         counting = Counting(endpoint)
         await trained(counting, [0], linked())
-        small = PowerSGD(rank=RANK).link(memory, torch.zeros(9))
+        small = PowerSGD(rank=RANK).codec_state(memory, torch.zeros(9))
         x = torch.full((9,), endpoint.rank + 1.0)
-        await mean_by_factors(counting, x, Ballot(1.0, rank=endpoint.rank), small)
+        await mean_by_factors(counting, x, SyncVote(1.0, rank=endpoint.rank), small)
         return counting.sizes, x.tolist()
 
     raw = NUMEL - sum(rows * cols for _, rows, cols in matrices())
@@ -263,7 +269,7 @@ def test_all_factors_travel_in_two_exchanges_and_small_tensors_with_the_first(tm
 def test_a_link_without_factors_is_refused(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         with pytest.raises(TypeError, match=r"ErrorFeedback of OneBit\(bucket=512\): only PowerSGD's"):
-            await mean_by_factors(endpoint, torch.zeros(9), Ballot(1.0), ErrorFeedback(OneBit(), torch.zeros(9)))
+            await mean_by_factors(endpoint, torch.zeros(9), SyncVote(1.0), ErrorFeedback(OneBit(), torch.zeros(9)))
 
     SIMULATOR(tmp_path, 2, law)
 
@@ -273,16 +279,16 @@ def test_a_link_without_factors_is_refused(tmp_path: Path):
 
 def test_where_nobody_has_weight_everything_stays(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link = linked(torch.float32)
-        await trained(endpoint, range(2), link)
-        before = [link.residual.clone(), *(q.clone() for q in link.factors)]
+        codec_state = linked(torch.float32)
+        await trained(endpoint, range(2), codec_state)
+        before = [codec_state.residual.clone(), *(q.clone() for q in codec_state.factors)]
         x = gradient(endpoint.rank, 3, torch.float32)
         half = x.half()
         for vector in (x, half):
             kept = vector.clone()
-            total = await mean_by_factors(endpoint, vector, Ballot(0.0, 1.0, rank=endpoint.rank), link)
+            total = await mean_by_factors(endpoint, vector, SyncVote(0.0, 1.0, rank=endpoint.rank), codec_state)
             assert same(vector, kept) and (total.weight, total.going_on, total.bad) == (0.0, 2.0, 0.0)
-        assert all(same(a, b) for a, b in zip(before, [link.residual, *link.factors], strict=True))
+        assert all(same(a, b) for a, b in zip(before, [codec_state.residual, *codec_state.factors], strict=True))
 
     SIMULATOR(tmp_path, 2, law)
 
@@ -292,23 +298,23 @@ def test_where_nobody_has_weight_everything_stays(tmp_path: Path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_value_that_is_not_finite_voids_the_exchange_for_all(bad: float, at: int, dtype: torch.dtype, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link = linked(torch.float32)
-        await trained(endpoint, range(2), link, [1.0] * 3)
-        before = [link.residual.clone(), *(q.clone() for q in link.factors)]
+        codec_state = linked(torch.float32)
+        await trained(endpoint, range(2), codec_state, [1.0] * 3)
+        before = [codec_state.residual.clone(), *(q.clone() for q in codec_state.factors)]
         x = gradient(endpoint.rank, 3, dtype)
         if endpoint.rank == 1:
             x[at] = bad
-        ballot = Ballot(2.0, rank=endpoint.rank)
-        total = await mean_by_factors(endpoint, x, ballot, link)
-        assert total.culprit() == "rank 1" and total.weight == 6.0 and bool(ballot.bad) == (endpoint.rank == 1)
+        vote = SyncVote(2.0, rank=endpoint.rank)
+        total = await mean_by_factors(endpoint, x, vote, codec_state)
+        assert total.culprit() == "rank 1" and total.weight == 6.0 and bool(vote.bad) == (endpoint.rank == 1)
         assert x.isnan().all()
-        assert all(same(a, b) for a, b in zip(before, [link.residual, *link.factors], strict=True))
-        return await trained(endpoint, range(4, 6), link, [1.0] * 3)
+        assert all(same(a, b) for a, b in zip(before, [codec_state.residual, *codec_state.factors], strict=True))
+        return await trained(endpoint, range(4, 6), codec_state, [1.0] * 3)
 
     async def without(endpoint: Any) -> Any:
-        link = linked(torch.float32)
-        await trained(endpoint, range(2), link, [1.0] * 3)
-        return await trained(endpoint, range(4, 6), link, [1.0] * 3)
+        codec_state = linked(torch.float32)
+        await trained(endpoint, range(2), codec_state, [1.0] * 3)
+        return await trained(endpoint, range(4, 6), codec_state, [1.0] * 3)
 
     for a, b in zip(SIMULATOR(tmp_path, 3, law), SIMULATOR(tmp_path, 3, without), strict=True):
         assert all(same(x, y) for x, y in zip(a, b, strict=True))
@@ -318,9 +324,9 @@ def test_a_rank_that_is_known_to_be_bad_says_nothing(tmp_path: Path):
     """Its values may be finite: whoever found a NaN elsewhere in its gradient has said so."""
 
     async def law(endpoint: Any) -> Any:
-        link, x, bad = linked(), gradient(endpoint.rank, 0), float(endpoint.rank == 2)
-        total = await mean_by_factors(endpoint, x, Ballot(1.0, 1.0, bad, 2 * bad, endpoint.rank), link)
-        assert total.culprit() == "rank 2" and x.isnan().all() and not link.residual.count_nonzero()
+        codec_state, x, bad = linked(), gradient(endpoint.rank, 0), float(endpoint.rank == 2)
+        total = await mean_by_factors(endpoint, x, SyncVote(1.0, 1.0, bad, 2 * bad, endpoint.rank), codec_state)
+        assert total.culprit() == "rank 2" and x.isnan().all() and not codec_state.residual.count_nonzero()
 
     SIMULATOR(tmp_path, 3, law)
 
@@ -328,11 +334,11 @@ def test_a_rank_that_is_known_to_be_bad_says_nothing(tmp_path: Path):
 @pytest.mark.parametrize("at", [slice(0, 600), slice(600, 630)], ids=["matrix", "vector"])
 def test_finite_values_whose_sums_are_not_void_the_exchange_for_all(at: slice, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link, x = linked(torch.float32), torch.zeros(NUMEL)
+        codec_state, x = linked(torch.float32), torch.zeros(NUMEL)
         x[at] = 3e36
-        total = await mean_by_factors(endpoint, x, Ballot(200.0, rank=endpoint.rank), link)
-        assert total.bad == 2 and x.isnan().all() and not link.residual.count_nonzero()
-        return await trained(endpoint, range(2), link)
+        total = await mean_by_factors(endpoint, x, SyncVote(200.0, rank=endpoint.rank), codec_state)
+        assert total.bad == 2 and x.isnan().all() and not codec_state.residual.count_nonzero()
+        return await trained(endpoint, range(2), codec_state)
 
     a, b = SIMULATOR(tmp_path, 2, law)
     assert all(same(x, y) and x.isfinite().all() for x, y in zip(a, b, strict=True))
@@ -340,11 +346,11 @@ def test_finite_values_whose_sums_are_not_void_the_exchange_for_all(at: slice, t
 
 def test_a_mean_beyond_half_precision_is_seen_and_not_remembered(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        link, x = linked(torch.float16), torch.zeros(NUMEL, dtype=torch.float16)
-        link.residual[600] = 60000.0
+        codec_state, x = linked(torch.float16), torch.zeros(NUMEL, dtype=torch.float16)
+        codec_state.residual[600] = 60000.0
         x[600] = 60000.0
-        await mean_by_factors(endpoint, x, Ballot(1.0, rank=endpoint.rank), link)
-        assert x[600].isinf() and link.residual.isfinite().all()
+        await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
+        assert x[600].isinf() and codec_state.residual.isfinite().all()
 
     SIMULATOR(tmp_path, 2, law)
 
@@ -376,10 +382,10 @@ def test_buckets_between_tensors_say_what_the_whole_would(edges: list[int], tmp_
         whole, cut = linked(torch.float32), linked(torch.float32)
         for t in range(4):
             x, parts = gradient(endpoint.rank, t, torch.float32), gradient(endpoint.rank, t, torch.float32)
-            await mean_by_factors(endpoint, x, Ballot(WEIGHTS[endpoint.rank]), whole)
+            await mean_by_factors(endpoint, x, SyncVote(WEIGHTS[endpoint.rank]), whole)
             for a, b in pairwise(edges):
                 assert cut[a:b] is cut[a:b]
-                await mean_by_factors(endpoint, parts[a:b], Ballot(WEIGHTS[endpoint.rank]), cut[a:b])
+                await mean_by_factors(endpoint, parts[a:b], SyncVote(WEIGHTS[endpoint.rank]), cut[a:b])
             assert same(x, parts) and same(whole.residual, cut.residual)
         assert all(same(a, b) for a, b in zip(whole.factors, cut.factors, strict=True))
 

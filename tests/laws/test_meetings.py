@@ -12,14 +12,16 @@ from torch import nn
 from paceline import AdaptiveAveraging, Cluster, DiLoCo, PeriodicAveraging, SlowMo, Task, Then, simulate
 from paceline.codecs import kernels
 from paceline.codecs.kernels import vectors
-from paceline.flat import FlatModel, on_top
+from paceline.worker.flat import FlatModel, carry_over
 from tests.laws.tasks import close, numbers, params, regression, squared_error
 
 OTHERS = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "two groups": lambda p: torch.optim.SGD([{"params": (q := list(p))[:2], "lr": 0.0}, {"params": q[2:]}], lr=0.05, momentum=0.9),
+    "two groups": lambda p: torch.optim.SGD(
+        [{"params": (q := list(p))[:2], "lr": 0.0}, {"params": q[2:]}], lr=0.05, momentum=0.9
+    ),
 }
 
 
@@ -40,7 +42,9 @@ class Masked(nn.Module):
         return (self.norm(y) if len(x) > 1 else y) + torch.softmax(self.mask, 1)[-1]
 
 
-def masked(optimizer: Any = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), *, batch: int = 12, **more: Any) -> Task:
+def masked(
+    optimizer: Any = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), *, batch: int = 12, **more: Any
+) -> Task:
     return regression(steps=13, batch=batch, samples=40, model=Masked, optimizer=optimizer, **more)
 
 
@@ -52,18 +56,22 @@ def test_infinite_masks_and_largest_integers_stay_as_they_are(delay: int, batch:
     assert run.params.isfinite().all() and run.model.norm.running_var.isfinite().all()
 
 
-@pytest.mark.parametrize("strategy", [PeriodicAveraging(period=4, delay=2), SlowMo(period=4), DiLoCo(period=4, delay=2)], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [PeriodicAveraging(period=4, delay=2), SlowMo(period=4), DiLoCo(period=4, delay=2)], ids=str
+)
 def test_kernels_and_plain_torch_agree_to_the_bit(strategy: Any, monkeypatch: pytest.MonkeyPatch):
     def run() -> Any:
         return simulate(regression(steps=13, batch=12, samples=40, model=wide), strategy, Cluster(workers=3))
 
     fused = run()
-    for name in ("set_out", "merge", "squared_distance"):
+    for name in ("compute_delta", "merge", "squared_distance"):
         monkeypatch.delattr(vectors, name)
     with kernels.plain():
         plain = run()
     assert torch.equal(fused.params, plain.params)
-    assert [s.divergence for s in fused.trace.syncs] == pytest.approx([s.divergence for s in plain.trace.syncs], rel=1e-4)
+    assert [s.divergence for s in fused.trace.syncs] == pytest.approx(
+        [s.divergence for s in plain.trace.syncs], rel=1e-4
+    )
 
 
 def wide() -> nn.Module:
@@ -87,7 +95,9 @@ def test_only_statistics_travel():
 
 @pytest.mark.parametrize("optimizer", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize(
-    "strategy", [PeriodicAveraging(period=4, optimizer_state="average"), Then(PeriodicAveraging(), SlowMo(), steps=9)], ids=str
+    "strategy",
+    [PeriodicAveraging(period=4, optimizer_state="average"), Then(PeriodicAveraging(), SlowMo(), steps=9)],
+    ids=str,
 )
 def test_any_optimizers_state_can_be_averaged(optimizer: Any, strategy: Any):
     run = simulate(masked(optimizer), strategy, Cluster(workers=3))
@@ -97,11 +107,13 @@ def test_any_optimizers_state_can_be_averaged(optimizer: Any, strategy: Any):
 def test_what_decays_is_not_carried_below_zero():
     """A variance of 1 that has shrunk to a tenth, while the mean of all was a fifth of it."""
     mean, now, sent = (torch.tensor([v]) for v in (0.2, 0.1, 1.0))
-    assert on_top(mean, now, sent).item() == pytest.approx(0.1)
-    assert on_top(torch.tensor([3.0]), torch.tensor([5.0]), torch.tensor([4.0])).item() == 4.0
+    assert carry_over(mean, now, sent).item() == pytest.approx(0.1)
+    assert carry_over(torch.tensor([3.0]), torch.tensor([5.0]), torch.tensor([4.0])).item() == 4.0
 
 
-@pytest.mark.parametrize("strategy", [PeriodicAveraging(period=8, delay=6), DiLoCo(period=8, optimizer_state="average", delay=6)], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [PeriodicAveraging(period=8, delay=6), DiLoCo(period=8, optimizer_state="average", delay=6)], ids=str
+)
 def test_variances_stay_positive_through_delayed_meetings(strategy: Any):
     """Of one sample in thirty, thirty times as large as the others."""
     x, y = numbers(240, 6, seed=2), numbers(240, 3, seed=3)
@@ -124,7 +136,9 @@ def test_one_workers_bad_statistics_do_not_spread():
 
 def test_a_frozen_first_group_does_not_stop_the_controllers():
     task = masked(OTHERS["two groups"])
-    slow, plain = (simulate(task, SlowMo(period=4, momentum=m, optimizer_state="keep"), Cluster(workers=3)) for m in (0.5, 0.0))
+    slow, plain = (
+        simulate(task, SlowMo(period=4, momentum=m, optimizer_state="keep"), Cluster(workers=3)) for m in (0.5, 0.0)
+    )
     assert not close(slow.params, plain.params, rtol=1e-4)
     run = simulate(task, AdaptiveAveraging(period=2, warmup=0, sampling=6, low=1.0, high=1.0), Cluster(workers=3))
     assert len({sync.period for sync in run.trace.syncs}) > 1

@@ -73,7 +73,9 @@ def counting(numel: int = 3) -> Task:
 
 def cluster(seed: int, **more: Any) -> Cluster:
     chance = Random(seed)
-    return Cluster(workers=WORKERS, compute=[f"{chance.uniform(2, 20):.2f}ms" for _ in range(WORKERS)], seed=seed, **more)
+    return Cluster(
+        workers=WORKERS, compute=[f"{chance.uniform(2, 20):.2f}ms" for _ in range(WORKERS)], seed=seed, **more
+    )
 
 
 def random_faults(seed: int, servers: int, **more: Any) -> Faults:
@@ -82,7 +84,9 @@ def random_faults(seed: int, servers: int, **more: Any) -> Faults:
     joins = [chance.uniform(0, 0.2) for _ in range(chance.randrange(1, 4))]
     ranks = [*range(WORKERS), *range(WORKERS + servers, WORKERS + servers + len(joins))]
     mortal = chance.sample(ranks, chance.randrange(1, len(ranks)))
-    return Faults({rank: chance.uniform(0, 0.3) for rank in mortal}, joins, notice=chance.choice([0.0, 0.001, 0.05]), **more)
+    return Faults(
+        {rank: chance.uniform(0, 0.3) for rank in mortal}, joins, notice=chance.choice([0.0, 0.001, 0.05]), **more
+    )
 
 
 def visits(run: Run, lr: float) -> list[float]:
@@ -107,21 +111,23 @@ def test_every_sample_is_applied_once_whoever_dies(seed: int):
 def test_every_sample_is_applied_once_whoever_is_taken_for_dead(seed: int):
     chance = Random(seed)
     suspicions = [(chance.randrange(WORKERS), chance.uniform(0, 0.2)) for _ in range(chance.randrange(1, 6))]
-    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=Faults(suspicions=suspicions))
+    run = simulate(
+        counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=Faults(suspicions=suspicions)
+    )
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
     assert {p.rank for p in run.trace.points} >= set(range(WORKERS)), "they come back"
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_sample_is_applied_once_however_many_messages_are_lost_or_doubled(seed: int):
-    faults = Faults(lost=0.15, doubled=0.15, patience=0.05)
+    faults = Faults(lost=0.15, doubled=0.15, retransmit_s=0.05)
     run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=2), cluster(seed), faults=faults)
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_sample_is_applied_once_when_workers_die_and_messages_are_lost(seed: int):
-    faults = random_faults(seed, 1, lost=0.1, doubled=0.1, patience=0.05)
+    faults = random_faults(seed, 1, lost=0.1, doubled=0.1, retransmit_s=0.05)
     run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=faults)
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
 
@@ -165,7 +171,11 @@ def test_nobody_waits_for_the_dead():
 
 
 def test_who_joins_begins_with_the_current_model_and_shares_the_work():
-    task, strategy, two = quadratic(steps=100, batch=4), ParameterServer(rule=Sgd(lr=0.05), servers=1), Cluster(workers=2, compute="10ms")
+    task, strategy, two = (
+        quadratic(steps=100, batch=4),
+        ParameterServer(rule=Sgd(lr=0.05), servers=1),
+        Cluster(workers=2, compute="10ms"),
+    )
     alone, helped = simulate(task, strategy, two), simulate(task, strategy, two, faults=Faults(joins=[0.1, 0.1]))
     assert helped.seconds < 0.65 * alone.seconds
     first = min((p for p in helped.trace.points if p.rank == 3), key=lambda p: p.time)
@@ -199,7 +209,9 @@ def test_methods_whose_workers_meet_cannot_lose_one(strategy: Strategy):
         (lambda: Faults({1: -1.0}), "finite times"),
         (lambda: Faults(lost=1.0), "shares of all messages"),
         (
-            lambda: simulate(regression(steps=4, batch=6), ParameterServer(), Cluster(workers=2), faults=Faults({7: 0.1})),
+            lambda: simulate(
+                regression(steps=4, batch=6), ParameterServer(), Cluster(workers=2), faults=Faults({7: 0.1})
+            ),
             "rank 7 is none of the workers",
         ),
     ],

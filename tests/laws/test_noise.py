@@ -59,7 +59,9 @@ def test_seeds_of_different_keys_and_counts_differ():
     """torch takes only the lower 32 bits of a seed: a key in the upper ones would be no key."""
     assert len({seed_of(key, count) for key in range(200) for count in range(200)}) == 200 * 200
     assert all(0 <= seed_of(key, 2**40) < 2**32 for key in range(9))
-    assert not torch.equal(torch.rand(9, generator=random(seed_of(1, 0))), torch.rand(9, generator=random(seed_of(2, 0))))
+    assert not torch.equal(
+        torch.rand(9, generator=random(seed_of(1, 0))), torch.rand(9, generator=random(seed_of(2, 0)))
+    )
 
 
 # Layout.

@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, Cluster, NonFiniteGradient, OneBit, ParameterServer, PeriodicAveraging, Sgd, Task, simulate
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    NonFiniteGradient,
+    OneBit,
+    ParameterServer,
+    PeriodicAveraging,
+    Sgd,
+    Task,
+    simulate,
+)
 from paceline.codecs import Fp16, Fp32
 from paceline.codecs.entropy import Entropy
 from paceline.codecs.power_sgd import PowerSGD
@@ -30,7 +40,9 @@ STRATEGIES: dict[str, Strategy] = {
     "parameter-server": ParameterServer(rule=Sgd(lr=0.05)),
 }
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-every_culprit = pytest.mark.parametrize("culprit", [(2, 0), (4, 1), (7, 2)], ids=["rank 0", "rank 1", "rank 2, last step"])
+every_culprit = pytest.mark.parametrize(
+    "culprit", [(2, 0), (4, 1), (7, 2)], ids=["rank 0", "rank 1", "rank 2, last step"]
+)
 
 
 class Pair(nn.Module):
@@ -45,7 +57,9 @@ def distances(model: nn.Module, batch: Any) -> Tensor:
     return (model.quiet - x).square().sum(1).mean() + (model.loud - y).square().sum(1).mean()
 
 
-def task_with_bad_samples(*culprits: tuple[int, int], bad: float = math.nan, bucket_bytes: int = 1, parameter: str = "loud") -> Task:
+def task_with_bad_samples(
+    *culprits: tuple[int, int], bad: float = math.nan, bucket_bytes: int = 1, parameter: str = "loud"
+) -> Task:
     """One epoch, in which the gradient of a parameter is bad at those steps on those ranks, and nowhere else."""
     samples = STEPS * BATCH
     x, y = numbers(samples, 4, seed=1), numbers(samples, 4, seed=2)
@@ -72,7 +86,7 @@ def test_a_bad_gradient_is_skipped_and_named(strategy: Strategy, culprit: tuple[
         run = simulate(task_with_bad_samples(culprit, bad=bad), strategy, Cluster(workers=WORKERS))
     assert [str(w.message) for w in caught] == [named]
     assert_finite(run)
-    if strategy.is_ordered:
+    if strategy.needs.ordered:
         assert all(same(p, run.params) for p in params(run))
 
 
@@ -81,7 +95,9 @@ def test_a_gradient_beyond_its_codec_is_skipped_and_told_of():
     with pytest.warns(NonFiniteGradient) as caught:
         run = simulate(task_with_bad_samples((4, 1), bad=1e7), AllReduceSGD(codec=Fp16()), Cluster(workers=WORKERS))
     (told,) = (str(w.message) for w in caught)
-    assert re.fullmatch(r"rank 1 has a gradient beyond its codec: Fp16\(\) cannot encode .*65504 at step 4; the step was skipped", told)
+    assert re.fullmatch(
+        r"rank 1 has a gradient beyond its codec: Fp16\(\) cannot encode .*65504 at step 4; the step was skipped", told
+    )
     assert_finite(run)
 
 
@@ -101,7 +117,9 @@ def test_a_bad_minibatch_has_no_weight_in_an_average(culprit: tuple[int, int]):
     if step == STEPS - 1:
         pytest.skip("the run ends with that step")
     with pytest.warns(NonFiniteGradient):
-        run = simulate(task_with_bad_samples(culprit), PeriodicAveraging(period=100), Cluster(workers=WORKERS), stop_at=step + 1)
+        run = simulate(
+            task_with_bad_samples(culprit), PeriodicAveraging(period=100), Cluster(workers=WORKERS), stop_at=step + 1
+        )
     each = BATCH // WORKERS
     assert [s["replica"]["since_mean"] for s in run.states] == [each * (step + 1 - (r == rank)) for r in range(WORKERS)]
 
@@ -122,9 +140,13 @@ def test_a_bad_gradient_stops_the_run_by_name(strategy: Strategy, culprit: tuple
         simulate(task_with_bad_samples(culprit), strategy, Cluster(workers=WORKERS), nonfinite="stop")
     knows_parameter = rank == 0 or not isinstance(strategy, AllReduceSGD)
     what = (
-        "has NaN or infinity in the gradient of 'loud'" if knows_parameter else "had a gradient with NaN or infinity, or beyond its codec"
+        "has NaN or infinity in the gradient of 'loud'"
+        if knows_parameter
+        else "had a gradient with NaN or infinity, or beyond its codec"
     )
-    assert re.fullmatch(rf"rank {rank} {what} at step {step}; nothing was changed by it \(nonfinite='stop'\)", str(caught.value))
+    assert re.fullmatch(
+        rf"rank {rank} {what} at step {step}; nothing was changed by it \(nonfinite='stop'\)", str(caught.value)
+    )
 
 
 @every_strategy

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from paceline import Cluster, ClusterError, Faults, Link, Replica, Run, Sandblaster, Shard, Task, simulate
 from paceline.endpoint import Message
-from paceline.server.asking import answered
 from paceline.server.portions import Portions
-from paceline.server.slice import Refused
+from paceline.server.requests import answered
+from paceline.server.shard_state import Refused
 from paceline.server.vectors import Vectors
 from tests.laws.tasks import instant, numbers, same
 
@@ -63,7 +63,9 @@ def random_faults(seed: int, servers: int, **more: Any) -> Faults:
     joins = [chance.uniform(0, 0.4) for _ in range(chance.randrange(1, 4))]
     ranks = [*range(WORKERS), *range(WORKERS + servers, WORKERS + servers + len(joins))]
     mortal = chance.sample(ranks, chance.randrange(1, len(ranks)))
-    return Faults({rank: chance.uniform(0, 0.5) for rank in mortal}, joins, notice=chance.choice([0.0, 0.001, 0.05]), **more)
+    return Faults(
+        {rank: chance.uniform(0, 0.5) for rank in mortal}, joins, notice=chance.choice([0.0, 0.001, 0.05]), **more
+    )
 
 
 def suspicions(seed: int) -> list[tuple[int, float]]:
@@ -73,10 +75,12 @@ def suspicions(seed: int) -> list[tuple[int, float]]:
 
 FAULTS: dict[str, Callable[[int, int], Faults]] = {
     "deaths": lambda seed, servers: random_faults(seed, servers),
-    "losses": lambda seed, servers: Faults(lost=0.15, doubled=0.15, patience=0.05),
-    "deaths and losses": lambda seed, servers: random_faults(seed, servers, lost=0.1, doubled=0.1, patience=0.05),
+    "losses": lambda seed, servers: Faults(lost=0.15, doubled=0.15, retransmit_s=0.05),
+    "deaths and losses": lambda seed, servers: random_faults(seed, servers, lost=0.1, doubled=0.1, retransmit_s=0.05),
     "suspicions": lambda seed, servers: Faults(suspicions=suspicions(seed)),
-    "suspicions and losses": lambda seed, servers: Faults(suspicions=suspicions(seed), lost=0.1, doubled=0.1, patience=0.05),
+    "suspicions and losses": lambda seed, servers: Faults(
+        suspicions=suspicions(seed), lost=0.1, doubled=0.1, retransmit_s=0.05
+    ),
 }
 
 
@@ -109,7 +113,9 @@ def test_if_the_first_worker_dies_at_once_another_brings_the_model():
 
 def test_who_joins_shares_the_work():
     two = Cluster(workers=2, compute="10ms")
-    alone, helped = (simulate(counting(), Sandblaster(), two, faults=Faults(joins=joins)) for joins in ([], [0.01, 0.01]))
+    alone, helped = (
+        simulate(counting(), Sandblaster(), two, faults=Faults(joins=joins)) for joins in ([], [0.01, 0.01])
+    )
     assert helped.seconds < 0.7 * alone.seconds
     assert_each_was_counted_once(helped)
 
@@ -126,8 +132,14 @@ def test_who_joins_as_the_others_go_has_nothing_to_do(before_s: float, latency: 
 # Who works on what.
 
 
-@given(st.integers(1, 12), st.integers(0, 2), st.lists(st.tuples(st.integers(0, 4), st.sampled_from("tbrrrhl")), max_size=200))
-def test_whatever_happens_each_portion_is_in_one_sum_at_most_and_none_is_lost(count: int, backups: int, events: list[tuple[int, str]]):
+@given(
+    st.integers(1, 12),
+    st.integers(0, 2),
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from("tbrrrhl")), max_size=200),
+)
+def test_whatever_happens_each_portion_is_in_one_sum_at_most_and_none_is_lost(
+    count: int, backups: int, events: list[tuple[int, str]]
+):
     """Workers take portions, back others up, report, hand in and die in any order; then one does all that is left."""
     portions = Portions(count, backups)
     hands: dict[int, list[int]] = {}

@@ -40,10 +40,10 @@ def test_a_part_of_a_part_is_a_part(a: int, b: int, c: int, d: int):
     twice, once = codec.part(slice(a, b)).part(slice(c, d)), codec.part(slice(a + c, a + d))
     assert twice.plan(d - c).matrices == once.plan(d - c).matrices
     assert twice.nbytes(d - c) == once.nbytes(d - c)
-    link = codec.link(SimpleNamespace, torch.zeros(NUMEL))
-    shared = link[a:b][c:d].factors
-    assert [q.data_ptr() for q in shared] == [q.data_ptr() for q in link[a + c : a + d].factors]
-    assert all(any(q.data_ptr() == w.data_ptr() for w in link.factors) for q in shared)
+    codec_state = codec.codec_state(SimpleNamespace, torch.zeros(NUMEL))
+    shared = codec_state[a:b][c:d].factors
+    assert [q.data_ptr() for q in shared] == [q.data_ptr() for q in codec_state[a + c : a + d].factors]
+    assert all(any(q.data_ptr() == w.data_ptr() for w in codec_state.factors) for q in shared)
 
 
 @given(rows=st.integers(1, 6), cols=st.integers(1, 40), seed=st.integers(0, 2**20), deficient=st.booleans())
@@ -64,7 +64,9 @@ def test_rows_become_orthonormal_or_zero_and_span_what_they_did(rows: int, cols:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("rank", "rows", "cols"), [(1, 1, 1), (1, 9, 4), (2, 31, 33), (4, 64, 65), (5, 513, 700), (4, 3, 300)])
+@pytest.mark.parametrize(
+    ("rank", "rows", "cols"), [(1, 1, 1), (1, 9, 4), (2, 31, 33), (4, 64, 65), (5, 513, 700), (4, 3, 300)]
+)
 def test_compiled_arithmetic_equals_the_definition_to_the_bit(rank: int, rows: int, cols: int, dtype: torch.dtype):
     def worked_out() -> list[Tensor]:
         p, q = numbers(rank, rows, dtype=dtype), numbers(rank, cols, seed=1, dtype=dtype)
@@ -129,9 +131,12 @@ def test_what_is_read_is_the_projection_onto_the_columns_that_are_sent():
 def test_what_is_left_out_is_heard_later():
     """All that P leaves out of M is orthogonal to the Q it came from, so that the same Q again would never find it."""
     g = numbers(1023)
-    link, said = ErrorFeedback(PowerSGD(), torch.zeros(1023, dtype=torch.float64)), torch.zeros(1023, dtype=torch.float64)
+    codec_state, said = (
+        ErrorFeedback(PowerSGD(), torch.zeros(1023, dtype=torch.float64)),
+        torch.zeros(1023, dtype=torch.float64),
+    )
     for _ in range(200):
-        said += PowerSGD().decode(link.encode(g), 1023)
+        said += PowerSGD().decode(codec_state.encode(g), 1023)
     assert (said / 200 - g).norm() < (read(PowerSGD(), g) - g).norm() / 10
 
 
@@ -149,7 +154,9 @@ def test_a_rank_below_1_is_refused(rank: int):
 def test_a_vector_of_another_length_than_the_tensors_is_refused():
     codec = PowerSGD().fitted([torch.Size((20, 30))])
     for wrong in (lambda: codec.encode(torch.zeros(599)), lambda: codec.nbytes(601)):
-        with pytest.raises(ValueError, match=r"PowerSGD\(rank=4\) was fitted to tensors of 600 values in all, but was given (599|601)"):
+        with pytest.raises(
+            ValueError, match=r"PowerSGD\(rank=4\) was fitted to tensors of 600 values in all, but was given (599|601)"
+        ):
             wrong()
 
 

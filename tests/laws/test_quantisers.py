@@ -27,7 +27,9 @@ def said(codec: Codec, x: Tensor, seed: int = 5) -> Tensor:
 
 def values(least: int = 1, most: int = 600) -> st.SearchStrategy[list[float]]:
     """As gradients are; none so small that its square is nothing."""
-    return st.lists(st.floats(-1000, 1000, width=32).map(lambda v: v if abs(v) > 1e-15 else 0.0), min_size=least, max_size=most)
+    return st.lists(
+        st.floats(-1000, 1000, width=32).map(lambda v: v if abs(v) > 1e-15 else 0.0), min_size=least, max_size=most
+    )
 
 
 def deviation(rows: Tensor) -> Tensor:
@@ -98,11 +100,13 @@ def test_n_bit_is_equivariant_to_powers_of_two(bits: int, numbers: list[float], 
 
 
 def test_n_bit_remembers_what_is_too_small_to_say_and_refuses_what_is_too_large():
-    link = ErrorFeedback(NBit(), torch.zeros(40), None)
+    codec_state = ErrorFeedback(NBit(), torch.zeros(40), None)
     tiny = torch.full((40,), 1e-30)
-    assert not NBit().decode(link.encode(tiny), 40).count_nonzero()
-    assert torch.equal(link.residual, tiny)
-    with pytest.raises(Unencodable, match=r"NBit\(bits=4, bucket=512\) cannot encode 40 values up to 1e\+25: .*squares"):
+    assert not NBit().decode(codec_state.encode(tiny), 40).count_nonzero()
+    assert torch.equal(codec_state.residual, tiny)
+    with pytest.raises(
+        Unencodable, match=r"NBit\(bits=4, bucket=512\) cannot encode 40 values up to 1e\+25: .*squares"
+    ):
         NBit().encode(torch.full((40,), 1e25))
 
 
@@ -196,7 +200,10 @@ def test_qsgd_keeps_its_bounds_on_noise_and_density(levels: int, bucket: int):
 
 
 @given(
-    numbers=values(), levels=st.sampled_from([1, 2, 7, 100, 127, 128, 32767]), norm=st.sampled_from(["l2", "max"]), seed=st.integers(0, 99)
+    numbers=values(),
+    levels=st.sampled_from([1, 2, 7, 100, 127, 128, 32767]),
+    norm=st.sampled_from(["l2", "max"]),
+    seed=st.integers(0, 99),
 )
 @example([3e38] * 3, 127, "max", 0)
 def test_qsgd_keeps_signs_and_never_leaves_its_levels(numbers: list[float], levels: int, norm: Any, seed: int):
@@ -206,7 +213,9 @@ def test_qsgd_keeps_signs_and_never_leaves_its_levels(numbers: list[float], leve
         assert (level.abs() <= levels * (1 + 4 * EPS)).all()
         assert torch.allclose(level, level.round(), rtol=4 * EPS, atol=0)
         assert (level * row >= 0).all()
-        assert ((level.abs() - row.double().abs() * levels / max(norm_of(codec, row), 1e-300)).abs() <= 1 + levels * 8 * EPS).all()
+        assert (
+            (level.abs() - row.double().abs() * levels / max(norm_of(codec, row), 1e-300)).abs() <= 1 + levels * 8 * EPS
+        ).all()
 
 
 @given(grid=st.lists(st.integers(-127, 127), max_size=63), power=st.integers(-9, 9), seed=st.integers(0, 999))
@@ -264,11 +273,13 @@ def test_the_noise_of_workers_is_independent_and_averages_out(codec: Codec):
 
 
 def test_messages_of_a_worker_are_independent_and_can_be_repeated():
-    v, link = numbers(2000, dtype=torch.float32), worker(QSGD(), 4)
-    first, second = link.encode(v), link.encode(v)
+    v, codec_state = numbers(2000, dtype=torch.float32), worker(QSGD(), 4)
+    first, second = codec_state.encode(v), codec_state.encode(v)
     assert not torch.equal(first, second)
-    assert torch.equal(worker(QSGD(), 4, count=1).encode(v), second), "message 1 follows from the key and its number alone"
-    assert torch.equal(link[:].encode(v), worker(QSGD(), 4, count=2).encode(v)), "slices count on"
+    assert torch.equal(worker(QSGD(), 4, count=1).encode(v), second), (
+        "message 1 follows from the key and its number alone"
+    )
+    assert torch.equal(codec_state[:].encode(v), worker(QSGD(), 4, count=2).encode(v)), "slices count on"
 
 
 @given(numbers=values(most=200), seed=st.integers(0, 2**31))
@@ -311,7 +322,9 @@ def test_terngrad_says_equal_values_as_they_are(value: float, numel: int, seed: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@given(numbers=st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1, max_size=100), sign=st.sampled_from([-1, 1]))
+@given(
+    numbers=st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1, max_size=100), sign=st.sampled_from([-1, 1])
+)
 def test_bfloat16_is_off_by_half_an_ulp_at_most(dtype: torch.dtype, numbers: list[float], sign: int):
     x = sign * torch.tensor(numbers, dtype=dtype)
     assert ((said(BFloat16(), x) - x).abs() <= 2**-8 * x.abs()).all()
@@ -350,14 +363,20 @@ def test_fp8_scales_what_fp16_refuses(large: float):
 
 def test_bfloat16_refuses_what_it_would_send_as_infinity():
     x = torch.tensor([1.0, 3.4e38])
-    with pytest.raises(Unencodable, match=r"BFloat16\(\) cannot encode 3\.4e\+38 at index 1: bfloat16 ends at 3\.38953e\+38"):
+    with pytest.raises(
+        Unencodable, match=r"BFloat16\(\) cannot encode 3\.4e\+38 at index 1: bfloat16 ends at 3\.38953e\+38"
+    ):
         BFloat16().encode(x)
     assert said(BFloat16(), torch.full((9,), 3.38e38)).isfinite().all()  # Though their sum is not.
 
 
 def test_casts_take_what_they_announce():
     million = 14_600_000
-    assert (Fp32().nbytes(million), Fp16().nbytes(million), BFloat16().nbytes(million)) == (58_400_000, 29_200_000, 29_200_000)
+    assert (Fp32().nbytes(million), Fp16().nbytes(million), BFloat16().nbytes(million)) == (
+        58_400_000,
+        29_200_000,
+        29_200_000,
+    )
     assert [Fp8().nbytes(n) for n in (0, 1, 512, 513)] == [0, 5, 516, 521]
 
 
@@ -370,5 +389,11 @@ def test_encoded_vectors_may_be_summed_in_the_type_that_they_name(codec: Codec):
 
 
 def test_only_what_is_biased_and_coarse_is_remembered_by_default():
-    assert {type(c).__name__ for c in (NBit(), QSGD(), TernGrad(), Fp16(), BFloat16(), Fp8()) if c.feedback} == {"NBit", "Fp8"}
-    assert {type(c).__name__ for c in (NBit(), QSGD(), TernGrad(), Fp16(), BFloat16(), Fp8()) if c.is_random} == {"QSGD", "TernGrad"}
+    assert {type(c).__name__ for c in (NBit(), QSGD(), TernGrad(), Fp16(), BFloat16(), Fp8()) if c.feedback} == {
+        "NBit",
+        "Fp8",
+    }
+    assert {type(c).__name__ for c in (NBit(), QSGD(), TernGrad(), Fp16(), BFloat16(), Fp8()) if c.is_random} == {
+        "QSGD",
+        "TernGrad",
+    }

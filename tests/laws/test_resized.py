@@ -36,11 +36,16 @@ every_ordered_case = pytest.mark.parametrize("case", ORDERED.values(), ids=ORDER
 
 def slopes(*, steps: int, batch: int = 8, numel: int = 7) -> Task:
     """Gradients that are the data, wherever the model is."""
-    return replace(quadratic(steps=steps, batch=batch, numel=numel), loss=lambda model, batch: (model.w * batch[0]).sum(1).mean())
+    return replace(
+        quadratic(steps=steps, batch=batch, numel=numel), loss=lambda model, batch: (model.w * batch[0]).sum(1).mean()
+    )
 
 
 def momenta(run: Run, name: str = "momentum_buffer") -> list[Tensor]:
-    return [torch.cat([s[name].reshape(-1) for s in state["trainee"]["optimizer"]["state"].values()]) for state in run.states]
+    return [
+        torch.cat([s[name].reshape(-1) for s in state["trainee"]["optimizer"]["state"].values()])
+        for state in run.states
+    ]
 
 
 def weights(run: Run) -> list[float]:
@@ -78,12 +83,16 @@ def test_a_delayed_mean_is_merged_on_time_and_not_waited_for():
     task = regression(steps=16, batch=8)
     plain, delayed = (simulate(task, PeriodicAveraging(period=4, delay=d), cluster).trace for d in (0, 2))
     assert plain.points[-1].time > 16 + 3 * 1.2 and delayed.points[-1].time == pytest.approx(16)
-    after = [max(p.step for p in delayed.points if p.rank == 0 and p.time <= s.time) for s in delayed.syncs if s.rank == 0]
+    after = [
+        max(p.step for p in delayed.points if p.rank == 0 and p.time <= s.time) for s in delayed.syncs if s.rank == 0
+    ]
     assert [s.step for s in delayed.syncs if s.rank == 0] == [3, 7, 11, 15] and after == [5, 9, 13, 15]
 
 
 @pytest.mark.parametrize(
-    "strategy", [PeriodicAveraging(period=4), SlowMo(period=4), DiLoCo(period=4, fragments=2), BlockMomentum(period=4)], ids=str
+    "strategy",
+    [PeriodicAveraging(period=4), SlowMo(period=4), DiLoCo(period=4, fragments=2), BlockMomentum(period=4)],
+    ids=str,
 )
 def test_displacements_in_fp32_are_those_without_a_codec(strategy: Any):
     """Up to float32's rounding."""
@@ -93,7 +102,9 @@ def test_displacements_in_fp32_are_those_without_a_codec(strategy: Any):
 
 
 @pytest.mark.parametrize(
-    "strategy", [PeriodicAveraging(period=3), PeriodicAveraging(period=3, delay=2), DiLoCo(3, 1.0, 0.0, fragments=3)], ids=str
+    "strategy",
+    [PeriodicAveraging(period=3), PeriodicAveraging(period=3, delay=2), DiLoCo(3, 1.0, 0.0, fragments=3)],
+    ids=str,
 )
 def test_one_bit_delays_displacements_and_loses_none(strategy: Any):
     task = slopes(steps=14, numel=1200)
@@ -111,7 +122,8 @@ def test_momentum_is_kept_averaged_or_forgotten(batch: int):
     task = regression(steps=9, batch=batch)
     before = simulate(task, PeriodicAveraging(period=100), FOUR, stop_at=4)
     keep, average, reset = (
-        simulate(task, PeriodicAveraging(period=4, optimizer_state=policy), FOUR, stop_at=4) for policy in ("keep", "average", "reset")
+        simulate(task, PeriodicAveraging(period=4, optimizer_state=policy), FOUR, stop_at=4)
+        for policy in ("keep", "average", "reset")
     )
     assert all(same(a, b) for a, b in zip(momenta(keep), momenta(before), strict=True))
     assert not close(momenta(keep)[0], momenta(keep)[1], rtol=1e-3)
@@ -122,7 +134,11 @@ def test_momentum_is_kept_averaged_or_forgotten(batch: int):
 
 
 def test_averaged_adam_keeps_counting_steps():
-    run = simulate(regression(steps=8, batch=8, optimizer=OPTIMIZERS["adam"]), PeriodicAveraging(period=4, optimizer_state="average"), FOUR)
+    run = simulate(
+        regression(steps=8, batch=8, optimizer=OPTIMIZERS["adam"]),
+        PeriodicAveraging(period=4, optimizer_state="average"),
+        FOUR,
+    )
     for name in ("exp_avg", "exp_avg_sq"):
         assert all(same(m, momenta(run, name)[0]) for m in momenta(run, name)) and momenta(run, name)[0].count_nonzero()
     assert all(same(m, torch.full((4,), 8.0)) for m in momenta(run, "step"))
@@ -191,7 +207,9 @@ def test_batches_seen_while_a_mean_is_under_way_are_counted(delay: int):
         (2, 3, [2, 5, 8, 11]),  # 1, 1, 1 and none
     ],
 )
-def test_a_period_in_samples_ends_with_the_first_step_by_which_workers_had_as_many(samples: int, batch: int, expected: list[int]):
+def test_a_period_in_samples_ends_with_the_first_step_by_which_workers_had_as_many(
+    samples: int, batch: int, expected: list[int]
+):
     run = simulate(regression(steps=12, batch=batch), PeriodicAveraging(samples=samples), FOUR)
     for rank in range(4):
         assert [s.step for s in run.trace.syncs if s.rank == rank] == expected
@@ -210,7 +228,9 @@ def task_with_an_overflow() -> Task:
 
 
 @pytest.mark.parametrize(
-    "strategy", [PeriodicAveraging(period=2), PeriodicAveraging(period=2, codec=OneBit()), BlockMomentum(period=2)], ids=str
+    "strategy",
+    [PeriodicAveraging(period=2), PeriodicAveraging(period=2, codec=OneBit()), BlockMomentum(period=2)],
+    ids=str,
 )
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_replica_that_is_not_finite_takes_the_mean_of_the_others(strategy: Any, delay: int):
@@ -221,7 +241,13 @@ def test_a_replica_that_is_not_finite_takes_the_mean_of_the_others(strategy: Any
 
 def test_it_has_no_weight_in_that_mean():
     others = mean(
-        [p for i, p in enumerate(params(simulate(task_with_an_overflow(), PeriodicAveraging(period=9), FOUR, stop_at=2))) if i != 1],
+        [
+            p
+            for i, p in enumerate(
+                params(simulate(task_with_an_overflow(), PeriodicAveraging(period=9), FOUR, stop_at=2))
+            )
+            if i != 1
+        ],
         [1.0] * 3,
     )
     with pytest.warns(NonFiniteReplica):
@@ -231,7 +257,9 @@ def test_it_has_no_weight_in_that_mean():
 
 @pytest.mark.filterwarnings("ignore::paceline.NonFiniteReplica")
 def test_a_replica_that_is_not_finite_stops_the_run_if_so_asked():
-    with pytest.raises(FloatingPointError, match=r"rank 1 had parameters with NaN or infinity.*after step 1.*nonfinite='stop'"):
+    with pytest.raises(
+        FloatingPointError, match=r"rank 1 had parameters with NaN or infinity.*after step 1.*nonfinite='stop'"
+    ):
         simulate(task_with_an_overflow(), PeriodicAveraging(period=2), FOUR, nonfinite="stop")
     passed = simulate(task_with_an_overflow(), PeriodicAveraging(period=2), FOUR, nonfinite="pass", stop_at=2)
     assert not passed.params.isfinite().all()
@@ -245,9 +273,13 @@ def test_a_run_goes_on_with_more_or_fewer_workers(case: Case):
     """They agree in the end, and every sample of every minibatch was seen once, or by each of them if that is the method."""
     task, points, states = regression(steps=14, batch=14, samples=51, model=restless), [], None
     for workers, stop in ((4, 5), (2, 8), (3, 10), (1, 12), (2, None)):
-        run = simulate(task, case.strategy, Cluster(workers=workers), resume=states and resized(states, workers), stop_at=stop)
+        run = simulate(
+            task, case.strategy, Cluster(workers=workers), resume=states and resized(states, workers), stop_at=stop
+        )
         states = run.states
-        points += [(p.step, p.samples / (workers if isinstance(case.strategy, Replicated) else 1)) for p in run.trace.points]
+        points += [
+            (p.step, p.samples / (workers if isinstance(case.strategy, Replicated) else 1)) for p in run.trace.points
+        ]
     seen = [sum(n for step, n in points if step == k) for k in range(14)]
     assert seen == pytest.approx([len(task.part(k, 0, 1)[0]) for k in range(14)])
     assert run.params.isfinite().all() and all(same(p, run.params) for p in params(run))
@@ -272,7 +304,9 @@ def test_what_all_workers_had_alike_they_have_again(case: Case):
         assert_same_states([mine["memories"][i] for i in shared], [first["memories"][i] for i in shared])
         assert (mine["k"], mine["kinds"]) == (5, first["kinds"])
         assert state["trainee"]["optimizer"]["param_groups"] == states[0]["trainee"]["optimizer"]["param_groups"]
-        assert same(mine["params"], first["params"]) or not all(same(s["replica"]["params"], first["params"]) for s in states)
+        assert same(mine["params"], first["params"]) or not all(
+            same(s["replica"]["params"], first["params"]) for s in states
+        )
 
 
 @every_ordered_case
@@ -284,7 +318,9 @@ def test_what_each_worker_had_of_its_own_all_begin_with_the_mean_of(case: Case):
         assert all(close(m, mean(momenta(old), [1.0] * 3)) for m in momenta(new))
         mine, everyones = new.states[0]["replica"], [state["replica"] for state in old.states]
         for buffer, *theirs in zip(mine["buffers"], *(r["buffers"] for r in everyones), strict=True):
-            assert close(buffer, torch.stack(theirs).mean(0) if buffer.is_floating_point() else torch.stack(theirs).amax(0))
+            assert close(
+                buffer, torch.stack(theirs).mean(0) if buffer.is_floating_point() else torch.stack(theirs).amax(0)
+            )
         for i in (i for i, kind in enumerate(mine["kinds"]) if kind == "own"):
             seen = zip(*(r["memories"][i]["seen"] for r in everyones), strict=True)
             assert mine["memories"][i]["seen"] == pytest.approx([sum(column) / 3 for column in seen])
@@ -295,11 +331,16 @@ def test_the_momentum_of_a_single_number_is_a_mean_and_a_count_of_steps_the_larg
     old = simulate(replace(task, batch=3), PeriodicAveraging(period=9), FOUR, stop_at=5).states[:3]
     old[1]["trainee"]["optimizer"]["state"][1]["step"] -= 2
     scale = resized(old, 2)[0]["trainee"]["optimizer"]["state"][1]
-    assert close(scale["exp_avg"], mean([s["trainee"]["optimizer"]["state"][1]["exp_avg"] for s in old], [1.0] * 3)) and scale["step"] == 5
+    assert (
+        close(scale["exp_avg"], mean([s["trainee"]["optimizer"]["state"][1]["exp_avg"] for s in old], [1.0] * 3))
+        and scale["step"] == 5
+    )
 
 
 def test_random_numbers_go_on_where_a_worker_stays_and_are_new_ones_where_one_joins():
-    states = simulate(regression(steps=9, batch=9, model=restless), PeriodicAveraging(period=4), Cluster(workers=3), stop_at=5).states
+    states = simulate(
+        regression(steps=9, batch=9, model=restless), PeriodicAveraging(period=4), Cluster(workers=3), stop_at=5
+    ).states
     fewer, more = ([s["trainee"]["rng"] for s in resized(states, n)] for n in (2, 5))
     assert all(same(a, s["trainee"]["rng"]) for kept in (fewer, more) for a, s in zip(kept, states, strict=False))
     assert not any(same(more[i], more[j]) for i in range(5) for j in range(i))
@@ -316,7 +357,9 @@ def test_a_period_in_samples_is_one_of_the_new_workers_samples():
 def test_a_replica_that_is_not_finite_does_not_spread_when_workers_leave():
     """At the next meeting it would not have counted."""
     old = simulate(task_with_an_overflow(), PeriodicAveraging(period=3), FOUR, stop_at=2)
-    run = simulate(task_with_an_overflow(), PeriodicAveraging(period=3), Cluster(workers=2), resume=resized(old.states, 2))
+    run = simulate(
+        task_with_an_overflow(), PeriodicAveraging(period=3), Cluster(workers=2), resume=resized(old.states, 2)
+    )
     assert not params(old)[1].isfinite().all() and all(p.isfinite().all() for p in params(run))
 
 
@@ -340,13 +383,17 @@ def test_what_workers_owe_each_other_is_shared_out(case: Case):
 
 @pytest.mark.parametrize("at", [4, 5, 6, 8])
 @pytest.mark.parametrize(
-    "strategy", [AllReduceSGD(codec=OneBit()), PeriodicAveraging(period=4), PeriodicAveraging(period=4, codec=OneBit(), delay=2)], ids=str
+    "strategy",
+    [AllReduceSGD(codec=OneBit()), PeriodicAveraging(period=4), PeriodicAveraging(period=4, codec=OneBit(), delay=2)],
+    ids=str,
 )
 def test_no_displacement_is_lost_with_the_workers(strategy: Any, at: int):
     """On a slope: what was learnt between meetings, is under way or is still owed arrives in the end."""
     task, states = slopes(steps=14, batch=12), None
     for workers, stop in ((4, at), (2, at + 3), (3, None)):
-        states = simulate(task, strategy, Cluster(workers=workers), resume=states and resized(states, workers), stop_at=stop).states
+        states = simulate(
+            task, strategy, Cluster(workers=workers), resume=states and resized(states, workers), stop_at=stop
+        ).states
     still = owed(states) if strategy.codec else torch.zeros(7)
     per_owed = -0.05 if isinstance(strategy, AllReduceSGD) else 1.0  # Of gradients, or of displacements.
     assert close(states[0]["replica"]["params"] + per_owed * still, trained_alone(task), rtol=1e-6)

@@ -28,7 +28,7 @@ from paceline import (
     Task,
     simulate,
 )
-from paceline.rows import positions, refusal, rows, union, within
+from paceline.worker.rows import positions, refusal, rows, union, within
 from tests.laws.tasks import close
 
 WORDS, WIDTH = 300, 8

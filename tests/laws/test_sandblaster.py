@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import AllReduceSGD, Cluster, Constant, Replica, Sandblaster, Shard, Stragglers, Task, Then, simulate
-from paceline.line_search import Point, armijo, strong_wolfe
+from paceline.families.line_search import Point, armijo, strong_wolfe
 from paceline.op import Op, Ready, drive
 from paceline.server.coordinator import Coordinator
 from paceline.strategies.sandblaster import Pair
@@ -28,7 +28,9 @@ class Linear(nn.Module):
         self.w = nn.Parameter(torch.linspace(-size, size, numel, dtype=torch.float64))
 
 
-def logistic(epochs: int, *, batch: int = 24, decay: float = 0.01, scales: Tensor | None = None, size: float = 0.5) -> Task:
+def logistic(
+    epochs: int, *, batch: int = 24, decay: float = 0.01, scales: Tensor | None = None, size: float = 0.5
+) -> Task:
     """Logistic regression; `scales` of the features make it ill-conditioned."""
     x = numbers(SAMPLES, FEATURES, seed=1) * (1.0 if scales is None else scales)
     y = (x @ numbers(FEATURES, seed=2) + 0.5 * numbers(SAMPLES, seed=3) > 0).double()
@@ -37,18 +39,30 @@ def logistic(epochs: int, *, batch: int = 24, decay: float = 0.01, scales: Tenso
         assert isinstance(model, Linear)
         return F.binary_cross_entropy_with_logits(batch[0] @ model.w, batch[1]) + 0.5 * decay * model.w.square().sum()
 
-    return Task(lambda: Linear(FEATURES, size), loss, [x, y], batch, lambda params: torch.optim.SGD(params, lr=0.1), epochs=epochs)
+    return Task(
+        lambda: Linear(FEATURES, size),
+        loss,
+        [x, y],
+        batch,
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        epochs=epochs,
+    )
 
 
 def least_squares(epochs: int, numel: int) -> Task:
     """A quadratic whose Hessian has a condition number of some hundred."""
-    a, b = numbers(3 * numel, numel, seed=4) * torch.logspace(0, -1, numel, dtype=torch.float64), numbers(3 * numel, seed=5)
+    a, b = (
+        numbers(3 * numel, numel, seed=4) * torch.logspace(0, -1, numel, dtype=torch.float64),
+        numbers(3 * numel, seed=5),
+    )
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         assert isinstance(model, Linear)
         return 0.5 * (batch[0] @ model.w - batch[1]).square().mean()
 
-    return Task(lambda: Linear(numel), loss, [a, b], numel, lambda params: torch.optim.SGD(params, lr=0.1), epochs=epochs)
+    return Task(
+        lambda: Linear(numel), loss, [a, b], numel, lambda params: torch.optim.SGD(params, lr=0.1), epochs=epochs
+    )
 
 
 def valleys(epochs: int, numel: int) -> Task:
@@ -59,7 +73,9 @@ def valleys(epochs: int, numel: int) -> Task:
         a, b = model.w[::2] - batch[0], model.w[1::2]
         return ((1 - a).square() + 3 * (b - a.square()).square()).mean()
 
-    return Task(lambda: Linear(numel), loss, [numbers(8, 1)], 4, lambda params: torch.optim.SGD(params, lr=0.1), epochs=epochs)
+    return Task(
+        lambda: Linear(numel), loss, [numbers(8, 1)], 4, lambda params: torch.optim.SGD(params, lr=0.1), epochs=epochs
+    )
 
 
 def whole(task: Task, w: np.ndarray) -> tuple[float, np.ndarray]:
@@ -107,7 +123,9 @@ class Watched(Sandblaster):
 
     slopes: list[float] = field(default_factory=list[float], compare=False)
     pairs: list[int] = field(default_factory=list[int], compare=False)  # how many there are after each step
-    heard: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]], compare=False)  # sender and bytes of each message
+    heard: list[tuple[int, int]] = field(
+        default_factory=list[tuple[int, int]], compare=False
+    )  # sender and bytes of each message
 
     async def server(self, s: Shard) -> None:
         if s.endpoint.rank == s.endpoint.layout.server_ranks[0]:
@@ -175,7 +193,9 @@ def test_it_backtracks_as_on_one_machine(passes: int):
 @pytest.mark.parametrize("search", ["armijo", "wolfe"])
 @pytest.mark.parametrize("shards", [2, 5, 12])
 def test_any_number_of_shards_is_one_shard(search: Any, shards: int):
-    one, many = (simulate(logistic(12), Sandblaster(shards=n, search=search), Cluster(workers=3)).params for n in (1, shards))
+    one, many = (
+        simulate(logistic(12), Sandblaster(shards=n, search=search), Cluster(workers=3)).params for n in (1, shards)
+    )
     assert close(one, many, rtol=1e-9)
 
 
@@ -243,7 +263,9 @@ def test_it_beats_sgd_at_the_same_budget_where_the_problem_is_ill_conditioned():
         return whole(task, simulate(task, strategy, Cluster(workers=2)).params.numpy())[0] - lowest
 
     def by(lr: float) -> Task:
-        return Task(task.model, task.loss, task.data, task.batch, lambda params: torch.optim.SGD(params, lr=lr), epochs=epochs)
+        return Task(
+            task.model, task.loss, task.data, task.batch, lambda params: torch.optim.SGD(params, lr=lr), epochs=epochs
+        )
 
     lowest = whole(task, reference(task, 120, history=10))[0]
     rates = [0.3, 1.0, 3.0, 10.0, 30.0]
@@ -279,7 +301,9 @@ def test_with_one_portion_a_worker_the_slowest_holds_back_all():
 
 def test_a_model_whose_loss_is_not_finite_is_refused():
     bad = logistic(3)
-    poisoned = Task(bad.model, lambda model, batch: bad.loss(model, batch) * float("nan"), bad.data, 24, bad.optimizer, epochs=3)
+    poisoned = Task(
+        bad.model, lambda model, batch: bad.loss(model, batch) * float("nan"), bad.data, 24, bad.optimizer, epochs=3
+    )
     with pytest.raises(FloatingPointError, match="not finite as it is at the beginning"):
         simulate(poisoned, Sandblaster(), Cluster(workers=2), nonfinite="pass")
 
@@ -294,7 +318,9 @@ def test_a_step_so_long_that_the_loss_is_not_finite_is_not_taken(nonfinite: Any)
         return -(1 - model.w.square().sum()).log() - (batch[0] @ model.w).mean()
 
     data = [numbers(SAMPLES, FEATURES, seed=1) + 1.0]
-    task = Task(lambda: Linear(FEATURES, 0.3), loss, data, 24, lambda params: torch.optim.SGD(params, lr=0.1), epochs=25)
+    task = Task(
+        lambda: Linear(FEATURES, 0.3), loss, data, 24, lambda params: torch.optim.SGD(params, lr=0.1), epochs=25
+    )
     run = simulate(task, Sandblaster(), Cluster(workers=2), nonfinite=nonfinite)
     value, g = whole(task, run.params.numpy())
     assert value < whole(task, vector(task.build()).numpy())[0]
@@ -351,7 +377,7 @@ def test_in_a_loop_of_ones_own_it_is_refused():
     @dataclass(frozen=True)
     class Attached(Sandblaster):
         async def worker(self, w: Replica) -> None:
-            w.learner.is_shared_out = False
+            w.learner.has_global_data = False
             await super().worker(w)
 
     with pytest.raises(ValueError, match=r"in a loop of your own: .* train\(\) or simulate\(\)"):
@@ -365,7 +391,10 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
     "near": (lambda t: 100 * (t - 0.013) ** 2, lambda t: 200 * (t - 0.013)),
     "quartic": (lambda t: (t - 3) ** 4 + 0.1 * t, lambda t: 4 * (t - 3) ** 3 + 0.1),
     "waves": (lambda t: np.cos(3 * t) + 0.1 * t * t - 0.5 * t, lambda t: -3 * np.sin(3 * t) + 0.2 * t - 0.5),
-    "ends": (lambda t: -np.log(0.4 - t) - 9 * t if t < 0.4 else np.inf, lambda t: 1 / (0.4 - t) - 9 if t < 0.4 else np.nan),
+    "ends": (
+        lambda t: -np.log(0.4 - t) - 9 * t if t < 0.4 else np.inf,
+        lambda t: 1 / (0.4 - t) - 9 if t < 0.4 else np.nan,
+    ),
 }
 
 

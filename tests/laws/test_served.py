@@ -42,7 +42,18 @@ from paceline import (
 )
 from paceline.codecs import kernels
 from tests.laws.every import RULES
-from tests.laws.tasks import OPTIMIZERS, close, instant, numbers, params, quadratic, regression, same, trained_alone, vector
+from tests.laws.tasks import (
+    OPTIMIZERS,
+    close,
+    instant,
+    numbers,
+    params,
+    quadratic,
+    regression,
+    same,
+    trained_alone,
+    vector,
+)
 
 UNEQUAL = [1.0, 1.4, 2.3]
 LR = 0.03
@@ -63,14 +74,17 @@ def memory(rule: Rule, value: torch.Tensor) -> Memory:
     ("rule", "optimizer"),
     [
         (Momentum(lr=0.02, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9)),
-        (Momentum(lr=0.02, momentum=0.9, nesterov=True), lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True)),
+        (
+            Momentum(lr=0.02, momentum=0.9, nesterov=True),
+            lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
+        ),
         (Momentum(lr=0.2, momentum=0.9, unit_gain=True), lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9)),
         (Adagrad(lr=0.05), lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-10)),
         (Adam(lr=0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
         (Scaled(Momentum(lr=0.02)), lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9)),
         (Compensated(Adagrad(lr=0.05), lam=3.0), lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-10)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Rule) else "",
 )
 @pytest.mark.parametrize("servers", [1, 3])
 def test_one_worker_with_a_rule_is_torchs_optimizer(rule: Rule, optimizer: Any, servers: int):
@@ -88,7 +102,9 @@ def test_adagrads_squares_never_shrink():
         last = m.squares.clone()
 
 
-@pytest.mark.parametrize(("by", "tau", "scale"), [("1/tau", 0, 1.0), ("1/tau", 1, 1.0), ("1/tau", 4, 0.25), ("1/(tau+1)", 4, 0.2)])
+@pytest.mark.parametrize(
+    ("by", "tau", "scale"), [("1/tau", 0, 1.0), ("1/tau", 1, 1.0), ("1/tau", 4, 0.25), ("1/(tau+1)", 4, 0.2)]
+)
 def test_a_stale_update_counts_for_less(by: Any, tau: int, scale: float):
     rule, value, update = Scaled(Sgd(lr=0.5), by), numbers(20), numbers(20, seed=1)
     expected = value - 0.5 * scale * update
@@ -147,7 +163,9 @@ def test_methods_that_are_plain_asynchronous_sgd_to_the_bit(strategy: Strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy", [StaleSynchronous(lr=LR, bound=0, visible="clock"), ParameterServer(rule=Every(Sgd(LR), 3), gate=Bound(0))], ids=str
+    "strategy",
+    [StaleSynchronous(lr=LR, bound=0, visible="clock"), ParameterServer(rule=Every(Sgd(LR), 3), gate=Bound(0))],
+    ids=str,
 )
 @pytest.mark.parametrize("compute", [[1.0, 1.0, 1.0], UNEQUAL], ids=["equal", "unequal"])
 def test_in_step_and_seen_by_the_clock_it_is_all_reduce_sgd(strategy: Strategy, compute: list[float]):
@@ -208,9 +226,17 @@ def test_mean_staleness_is_others_over_updates(updates: int, compute: list[float
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_nobody_gets_further_ahead_than_the_bound(bound: int):
-    run = simulate(regression(steps=30, batch=9), StaleSynchronous(lr=LR, bound=bound, servers=1), instant(3, compute=[1.0, 2.0, 7.0]))
-    begun = {rank: sorted(s.start for s in run.trace.spans if s.rank == rank and s.kind == "gradient") for rank in range(3)}
-    ended = {rank: sorted(s.stop for s in run.trace.spans if s.rank == rank and s.kind == "gradient") for rank in range(3)}
+    run = simulate(
+        regression(steps=30, batch=9),
+        StaleSynchronous(lr=LR, bound=bound, servers=1),
+        instant(3, compute=[1.0, 2.0, 7.0]),
+    )
+    begun = {
+        rank: sorted(s.start for s in run.trace.spans if s.rank == rank and s.kind == "gradient") for rank in range(3)
+    }
+    ended = {
+        rank: sorted(s.stop for s in run.trace.spans if s.rank == rank and s.kind == "gradient") for rank in range(3)
+    }
     ahead = 0
     for starts in begun.values():
         for clock, start in enumerate(starts):
@@ -228,9 +254,13 @@ def test_round_robin_applies_updates_in_the_order_of_ranks():
 # Codecs.
 
 
-@pytest.mark.parametrize(("pushes", "pulls"), [(Fp32(), None), (None, Fp32()), (Fp32(), Fp32())], ids=["pushes", "pulls", "both"])
+@pytest.mark.parametrize(
+    ("pushes", "pulls"), [(Fp32(), None), (None, Fp32()), (Fp32(), Fp32())], ids=["pushes", "pulls", "both"]
+)
 def test_in_fp32_it_is_the_same_up_to_rounding(pushes: Any, pulls: Any):
-    plain, coded = (on_three(ParameterServer(rule=Sgd(lr=LR), codec=c, pulls=p)) for c, p in ((None, None), (pushes, pulls)))
+    plain, coded = (
+        on_three(ParameterServer(rule=Sgd(lr=LR), codec=c, pulls=p)) for c, p in ((None, None), (pushes, pulls))
+    )
     assert close(coded.params, plain.params, rtol=1e-5)
 
 
@@ -238,7 +268,8 @@ def test_in_fp32_it_is_the_same_up_to_rounding(pushes: Any, pulls: Any):
 def test_codecs_train_and_save_bytes(codec: Any, pulls: Any):
     task = quadratic(steps=600, batch=6, numel=2000, dtype=torch.float32)
     plain, coded = (
-        simulate(task, ParameterServer(rule=Sgd(lr=0.02), codec=c, pulls=p), Cluster(workers=3)) for c, p in ((None, None), (codec, pulls))
+        simulate(task, ParameterServer(rule=Sgd(lr=0.02), codec=c, pulls=p), Cluster(workers=3))
+        for c, p in ((None, None), (codec, pulls))
     )
     goal = task.data[0].mean(0)
     assert (coded.params - goal).norm() < 0.2 * goal.norm()

@@ -16,11 +16,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.codecs import DGC, AdaptiveThreshold, Codec, ErrorFeedback, Threshold, TopK, kernels
-from paceline.codecs.threshold import BITMAP, HEADER, RICE, WORDS, Header, Overloaded, rice_decode, rice_encode, words_decode, words_encode
+from paceline.codecs.threshold import (
+    BITMAP,
+    HEADER,
+    RICE,
+    WORDS,
+    Header,
+    Overloaded,
+    rice_decode,
+    rice_encode,
+    words_decode,
+    words_encode,
+)
 from tests.laws.tasks import numbers, same
 
 LARGE = 2**16 + 3  # So many that kernels look for bounds, and more than 16 bits tell.
-VALUES = st.lists(st.sampled_from([0.0, -0.0, 0.25, -0.25, 0.5, -0.5, 0.75, -1.0, 2.0, -40.0]), min_size=1, max_size=200)
+VALUES = st.lists(
+    st.sampled_from([0.0, -0.0, 0.25, -0.25, 0.5, -0.5, 0.75, -1.0, 2.0, -40.0]), min_size=1, max_size=200
+)
 SPARSE: list[Codec] = [Threshold(tau=0.5, limit=math.inf), Threshold(tau=0.5, entropy=True, limit=math.inf), TopK(0.1)]
 
 
@@ -28,9 +41,9 @@ def feedback(codec: Codec, numel: int, dtype: torch.dtype = torch.float32) -> Er
     return ErrorFeedback(codec, torch.zeros(numel, dtype=dtype))
 
 
-def heard(link: Any, data: Tensor, numel: int) -> Tensor:
+def heard(codec_state: Any, data: Tensor, numel: int) -> Tensor:
     values = torch.zeros(numel)
-    link.add(data, values, fresh=True)
+    codec_state.add(data, values, fresh=True)
     return values
 
 
@@ -49,8 +62,8 @@ def test_small_values_beside_large_ones_of_both_signs_are_never_said_without_fee
         links = [ErrorFeedback(codec, torch.zeros(2) if remembers else None) for _ in range(2)]
         total = torch.zeros(2)
         for _ in range(40):
-            for link, g in zip(links, ([10.0, 1.0], [-10.0, 1.0]), strict=True):
-                link.add(link.encode(torch.tensor(g)), total)
+            for codec_state, g in zip(links, ([10.0, 1.0], [-10.0, 1.0]), strict=True):
+                codec_state.add(codec_state.encode(torch.tensor(g)), total)
         assert total[0] == 0
         assert (total[1] > 40) == remembers and (total[1] == 0) != remembers
 
@@ -59,37 +72,45 @@ def test_small_values_beside_large_ones_of_both_signs_are_never_said_without_fee
 
 
 @given(values=VALUES, entropy=st.booleans(), steps=st.integers(1, 5))
-def test_all_that_is_read_is_tau_or_nothing_and_the_rest_is_kept_exactly(values: list[float], entropy: bool, steps: int):
+def test_all_that_is_read_is_tau_or_nothing_and_the_rest_is_kept_exactly(
+    values: list[float], entropy: bool, steps: int
+):
     """Multiples of a quarter add up exactly, so no mass is lost, to the bit."""
     x, codec = torch.tensor(values), Threshold(tau=0.5, entropy=entropy, limit=math.inf)
-    link, total = feedback(codec, len(values)), torch.zeros(len(values))
+    codec_state, total = feedback(codec, len(values)), torch.zeros(len(values))
     for _ in range(steps):
-        said = codec.decode(link.encode(x), len(values))
+        said = codec.decode(codec_state.encode(x), len(values))
         assert set(said.tolist()) <= {-0.5, 0.0, 0.5}
         total += said
-    assert torch.equal(total + link.residual, x * steps)
+    assert torch.equal(total + codec_state.residual, x * steps)
 
 
 @given(values=VALUES)
 def test_with_nothing_new_a_residual_drains_by_tau_a_message(values: list[float]):
-    link = feedback(Threshold(tau=0.5, limit=math.inf), len(values))
-    link.residual.copy_(torch.tensor(values))
+    codec_state = feedback(Threshold(tau=0.5, limit=math.inf), len(values))
+    codec_state.residual.copy_(torch.tensor(values))
     for _ in range(math.ceil(max(abs(v) for v in values) / 0.5)):
-        link.encode(torch.zeros(len(values)))
-    assert link.residual.abs().max() < 0.5
+        codec_state.encode(torch.zeros(len(values)))
+    assert codec_state.residual.abs().max() < 0.5
 
 
 def test_values_of_many_tau_take_as_many_messages_and_arrive_exactly():
-    link, x = feedback(Threshold(tau=2.0**-10, limit=math.inf), 3), torch.tensor([7 * 2.0**-10, -(2.0**-10), 0.0])
-    total = heard(link, link.encode(x), 3)
+    codec_state, x = (
+        feedback(Threshold(tau=2.0**-10, limit=math.inf), 3),
+        torch.tensor([7 * 2.0**-10, -(2.0**-10), 0.0]),
+    )
+    total = heard(codec_state, codec_state.encode(x), 3)
     for _ in range(6):
         assert not torch.equal(total, x)
-        link.add(link.encode(torch.zeros(3)), total)
-    assert torch.equal(total, x) and not link.residual.count_nonzero()
+        codec_state.add(codec_state.encode(torch.zeros(3)), total)
+    assert torch.equal(total, x) and not codec_state.residual.count_nonzero()
 
 
 def test_a_larger_tau_never_sends_more():
-    sent = [Header.of(Threshold(tau=t).encode(numbers(1000, dtype=torch.float32))).sent for t in (1e-3, 0.1, 0.5, 1.0, 2.0, 3.0, 9.0)]
+    sent = [
+        Header.of(Threshold(tau=t).encode(numbers(1000, dtype=torch.float32))).sent
+        for t in (1e-3, 0.1, 0.5, 1.0, 2.0, 3.0, 9.0)
+    ]
     assert sent == sorted(sent, reverse=True) and sent[0] > 990 and sent[-1] == 0
 
 
@@ -114,7 +135,10 @@ def test_all_formats_of_the_same_values_are_read_alike():
     for form, message in data.items():
         assert Header.of(message).format == form
         numel = 100 if form == BITMAP else 10_100
-        for values in (Threshold(tau=7.0).decode(message, numel), heard(feedback(Threshold(tau=7.0), 1), message, numel)):
+        for values in (
+            Threshold(tau=7.0).decode(message, numel),
+            heard(feedback(Threshold(tau=7.0), 1), message, numel),
+        ):
             assert torch.equal(values[:100], x.sign() * (x.abs() >= 1.0)) and not values[100:].count_nonzero()
 
 
@@ -134,11 +158,15 @@ def test_a_code_of_gaps_is_sent_only_if_it_is_the_smallest(count: int, seed: int
     assert Threshold(tau=1.0, entropy=True).encode(x).numel() <= Threshold(tau=1.0).encode(x).numel()
 
 
-@given(indices=st.sets(st.integers(0, 2**31 - 1), min_size=1, max_size=50), k=st.integers(0, 30), seed=st.integers(0, 99))
+@given(
+    indices=st.sets(st.integers(0, 2**31 - 1), min_size=1, max_size=50), k=st.integers(0, 30), seed=st.integers(0, 99)
+)
 def test_indices_up_to_31_bits_come_back_from_words_and_from_gaps(indices: set[int], k: int, seed: int):
     places = torch.tensor(sorted(indices | {2**31 - 1}))
     negative = (numbers(len(places), seed=seed) < 0).to(torch.int64)
-    assert all(torch.equal(a, b) for a, b in zip(words_decode(words_encode(places, negative)), (places, negative), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(words_decode(words_encode(places, negative)), (places, negative), strict=True)
+    )
     k = max(k, 12)  # Quotients are in unary: no test has room for 2**31 bits.
     read = rice_decode(rice_encode(places, negative, k), len(places), k)
     assert not isinstance(read, str) and torch.equal(read[0], places) and torch.equal(read[1], negative)
@@ -152,19 +180,19 @@ def test_more_values_than_31_bits_can_number_are_refused(codec: Codec):
 
 def test_a_residual_beyond_what_tau_can_say_grows_and_is_reported():
     """A constant 4 tau gains 3 tau a step."""
-    link = feedback(Threshold(tau=0.5), 100)
+    codec_state = feedback(Threshold(tau=0.5), 100)
     x = torch.zeros(100)
     x[33] = 2.0
     with warnings.catch_warnings():
         for t in range(1, 4):
-            data = link.encode(x)
-            assert link.residual[33].item() == 1.5 * t
-            assert link.codec.overload(data) == 3.0 * t  # type: ignore[attr-defined]
+            data = codec_state.encode(x)
+            assert codec_state.residual[33].item() == 1.5 * t
+            assert codec_state.codec.overload(data) == 3.0 * t  # type: ignore[attr-defined]
     with pytest.warns(Overloaded, match=r"Threshold\(tau=0.5.*12 times tau"):
-        link.encode(x)
+        codec_state.encode(x)
     with warnings.catch_warnings():  # Once is enough.
         for _ in range(5):
-            link.encode(x)
+            codec_state.encode(x)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -194,19 +222,21 @@ def test_tau_follows_a_band_of_dense_messages():
 
 
 def test_tau_follows_each_part_of_a_vector_by_itself_and_receivers_need_not_know():
-    link = feedback(AdaptiveThreshold(tau=1.0, limit=math.inf), 2000)
+    codec_state = feedback(AdaptiveThreshold(tau=1.0, limit=math.inf), 2000)
     reader = AdaptiveThreshold(tau=123.0)
     for _ in range(20):
-        dense, empty = (link[s].encode(100 * torch.ones(1000) * f) for s, f in ((slice(0, 1000), 1), (slice(1000, 2000), 0)))
+        dense, empty = (
+            codec_state[s].encode(100 * torch.ones(1000) * f) for s, f in ((slice(0, 1000), 1), (slice(1000, 2000), 0))
+        )
     assert reader.decode(dense, 1000)[0].item() == pytest.approx(2 ** (19 / 20), rel=1e-6)
     assert Header.of(empty).tau == pytest.approx(2 ** (-19 / 20), rel=1e-6)
     assert not reader.decode(empty, 1000).count_nonzero()
 
 
 def test_a_band_is_reached_and_kept():
-    link, densities = feedback(AdaptiveThreshold(limit=math.inf), 20_000), list[float]()
+    codec_state, densities = feedback(AdaptiveThreshold(limit=math.inf), 20_000), list[float]()
     for t in range(400):
-        densities.append(Header.of(link.encode(numbers(20_000, seed=t, dtype=torch.float32))).sent / 20_000)
+        densities.append(Header.of(codec_state.encode(numbers(20_000, seed=t, dtype=torch.float32))).sent / 20_000)
     assert densities[0] > 0.9
     assert all(1e-4 / 2 < d < 2 * 1e-2 for d in densities[-50:])
 
@@ -229,7 +259,9 @@ def test_a_threshold_that_is_none_is_refused(settings: dict[str, float]):
             cls(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"low": 0.5}, {"high": 2.0}, {"low": -1.0}, {"decay": 1.0}, {"decay": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"low": 0.5}, {"high": 2.0}, {"low": -1.0}, {"decay": 1.0}, {"decay": 0.1}], ids=str
+)
 def test_a_band_that_is_none_is_refused(settings: dict[str, float]):
     with pytest.raises(ValueError, match=r"AdaptiveThreshold\(.*\): "):
         AdaptiveThreshold(**settings)
@@ -307,7 +339,9 @@ def test_the_kernel_chooses_as_the_definition_does_whatever_the_distribution(rat
         "equal": torch.full((LARGE,), 0.7),
         "tiny and huge": x.sign() * torch.exp(25 * x).clamp(1e-44, 3e38),
     }[kind]
-    fast, slow = (numbers(LARGE, seed=1, dtype=torch.float32) if kind == "normal" else torch.zeros(LARGE) for _ in range(2))
+    fast, slow = (
+        numbers(LARGE, seed=1, dtype=torch.float32) if kind == "normal" else torch.zeros(LARGE) for _ in range(2)
+    )
     data = kernels.encode(TopK(ratio), x, fast)
     with kernels.plain():
         assert torch.equal(data, kernels.encode(TopK(ratio), x, slow))

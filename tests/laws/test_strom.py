@@ -31,13 +31,13 @@ from paceline import (
     TopK,
     simulate,
 )
-from paceline.demo import CLUSTER, Demo
-from paceline.peers import Peers
+from paceline.families.peers import Peers
 from paceline.strategies.strom import Flood
+from paceline.study.demo import CLUSTER, Demo
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
 
 NUMEL, STEPS, BATCH, LR, TAU = 24, 12, 16, 2.0**-5, 2.0
-LOSSY = Faults(lost=0.15, doubled=0.15, patience=0.05)
+LOSSY = Faults(lost=0.15, doubled=0.15, retransmit_s=0.05)
 
 
 class Sum(nn.Module):
@@ -96,7 +96,9 @@ def test_of_local_steps_momentum_stays_its_owners():
 # F1.1 and F1.2
 
 
-@pytest.mark.parametrize("codec", [Threshold(TAU, limit=math.inf), Threshold(TAU, entropy=True, limit=math.inf), None], ids=str)
+@pytest.mark.parametrize(
+    "codec", [Threshold(TAU, limit=math.inf), Threshold(TAU, entropy=True, limit=math.inf), None], ids=str
+)
 @pytest.mark.parametrize("lr", [LR, None], ids=["gradients", "local steps"])
 @pytest.mark.parametrize("seed", range(6))
 def test_all_apply_the_same_messages_and_no_mass_is_lost(codec: Codec | None, lr: float | None, seed: int):
@@ -186,7 +188,7 @@ def test_all_that_live_have_the_same_messages_whoever_dies(lossy: bool, seed: in
         notice=chance.choice([0.0, 0.001, 0.05]),
         lost=0.1 * lossy,
         doubled=0.1 * lossy,
-        patience=0.05,
+        retransmit_s=0.05,
     )
     run = simulate(dyadic(), Strom(Threshold(TAU, limit=math.inf), LR), uneven(4, seed), faults=faults)
     begun = {p.rank for p in run.trace.points}
@@ -198,7 +200,9 @@ def test_what_a_dead_worker_has_said_stays_and_its_residual_is_lost():
     task = dyadic(steps=40)
     died = 0.155
     run = simulate(task, Strom(None, LR), Cluster(workers=4, compute="10ms"), faults=Faults({3: died}))
-    said = [task.part(k, rank, 4)[0].mean(0) for k in range(40) for rank in range(4) if rank < 3 or 0.010 * (k + 1) < died]
+    said = [
+        task.part(k, rank, 4)[0].mean(0) for k in range(40) for rank in range(4) if rank < 3 or 0.010 * (k + 1) < died
+    ]
     assert torch.equal(run.params, torch.arange(float(NUMEL)) - LR * torch.stack(said).sum(0))
 
 
@@ -242,7 +246,9 @@ def test_it_may_begin_after_a_warm_start():
     task = dyadic()
     run = simulate(task, Then(Replicated(), Strom(Threshold(TAU, limit=math.inf), LR), steps=4), Cluster(workers=4))
     assert all(same(p, run.params) for p in params(run))
-    assert {p.samples for p in run.trace.points if p.step < 4} == {16} and {p.samples for p in run.trace.points if p.step >= 4} == {4}
+    assert {p.samples for p in run.trace.points if p.step < 4} == {16} and {
+        p.samples for p in run.trace.points if p.step >= 4
+    } == {4}
 
 
 # What cannot be.
@@ -257,7 +263,9 @@ def test_it_may_begin_after_a_warm_start():
         (lambda: Strom(None, lr=0.0), r"Strom\(lr=0.0\): a learning rate is positive"),
         (lambda: Strom(None, few=0), r"Strom\(few=0, few_steps=0\)"),
         (
-            lambda: simulate(quadratic(steps=3, batch=4), Strom(None), Cluster(workers=2), faults=Faults(suspicions=[(1, 0.1)])),
+            lambda: simulate(
+                quadratic(steps=3, batch=4), Strom(None), Cluster(workers=2), faults=Faults(suspicions=[(1, 0.1)])
+            ),
             "Strom has none",
         ),
     ],
@@ -274,6 +282,8 @@ def test_a_nan_is_not_sent():
         return slope(model, batch) * (torch.nan if float(batch[0][0, 0]) > 2 else 1.0)
 
     with pytest.warns(match="NaN"):
-        run = simulate(Task(Sum, loss, task.data, BATCH, task.optimizer, steps=STEPS), Strom(None, LR), Cluster(workers=4))
+        run = simulate(
+            Task(Sum, loss, task.data, BATCH, task.optimizer, steps=STEPS), Strom(None, LR), Cluster(workers=4)
+        )
     assert all(same(p, run.params) for p in params(run)) and run.params.isfinite().all()
     assert not same(run.params, trained_alone(task).float())

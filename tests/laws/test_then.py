@@ -91,7 +91,9 @@ def test_up_to_the_switch_it_is_one_machines_training(optimizer: str):
 )
 def test_the_switch_is_at_the_first_step_by_which_enough_was_seen(until: dict[str, Any], switch: int):
     """Epochs of 70 samples: four minibatches of 16 and one of 6.  All workers see all of them until the switch, and parts then."""
-    run = simulate(quadratic(steps=11, batch=16, samples=70), Then(Replicated(), AllReduceSGD(), **until), Cluster(workers=2))
+    run = simulate(
+        quadratic(steps=11, batch=16, samples=70), Then(Replicated(), AllReduceSGD(), **until), Cluster(workers=2)
+    )
     whole = [16, 16, 16, 16, 6, 16, 16, 16, 16, 6, 16]
     for rank in range(2):
         assert samples_of(run, rank) == whole[:switch] + [n // 2 for n in whole[switch:]]
@@ -105,15 +107,21 @@ def test_how_long_replicas_warm_up_for_synchronous_sgd_does_not_matter(optimizer
     assert close(end(task, Then(Replicated(), AllReduceSGD(), steps=steps)), trained_alone(task), rtol=1e-9)
 
 
-@pytest.mark.parametrize("first", [Replicated(), AllReduceSGD(), BlockMomentum(period=3, delay=1), PeriodicAveraging(period=5)], ids=str)
-@pytest.mark.parametrize("then", [PeriodicAveraging(period=4), AllReduceSGD(codec=OneBit()), DiLoCo(period=4, fragments=2)], ids=str)
+@pytest.mark.parametrize(
+    "first", [Replicated(), AllReduceSGD(), BlockMomentum(period=3, delay=1), PeriodicAveraging(period=5)], ids=str
+)
+@pytest.mark.parametrize(
+    "then", [PeriodicAveraging(period=4), AllReduceSGD(codec=OneBit()), DiLoCo(period=4, fragments=2)], ids=str
+)
 def test_nothing_at_first_is_the_second_alone(first: Strategy, then: Strategy):
     """To the bit."""
     task = regression(steps=10, batch=10)
     assert same(end(task, Then(first, then, steps=0)), end(task, then))
 
 
-@pytest.mark.parametrize("first", [Replicated(), AllReduceSGD(), BlockMomentum(period=3), SlowMo(period=5, delay=2)], ids=str)
+@pytest.mark.parametrize(
+    "first", [Replicated(), AllReduceSGD(), BlockMomentum(period=3), SlowMo(period=5, delay=2)], ids=str
+)
 def test_nothing_afterwards_is_the_first_alone(first: Strategy):
     """To the bit; the second, which meets every 4 steps, finds nothing to do."""
     task = regression(steps=10, batch=10)
@@ -126,20 +134,27 @@ def test_the_second_goes_on_with_the_firsts_model_and_optimizer():
     first = simulate(replace(task, steps=4), AllReduceSGD(), FOUR)
     both = simulate(task, Then(AllReduceSGD(), PeriodicAveraging(period=2), steps=4), FOUR)
     alone = simulate(
-        task, PeriodicAveraging(period=2), FOUR, resume=[s | {"replica": s["replica"] | {"memories": []}} for s in first.states]
+        task,
+        PeriodicAveraging(period=2),
+        FOUR,
+        resume=[s | {"replica": s["replica"] | {"memories": []}} for s in first.states],
     )
     assert same(both.params, alone.params) and not close(both.params, end(task, PeriodicAveraging(period=2)), rtol=1e-4)
 
     blocks = simulate(replace(task, steps=4), BlockMomentum(period=2), FOUR)
     switched = simulate(task, Then(BlockMomentum(period=2), AllReduceSGD(), steps=4), FOUR, stop_at=4)
-    assert same(switched.params, blocks.params) and not same(blocks.params, blocks.states[0]["replica"]["memories"][0]["start"])
+    assert same(switched.params, blocks.params) and not same(
+        blocks.params, blocks.states[0]["replica"]["memories"][0]["anchor"]
+    )
 
 
 def test_momentum_that_differed_goes_on_as_its_mean():
     """Also that of a parameter which is a single number."""
     task = replace(scaled(steps=8), optimizer=OPTIMIZERS["momentum"])
     first = simulate(replace(task, steps=4), PeriodicAveraging(period=4), FOUR)
-    momenta = [[s["momentum_buffer"] for s in state["trainee"]["optimizer"]["state"].values()] for state in first.states]
+    momenta = [
+        [s["momentum_buffer"] for s in state["trainee"]["optimizer"]["state"].values()] for state in first.states
+    ]
     switched = simulate(task, Then(PeriodicAveraging(period=4), AllReduceSGD(), steps=4), FOUR, stop_at=4)
     for state in switched.states:
         for i, now in enumerate(state["trainee"]["optimizer"]["state"].values()):
@@ -156,7 +171,9 @@ def test_warm_starts_may_be_nested(optimizer: str):
     assert not close(end(task, left), end(task, Then(one, three, steps=4)), rtol=1e-6), "the second counts"
 
 
-@pytest.mark.parametrize("first", [Replicated(), PeriodicAveraging(period=3, delay=1), DiLoCo(period=4, fragments=2)], ids=str)
+@pytest.mark.parametrize(
+    "first", [Replicated(), PeriodicAveraging(period=3, delay=1), DiLoCo(period=4, fragments=2)], ids=str
+)
 @pytest.mark.parametrize("at", [4, 5, 6])
 def test_a_run_is_resumed_just_before_at_and_after_the_switch(first: Strategy, at: int):
     task, cluster = regression(steps=11, batch=9, samples=33, model=restless), Cluster(workers=3)
@@ -208,7 +225,12 @@ def test_groups_say_less_to_other_groups():
     """Between groups of 2 half as many speak."""
     task = quadratic(steps=3, batch=8, numel=1000)
     flat, grouped = (simulate(task, AllReduceSGD(group=g), FOUR).trace for g in (None, 2))
-    assert [s.rank for s in grouped.spans if s.kind == "all_reduce"].count(1) == 0 < grouped.bytes_sent(1) < flat.bytes_sent(1)
+    assert (
+        [s.rank for s in grouped.spans if s.kind == "all_reduce"].count(1)
+        == 0
+        < grouped.bytes_sent(1)
+        < flat.bytes_sent(1)
+    )
 
 
 def trained(task: Task, workers: int, *, each: Callable[[nn.Module], Any], all: Callable[[nn.Module], Any]) -> Tensor:
@@ -281,7 +303,9 @@ class Scaled(nn.Module):
 def scaled(*, steps: int) -> Task:
     """With a parameter that is a single number."""
     task = quadratic(steps=steps, batch=8)
-    return replace(task, model=Scaled, loss=lambda model, batch: (model.scale * model.w - batch[0]).square().sum(1).mean())
+    return replace(
+        task, model=Scaled, loss=lambda model, batch: (model.scale * model.w - batch[0]).square().sum(1).mean()
+    )
 
 
 def test_replicas_that_were_to_be_alike_and_are_not_are_told_of():

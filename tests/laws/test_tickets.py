@@ -7,19 +7,19 @@ from random import Random
 
 import pytest
 
-from paceline.server.tickets import Ticket, Tickets
+from paceline.server.work_queue import WorkItem, WorkQueue
 
 
-def all_of(first: int, last: int, seats: int) -> list[Ticket]:
-    return [Ticket(step, seat) for step in range(first, last) for seat in range(seats)]
+def all_of(first: int, last: int, data_shards: int) -> list[WorkItem]:
+    return [WorkItem(step, data_shard) for step in range(first, last) for data_shard in range(data_shards)]
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_part_is_done_exactly_once_whoever_dies(seed: int):
     chance = Random(seed)
-    first, seats = chance.randrange(5), chance.randrange(1, 6)
+    first, data_shards = chance.randrange(5), chance.randrange(1, 6)
     last = first + chance.randrange(8)
-    tickets, held, done = Tickets(first, last, seats), dict[int, list[Ticket]](), Counter[Ticket]()
+    tickets, held, done = WorkQueue(first, last, data_shards), dict[int, list[WorkItem]](), Counter[WorkItem]()
     newest = 4
     workers = list(range(newest))
     while not tickets.is_over:
@@ -39,33 +39,33 @@ def test_every_part_is_done_exactly_once_whoever_dies(seed: int):
             held.pop(worker)
             workers.append(newest)
             newest += 1
-    assert done == Counter(all_of(first, last, seats))
+    assert done == Counter(all_of(first, last, data_shards))
     assert tickets.left == 0 and not tickets.take(0)
 
 
 def test_workers_in_step_keep_their_seats():
-    tickets = Tickets(0, 10, seats=3)
+    tickets = WorkQueue(0, 10, data_shards=3)
     for step in range(10):
-        assert [tickets.take(rank) for rank in range(3)] == [[Ticket(step, rank)] for rank in range(3)]
+        assert [tickets.take(rank) for rank in range(3)] == [[WorkItem(step, rank)] for rank in range(3)]
 
 
 def test_each_minibatch_is_begun_before_the_next():
-    tickets = Tickets(0, 6, seats=4)
+    tickets = WorkQueue(0, 6, data_shards=4)
     taken = [tickets.take(worker)[0] for worker in (3, 3, 3, 1, 0, 2, 2, 9)]
     assert [t.step for t in taken] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert taken[0].seat == 3 and taken[4].seat == 0 and taken[5].seat == 2
+    assert taken[0].data_shard == 3 and taken[4].data_shard == 0 and taken[5].data_shard == 2
 
 
 def test_what_a_dead_worker_left_comes_first():
-    tickets = Tickets(0, 9, seats=2)
+    tickets = WorkQueue(0, 9, data_shards=2)
     for worker in (0, 1, 0, 1, 0):
         tickets.take(worker)
     tickets.do(0, 1)
     tickets.lose(0)
-    assert tickets.take(5, 3) == [Ticket(1, 0), Ticket(2, 0), Ticket(2, 1)]
+    assert tickets.take(5, 3) == [WorkItem(1, 0), WorkItem(2, 0), WorkItem(2, 1)]
 
 
-@pytest.mark.parametrize(("first", "last", "seats"), [(-1, 3, 1), (3, 2, 1), (0, 3, 0)])
-def test_what_cannot_be_is_refused(first: int, last: int, seats: int):
+@pytest.mark.parametrize(("first", "last", "data_shards"), [(-1, 3, 1), (3, 2, 1), (0, 3, 0)])
+def test_what_cannot_be_is_refused(first: int, last: int, data_shards: int):
     with pytest.raises(ValueError, match="counted upwards from 0"):
-        Tickets(first, last, seats)
+        WorkQueue(first, last, data_shards)

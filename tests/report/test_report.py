@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from paceline import AllReduceSGD, Cluster, ParameterServer, demo, simulate
+from paceline import AllReduceSGD, Cluster, ParameterServer, simulate
 from paceline.report import Row, charts, html, text
 from paceline.report.row import best
+from paceline.study import demo
 from tests.laws.tasks import quadratic
 
 NAN = float("nan")
@@ -27,7 +28,9 @@ def rising(seconds: float, nbytes: float, points: int = 20) -> list[tuple[float,
 
 ALLREDUCE = Row("AllReduceSGD", "AllReduceSGD", 0.97, 180.0, 69e6, 1.0, rising(180.0, 69e6))
 BLOCK = Row("block momentum", "BlockMomentum(period=64)", 0.96, 14.0, 1.1e6, 12.9, rising(14.0, 1.1e6))
-STALE = Row("server", "ParameterServer(servers=2)", 0.96, 60.0, 20e6, 3.0, rising(60.0, 20e6), staleness={0: 1, 3: 8, 7: 1})
+STALE = Row(
+    "server", "ParameterServer(servers=2)", 0.96, 60.0, 20e6, 3.0, rising(60.0, 20e6), staleness={0: 1, 3: 8, 7: 1}
+)
 REAL = Row("block momentum", "BlockMomentum(period=64)", 0.95, 2.5, 1.1e6, None, rising(2.5, 1.1e6), real=True)
 
 
@@ -69,7 +72,9 @@ class Page(HTMLParser):
         return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg xmlns=.*?</svg>", self.source, re.DOTALL)]
 
 
-def page(rows: list[Row], title: str = "A comparison", facts: dict[str, str] | None = None, notes: list[str] | None = None) -> Page:
+def page(
+    rows: list[Row], title: str = "A comparison", facts: dict[str, str] | None = None, notes: list[str] | None = None
+) -> Page:
     parsed = Page(html.render(title, rows, facts or {}, notes or []))
     assert parsed.open == []
     return parsed
@@ -83,12 +88,20 @@ def printed(rows: list[Row]) -> str:
 
 def lines_in(drawing: ElementTree.Element) -> list[str]:
     return [
-        path.attrib["d"] for group in drawing.iter(f"{SVG}g") if "mark-line" in group.get("class", "") for path in group.iter(f"{SVG}path")
+        path.attrib["d"]
+        for group in drawing.iter(f"{SVG}g")
+        if "mark-line" in group.get("class", "")
+        for path in group.iter(f"{SVG}path")
     ]
 
 
 def bars_in(drawing: ElementTree.Element) -> list[ElementTree.Element]:
-    return [path for group in drawing.iter(f"{SVG}g") if "mark-rect" in group.get("class", "") for path in group.iter(f"{SVG}path")]
+    return [
+        path
+        for group in drawing.iter(f"{SVG}g")
+        if "mark-rect" in group.get("class", "")
+        for path in group.iter(f"{SVG}path")
+    ]
 
 
 def words_in(drawing: ElementTree.Element) -> set[str]:
@@ -139,7 +152,9 @@ def test_words_of_the_user_are_escaped_wherever_they_appear():
         {bad: bad},
         [bad],
     )
-    assert f"Staleness of the updates of {bad}, a histogram" in [attributes.get("aria-label") for _, attributes in parsed.tags]
+    assert f"Staleness of the updates of {bad}, a histogram" in [
+        attributes.get("aria-label") for _, attributes in parsed.tags
+    ]
     assert not {tag for tag, _ in parsed.tags} & {"script", "img"}
     assert not [name for _, attributes in parsed.tags for name in attributes if name.startswith("on")]
     assert parsed.table_rows[1][0] == bad + bad + "()()"
@@ -149,7 +164,16 @@ def test_words_of_the_user_are_escaped_wherever_they_appear():
 
 def test_the_page_loads_nothing_and_runs_nothing():
     parsed = page([ALLREDUCE, BLOCK, STALE, REAL])
-    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "image", "iframe", "object", "use", "foreignobject"}
+    assert not {tag for tag, _ in parsed.tags} & {
+        "script",
+        "link",
+        "img",
+        "image",
+        "iframe",
+        "object",
+        "use",
+        "foreignobject",
+    }
     assert not re.search(r"@import|url\(", parsed.source)
     addresses = re.findall(r'(\S+)="https?://', parsed.source)
     assert set(addresses) == {"xmlns", "xmlns:xlink"}
@@ -171,7 +195,9 @@ def test_one_point_is_drawn_as_a_mark():
     drawings = page([Row("one", "One", 0.9, 3.0, 100.0, None, [(3.0, 100.0, 0.9)])]).drawings
     assert len(drawings) == 2
     for drawing in drawings:
-        (mark,) = [p for g in drawing.iter(f"{SVG}g") if "mark-symbol" in g.get("class", "") for p in g.iter(f"{SVG}path")]
+        (mark,) = [
+            p for g in drawing.iter(f"{SVG}g") if "mark-symbol" in g.get("class", "") for p in g.iter(f"{SVG}path")
+        ]
         assert mark.get("fill") == charts.COLOURS[0]
         assert "NaN" not in ElementTree.tostring(drawing, "unicode")
 
@@ -197,7 +223,8 @@ def test_a_line_of_many_points_is_thinned_to_five_hundred_and_keeps_its_ends():
 def test_many_methods_with_many_points_stay_below_a_megabyte(tmp_path: Path):
     stale = dict.fromkeys(range(3000), 2)
     rows = [
-        Row(f"method {i}", "S", 0.9, 10.0 + i, 1e6 + i, 1.0, rising(10.0 + i, 1e6 + i, points=3000), staleness=stale) for i in range(60)
+        Row(f"method {i}", "S", 0.9, 10.0 + i, 1e6 + i, 1.0, rising(10.0 + i, 1e6 + i, points=3000), staleness=stale)
+        for i in range(60)
     ]
     html.write(tmp_path / "report.html", "Sixty methods", rows, {"seed": "0"}, [])
     assert 10_000 < (tmp_path / "report.html").stat().st_size < 1_000_000
@@ -240,7 +267,9 @@ def test_what_staleness_is_is_said_once():
     assert [len(row) for row in parsed.table_rows] == [5, 5, 6, 6]
 
 
-@pytest.mark.parametrize("stale", [{0: 500}, {3: 1}, {10**6: 1}, dict.fromkeys(range(5000), 1), {7: 10**6, 900: 1}, {2**53: 1, 0: 1}])
+@pytest.mark.parametrize(
+    "stale", [{0: 500}, {3: 1}, {10**6: 1}, dict.fromkeys(range(5000), 1), {7: 10**6, 900: 1}, {2**53: 1, 0: 1}]
+)
 def test_a_histogram_of_one_value_or_of_thousands_can_be_read(stale: dict[int, int]):
     drawing = ElementTree.fromstring(charts.staleness(stale, "#2b9348") or "")
     assert "NaN" not in ElementTree.tostring(drawing, "unicode")
@@ -254,11 +283,18 @@ def test_a_histogram_of_one_value_or_of_thousands_can_be_read(stale: dict[int, i
     assert 4 <= len(ticks) <= 16
 
 
-@given(st.dictionaries(st.integers(0, 50) | st.integers(0, 2**53), st.integers(0, 10**9)).filter(lambda counts: any(counts.values())))
+@given(
+    st.dictionaries(st.integers(0, 50) | st.integers(0, 2**53), st.integers(0, 10**9)).filter(
+        lambda counts: any(counts.values())
+    )
+)
 def test_bars_hold_every_update_once(counts: dict[int, int]):
     width, found = charts.bars(counts)
     assert sum(found.values()) == sum(counts.values())
-    assert all(n == sum(counts.get(number, 0) for number in counts if first <= number < first + width) for first, n in found.items())
+    assert all(
+        n == sum(counts.get(number, 0) for number in counts if first <= number < first + width)
+        for first, n in found.items()
+    )
     assert max(found) // width < charts.BARS and all(first % width == 0 for first in found)
 
 

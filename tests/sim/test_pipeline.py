@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 import paceline as pl
-from paceline.sim.network import Link
-from paceline.sim.pipeline import Pipeline
+from paceline.costs import Link
+from paceline.pipeline.timing import Pipeline
 from tests.laws.tasks import instant, regression, same
 
 FREE = Link(inf, 0.0)
@@ -18,7 +18,11 @@ FREE = Link(inf, 0.0)
 
 def task(width: int = 8, layers: int = 4, **more) -> pl.Task:
     """As many equal layers as wanted between the first and the last."""
-    model = lambda: nn.Sequential(nn.Linear(6, width), *(nn.Linear(width, width) for _ in range(layers)), nn.Linear(width, 3)).double()  # noqa: E731
+
+    def model() -> nn.Module:
+        inner = [nn.Linear(width, width) for _ in range(layers)]
+        return nn.Sequential(nn.Linear(6, width), *inner, nn.Linear(width, 3)).double()
+
     return regression(**{"steps": 5, "batch": 12, "model": model} | more)
 
 
@@ -54,7 +58,9 @@ def test_the_time_is_that_of_playing_every_microbatch(shares: tuple[float, ...],
     assert pipeline.seconds(2.0, samples=3) == pytest.approx(schedule(pipeline, 2.0, 3))
 
 
-@pytest.mark.parametrize("strategy", [pl.AllReduceSGD(), pl.PeriodicAveraging(period=2)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "strategy", [pl.AllReduceSGD(), pl.PeriodicAveraging(period=2)], ids=lambda s: type(s).__name__
+)
 def test_stages_change_the_time_and_not_the_numbers(strategy: pl.Strategy):
     whole = pl.simulate(task(), strategy, instant(2))
     split = pl.simulate(task(), strategy, replace(instant(2), stages=["3"], microbatches=3))

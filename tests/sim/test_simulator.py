@@ -10,9 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import AllReduceSGD, Cluster, ClusterError, Constant, Link, LogNormal, PeriodicAveraging, Stragglers, Task, simulate, units
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    ClusterError,
+    Constant,
+    Link,
+    LogNormal,
+    PeriodicAveraging,
+    Stragglers,
+    Task,
+    simulate,
+    units,
+)
+from paceline import costs as network
 from paceline.endpoint import Layout, Message
-from paceline.sim import network
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
@@ -159,7 +171,10 @@ def test_the_bytes_of_a_broadcast_are_sent_by_its_source(src: int):
 
 
 def test_a_ring_over_one_rank_costs_nothing():
-    assert [cost("ring", 1, 1000, Link(10.0, 1.0)).seconds for cost in (network.all_reduce, network.all_gather)] == [0.0, 0.0]
+    assert [cost("ring", 1, 1000, Link(10.0, 1.0)).seconds for cost in (network.all_reduce, network.all_gather)] == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_everyone_waits_for_the_straggler():
@@ -191,7 +206,9 @@ def test_a_straggler_does_not_delay_workers_that_do_not_wait_for_it():
     from paceline import ParameterServer
 
     run = simulate(quadratic(steps=5, batch=4), ParameterServer(servers=1), instant(2, compute=[1.0, 10.0]))
-    assert [p.time for p in run.trace.points if p.rank == 0] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], "and works for it"
+    assert [p.time for p in run.trace.points if p.rank == 0] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], (
+        "and works for it"
+    )
     assert run.seconds == 20.0
 
 
@@ -203,7 +220,7 @@ class Two(nn.Module):
 
 
 def test_buckets_are_exchanged_while_backward_still_runs():
-    """A gradient of 4 s: 2 s forward, then 1 s a bucket, the last parameter's first; 168 bytes and a ballot of 32 take 2 s."""
+    """A gradient of 4 s: 2 s forward, then 1 s a bucket, the last parameter's first; 168 bytes and a vote of 32 take 2 s."""
     task = Task(
         Two,
         lambda model, batch: (model.first.sum() + model.last.sum()) * batch[0].mean(),
@@ -231,7 +248,11 @@ def test_encoding_is_paid_for():
     cluster = instant(2, codec_bandwidth=100.0)
     run = simulate(quadratic(steps=1, batch=4, dtype=torch.float32), AllReduceSGD(codec=OneBit()), cluster)
     mine = [tuple(s) for s in run.trace.spans if s.rank == 0 and s.kind in ("encode", "decode")]
-    assert [(kind, round(stop - start, 9)) for _, kind, start, stop, _ in mine] == [("encode", 0.2), ("encode", 0.6), ("decode", 0.2)]
+    assert [(kind, round(stop - start, 9)) for _, kind, start, stop, _ in mine] == [
+        ("encode", 0.2),
+        ("encode", 0.6),
+        ("decode", 0.2),
+    ]
 
 
 def test_waits_are_counted():
@@ -293,7 +314,8 @@ def test_collectives_that_do_not_match_name_both_sides(other: Callable[[SimEndpo
         await (other(e) if e.rank == 1 else e.all_reduce(torch.ones(3)))
 
     with pytest.raises(
-        ClusterError, match=rf"#1 does not match: worker 0 called all_reduce\(\(3,\), torch.float32, True\), worker 1 called {named}"
+        ClusterError,
+        match=rf"#1 does not match: worker 0 called all_reduce\(\(3,\), torch.float32, True\), worker 1 called {named}",
     ):
         play(slow(2), role)
 
@@ -326,7 +348,9 @@ def test_writing_to_a_buffer_that_is_under_way_is_an_error(how: str):
         if how == "send":
             await e.recv()
 
-    with pytest.raises(RuntimeError, match=r"rank 0 wrote to a buffer of \d+ values while '.*' was sending it: await it first"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 wrote to a buffer of \d+ values while '.*' was sending it: await it first"
+    ):
         play(slow(2), role)
     play(slow(2), role, strict=False)
 
@@ -450,7 +474,8 @@ def test_a_group_is_of_its_members():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2min", 120.0), ("1e-3s", 1e-3), (" 3 s ", 3.0), (0.25, 0.25), (1, 1.0)]
+    ("text", "value"),
+    [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2min", 120.0), ("1e-3s", 1e-3), (" 3 s ", 3.0), (0.25, 0.25), (1, 1.0)],
 )
 def test_durations_are_read_as_people_write_them(text: Any, value: float):
     assert units.seconds(text) == pytest.approx(value, rel=1e-15)
@@ -462,7 +487,9 @@ def test_what_is_no_duration_is_refused_with_an_example(text: str):
         units.seconds(text)
 
 
-@pytest.mark.parametrize(("text", "value"), [("10Gbit/s", 1.25e9), ("100MB/s", 1e8), ("1.5 kB/s", 1500.0), ("8bit/s", 1.0), (7, 7.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("10Gbit/s", 1.25e9), ("100MB/s", 1e8), ("1.5 kB/s", 1500.0), ("8bit/s", 1.0), (7, 7.0)]
+)
 def test_bandwidths_tell_bits_from_bytes(text: Any, value: float):
     assert units.bytes_per_second(text) == value
 

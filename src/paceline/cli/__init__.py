@@ -9,8 +9,15 @@ import typer
 from paceline.cli import codecs, demo, run, strategies
 from paceline.errors import ClusterError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(__import__("paceline").__doc__ or ""))
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})(run.run)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help=(__import__("paceline").__doc__ or ""),
+)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)(run.run)
 app.command()(demo.demo)
 app.command()(strategies.strategies)
 app.command()(codecs.codecs)

@@ -18,15 +18,20 @@ def demo(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from paceline import __version__
-    from paceline.demo import CLUSTER, REAL_WORKERS, Demo
     from paceline.report import html, text
+    from paceline.study.demo import CLUSTER, REAL_WORKERS, Demo
 
     torch.set_num_threads(1)  # The models are small, and the simulator is one thread.
     console = Console()
     job = Demo(epochs)
     steps = job.task().total_steps
     with Progress(
-        TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(), console=console
+        TextColumn("{task.description:<36}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+        console=console,
     ) as bar:
         shown = bar.add_task("", total=job.total_steps)
         done = -steps

@@ -9,16 +9,19 @@ import typer
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="The training script (or module, with -m); what follows are its own arguments.")],
+    script: Annotated[
+        str, typer.Argument(help="The training script (or module, with -m); what follows are its own arguments.")
+    ],
     n: Annotated[int, typer.Option("-n", "--workers", help="Worker processes to start.")] = 1,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
     port: Annotated[int, typer.Option(help="Port of the rendezvous on loopback; 0: any free one.")] = 0,
     restarts: Annotated[int, typer.Option(help="How often to start all workers again after a failure.")] = 0,
     replacements: Annotated[
-        int | None, typer.Option(help="How many killed workers to start anew while the others go on (parameter-server methods).")
+        int | None,
+        typer.Option(help="How many killed workers to start anew while the others go on (parameter-server methods)."),
     ] = None,
 ) -> None:
     """Run a script that calls paceline.attach or paceline.train on several processes of this machine."""
-    from paceline.dist.launch import launch
+    from paceline.engines.launch import launch
 
     launch([script, *context.args], n, port=port, is_module=module, restarts=restarts, replacements=replacements)

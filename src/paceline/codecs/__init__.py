@@ -1,6 +1,6 @@
 """Wire formats, one a file.  A new one joins `CODECS` here and is then listed, parsed and put under the laws."""
 
-from paceline.codecs.codec import Codec, ErrorFeedback, Link, Unencodable
+from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Unencodable
 from paceline.codecs.combine import Chunked, PerTensor
 from paceline.codecs.dgc import DGC
 from paceline.codecs.entropy import Entropy
@@ -39,12 +39,12 @@ __all__ = [
     "BFloat16",
     "Chunked",
     "Codec",
+    "CodecState",
     "Entropy",
     "ErrorFeedback",
     "Fp8",
     "Fp16",
     "Fp32",
-    "Link",
     "NBit",
     "OneBit",
     "PerTensor",

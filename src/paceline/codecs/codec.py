@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.codecs import kernels
 from paceline.codecs.noise import seed_of
 
-Way = Literal["stripes", "gather", "factors"]
+Reduction = Literal["stripes", "gather", "factors"]
 
 
 class Unencodable(ValueError):
@@ -34,8 +34,10 @@ class Codec(ABC):
 
     feedback: ClassVar[bool] = True  # Whether a sender should remember what was left out.
     is_random: ClassVar[bool] = False  # Whether encoding draws random numbers.
-    wire: ClassVar[torch.dtype | None] = None  # The type in which encoded vectors may be summed as they are; None: they may not.
-    way: ClassVar[Way] = "stripes"  # How a group of ranks comes to the mean of vectors in this format.
+    wire: ClassVar[torch.dtype | None] = (
+        None  # The type in which encoded vectors may be summed as they are; None: they may not.
+    )
+    reduction: ClassVar[Reduction] = "stripes"  # How a group of ranks comes to the mean of vectors in this format.
 
     @property
     def unit(self) -> int:
@@ -79,9 +81,10 @@ class Codec(ABC):
     def restored(self, settings: dict[str, Any]) -> Codec:
         """This codec with other `settings()`; what kind of codec it is, and is made of, does not come from there."""
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
-        return replace(self, **{n: getattr(self, n).restored(v) if isinstance(v, dict) else v for n, v in values.items()})  # pyright: ignore
+        inner = {n: getattr(self, n).restored(v) if isinstance(v, dict) else v for n, v in values.items()}
+        return replace(self, **inner)  # pyright: ignore
 
-    def link(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> Link:
+    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> CodecState:
         """This codec as a sender of vectors like `like` uses it.
 
         `remember(name=initial, ...)` gives an object with these attributes that outlives the run.  Senders with different keys
@@ -92,9 +95,13 @@ class Codec(ABC):
     def check(self, data: Tensor, numel: int) -> None:
         """Refuse bytes that cannot be `numel` encoded values."""
         if data.dtype != torch.uint8 or data.dim() != 1:
-            raise ValueError(f"{self} decodes a 1-D uint8 tensor, but was given {data.dtype} of shape {tuple(data.shape)}")
+            raise ValueError(
+                f"{self} decodes a 1-D uint8 tensor, but was given {data.dtype} of shape {tuple(data.shape)}"
+            )
         if data.numel() != (wanted := self.nbytes(numel)) and wanted is not None:
-            raise ValueError(f"{self} encodes {numel} values in {wanted} bytes, but was given {data.numel()} bytes to decode")
+            raise ValueError(
+                f"{self} encodes {numel} values in {wanted} bytes, but was given {data.numel()} bytes to decode"
+            )
 
     def refuse(self, x: Tensor, why: str) -> None:
         """Raise Unencodable, naming the first value of `x` that is not finite, or for `why` if all are."""
@@ -105,14 +112,14 @@ class Codec(ABC):
         raise Unencodable(f"{self} cannot encode {x[at].item():g} at index {at}: it is not finite", at)
 
 
-class Link(Protocol):
+class CodecState(Protocol):
     """A codec as one sender uses it.  Slicing gives the same memory for a part of the vector."""
 
     codec: Codec
 
-    def __getitem__(self, where: slice) -> Link: ...
+    def __getitem__(self, where: slice) -> CodecState: ...
 
-    def owned(self, where: slice) -> Link:
+    def owned(self, where: slice) -> CodecState:
         """The second level: how this rank sends the sum over all of the stripe that it owns."""
         ...
 
@@ -120,11 +127,11 @@ class Link(Protocol):
         """The bytes to send for `x`, in `out` if given; what they leave out is now remembered."""
         ...
 
-    def silence(self, numel: int, device: torch.device) -> Tensor:
+    def encode_zero(self, numel: int, device: torch.device) -> Tensor:
         """A message that says nothing, for a sender whose values do not count; nothing that it remembers is lost by it."""
         ...
 
-    def take_back(self, x: Tensor, data: Tensor) -> None:
+    def undo(self, x: Tensor, data: Tensor) -> None:
         """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
         ...
 
@@ -181,7 +188,9 @@ class ErrorFeedback:
         if type(codec).adapted is not Codec.adapted:
             initial["adapted"] = {}
         m = vars(remember(**initial)) if initial else initial
-        return cls(codec, m.get("residual"), m.get("owner_residual"), key=key, count=m.get("count"), adapted=m.get("adapted"))
+        return cls(
+            codec, m.get("residual"), m.get("owner_residual"), key=key, count=m.get("count"), adapted=m.get("adapted")
+        )
 
     def __getitem__(self, where: slice) -> ErrorFeedback:
         return self._part(where, self.residual, self.owner_residual, "")
@@ -216,11 +225,11 @@ class ErrorFeedback:
             self.count += 1
         return self.rng
 
-    def silence(self, numel: int, device: torch.device) -> Tensor:
+    def encode_zero(self, numel: int, device: torch.device) -> Tensor:
         """A message that says nothing, for a sender whose values do not count; nothing that it remembers is lost by it."""
         return kernels.encode(self.codec, torch.zeros(numel, device=device), None, self.rng)
 
-    def take_back(self, x: Tensor, data: Tensor) -> None:
+    def undo(self, x: Tensor, data: Tensor) -> None:
         """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
         if self.residual is not None:
             self.add(data, self.residual)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import Codec, Unencodable, Way
+from paceline.codecs.codec import Codec, Reduction, Unencodable
 from paceline.codecs.floats import Fp32
 from paceline.codecs.layout import aligned
 from paceline.codecs.qsgd import TernGrad
@@ -41,15 +41,21 @@ class Combinator(Codec):
     """What codecs made of others have in common: each says where the pieces are, and the rest follows."""
 
     codec: Codec
-    each: tuple[Codec, ...] | None = field(default=None, repr=False, kw_only=True)  # The pieces' own, once they have adapted.
+    each: tuple[Codec, ...] | None = field(
+        default=None, repr=False, kw_only=True
+    )  # The pieces' own, once they have adapted.
 
     def __post_init__(self) -> None:
-        if self.codec.way == "factors":
-            raise ValueError(f"{self}: {type(self.codec).__name__} takes every tensor on its own as it is, and sums factors of all at once")
-        if not isinstance(self.codec, Combinator) and type(self.codec).link is not Codec.link:
+        if self.codec.reduction == "factors":
+            raise ValueError(
+                f"{self}: {type(self.codec).__name__} takes every tensor on its own as it is, and sums factors of all at once"
+            )
+        if not isinstance(self.codec, Combinator) and type(self.codec).codec_state is not Codec.codec_state:
             name, inner = type(self.codec).__name__, getattr(self.codec, "codec", None)
             hint = f"; take {name}({type(self).__name__}({inner}))" if isinstance(inner, Codec) else ""
-            raise ValueError(f"{self}: {name} has a sender's memory of its own, for the whole vector and not for pieces{hint}")
+            raise ValueError(
+                f"{self}: {name} has a sender's memory of its own, for the whole vector and not for pieces{hint}"
+            )
         if self.each is not None:
             object.__setattr__(self, "each", tuple(self.each))
 
@@ -66,8 +72,8 @@ class Combinator(Codec):
         return self.codec.is_random
 
     @property
-    def way(self) -> Way:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.codec.way
+    def reduction(self) -> Reduction:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.codec.reduction
 
     @property
     def unit(self) -> int:
@@ -128,13 +134,17 @@ class Combinator(Codec):
         if self.each is None:
             return [p.codec for p in pieces]
         if len(self.each) != len(pieces):
-            raise ValueError(f"{self} has adapted to messages of {len(self.each)} pieces, but {numel} values are {len(pieces)}")
+            raise ValueError(
+                f"{self} has adapted to messages of {len(self.each)} pieces, but {numel} values are {len(pieces)}"
+            )
         return self.each
 
     def joined(self, parts: Sequence[Tensor], pieces: Sequence[Piece], device: torch.device) -> Tensor:
         """The message that these parts make up."""
         table = [part.numel() for part, piece in zip(parts, pieces, strict=True) if piece.nbytes is None]
-        message = torch.zeros(ALIGNED * len(table) + _length([part.numel() for part in parts]), dtype=torch.uint8, device=device)
+        message = torch.zeros(
+            ALIGNED * len(table) + _length([part.numel() for part in parts]), dtype=torch.uint8, device=device
+        )
         message[: ALIGNED * len(table)] = torch.tensor(table, dtype=torch.int64).view(torch.uint8).to(device)
         start = ALIGNED * len(table)
         for part in parts:
@@ -153,7 +163,9 @@ class Combinator(Codec):
         unknown = sum(p.nbytes is None for p in pieces)
         start = ALIGNED * unknown
         if data.numel() < start:
-            raise ValueError(f"{self} encodes {numel} values in {start} bytes and more, but was given {data.numel()} bytes to decode")
+            raise ValueError(
+                f"{self} encodes {numel} values in {start} bytes and more, but was given {data.numel()} bytes to decode"
+            )
         table = iter(data[:start].cpu().clone().view(torch.int64).tolist())
         sizes = [next(table) if p.nbytes is None else p.nbytes for p in pieces]
         for piece, size in zip(pieces, sizes, strict=True):
@@ -183,7 +195,9 @@ class PerTensor(Combinator):
 
     codec: Codec = field(default=TernGrad())
     raw_below: int = 1024
-    cuts: tuple[int, ...] | None = field(default=None, repr=False, kw_only=True)  # How many values each tensor has, once it is known.
+    cuts: tuple[int, ...] | None = field(
+        default=None, repr=False, kw_only=True
+    )  # How many values each tensor has, once it is known.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,8 +239,12 @@ class Chunked(Combinator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.codec, Combinator):
-            inner = Chunked(self.codec.codec, chunk=self.chunk) if isinstance(self.codec, PerTensor) else self.codec.codec
-            better = replace(self.codec, codec=inner) if isinstance(self.codec, PerTensor) else replace(self, codec=inner)
+            inner = (
+                Chunked(self.codec.codec, chunk=self.chunk) if isinstance(self.codec, PerTensor) else self.codec.codec
+            )
+            better = (
+                replace(self.codec, codec=inner) if isinstance(self.codec, PerTensor) else replace(self, codec=inner)
+            )
             raise ValueError(
                 f"{self}: chunks are cut out of tensors or the whole vector, not {type(self.codec).__name__} out of chunks: {better}"
             )
@@ -274,15 +292,23 @@ def _encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Te
     assert isinstance(codec, Combinator)
     pieces, nbytes = codec.pieces(x.numel()), codec.nbytes(x.numel())
     if out is not None and nbytes is not None and out.shape != (nbytes,):
-        raise ValueError(f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}")
+        raise ValueError(
+            f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}"
+        )
     message = torch.empty(nbytes, dtype=torch.uint8, device=x.device) if out is None and nbytes is not None else out
     rng = _started(seed) if codec.is_random else None
     parts: list[Tensor] = []
     start = 0
     for sender, piece in zip(codec.senders(x.numel()), pieces, strict=True):
-        room = message[start : start + piece.nbytes] if message is not None and nbytes is not None and piece.nbytes is not None else None
+        room = (
+            message[start : start + piece.nbytes]
+            if message is not None and nbytes is not None and piece.nbytes is not None
+            else None
+        )
         try:
-            part = kernels.encode(sender, x[piece.where], None if residual is None else residual[piece.where], rng, room)
+            part = kernels.encode(
+                sender, x[piece.where], None if residual is None else residual[piece.where], rng, room
+            )
         except Unencodable as error:
             if residual is not None:  # The pieces before it were not heard, either.
                 for p, said in zip(pieces, parts, strict=False):

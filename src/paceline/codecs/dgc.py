@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec, ErrorFeedback, Link
+from paceline.codecs.codec import Codec, CodecState, ErrorFeedback
 from paceline.codecs.layout import aligned
 from paceline.codecs.top_k import TopK
 
@@ -30,8 +30,12 @@ class DGC(TopK):
     ratio: float = 0.001
     momentum: float = 0.9
     nesterov: bool = False
-    masking: bool = True  # Whether what was sent loses its momentum; never if everything is sent, for nothing would have any.
-    clip: float | None = None  # The largest norm of the mean of what is sent at once: a worker's own is clipped to clip / sqrt(workers).
+    masking: bool = (
+        True  # Whether what was sent loses its momentum; never if everything is sent, for nothing would have any.
+    )
+    clip: float | None = (
+        None  # The largest norm of the mean of what is sent at once: a worker's own is clipped to clip / sqrt(workers).
+    )
     workers: int = 1
     warmup: int = 0  # In so many messages the ratio comes down to its own by four equal stages.
     sent: int = field(default=0, repr=False, kw_only=True)  # How many messages came before; the sender counts.
@@ -71,7 +75,7 @@ class DGC(TopK):
     def adapted(self, data: Tensor, numel: int) -> Codec:
         return dataclasses.replace(self, sent=self.sent + 1) if self.sent < self.warmup else self
 
-    def link(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> Link:
+    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> CodecState:
         errors = ErrorFeedback.remembered(self, remember, like, key)
         assert errors.residual is not None
         return MomentumCorrection(self, errors, remember(velocity=torch.zeros_like(errors.residual)).velocity)
@@ -81,7 +85,12 @@ class MomentumCorrection:
     """DGC as one sender uses it: what is encoded is not the gradient but the velocity."""
 
     def __init__(
-        self, codec: DGC, errors: ErrorFeedback, velocity: Tensor, masked: dict[str, Tensor] | None = None, place: str = ""
+        self,
+        codec: DGC,
+        errors: ErrorFeedback,
+        velocity: Tensor,
+        masked: dict[str, Tensor] | None = None,
+        place: str = "",
     ) -> None:
         self.codec: Codec = codec
         self.settings = codec
@@ -95,7 +104,7 @@ class MomentumCorrection:
         place = f"{self._place} {where.start or 0}:{where.stop}"
         return MomentumCorrection(self.settings, self.errors[where], self.velocity[where], self._masked, place)
 
-    def owned(self, where: slice) -> Link:
+    def owned(self, where: slice) -> CodecState:
         """The sum of what velocities say has momentum already."""
         return self.errors.owned(where)
 
@@ -103,7 +112,9 @@ class MomentumCorrection:
         """The bytes to send for `x`, in `out` if given; the velocity has taken up `x`, and lost what they say."""
         g, momentum = self._clipped(x), self.settings.momentum
         v = (self.velocity + g) * momentum if self.settings.nesterov else self.velocity * momentum + g
-        data = self.errors.encode(v + g if self.settings.nesterov else v, out)  # It may refuse to: then nothing has changed.
+        data = self.errors.encode(
+            v + g if self.settings.nesterov else v, out
+        )  # It may refuse to: then nothing has changed.
         self.velocity.copy_(v)
         if self.settings.masking and data.numel() < 8 * x.numel():
             indices = self._indices(data)
@@ -111,16 +122,16 @@ class MomentumCorrection:
             self.velocity[indices] = 0.0
         return data
 
-    def silence(self, numel: int, device: torch.device) -> Tensor:
+    def encode_zero(self, numel: int, device: torch.device) -> Tensor:
         """A message that says nothing."""
-        return self.errors.silence(numel, device)
+        return self.errors.encode_zero(numel, device)
 
-    def take_back(self, x: Tensor, data: Tensor) -> None:
+    def undo(self, x: Tensor, data: Tensor) -> None:
         """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
         g, v = self._clipped(x), self.velocity
         if (masked := self._masked.pop(self._place, None)) is not None:
             v[self._indices(data)] = masked
-        self.errors.take_back(v + g if self.settings.nesterov else v, data)
+        self.errors.undo(v + g if self.settings.nesterov else v, data)
         if self.settings.momentum == 0:  # Then it is forgotten at every step in any case.
             v.zero_()
         elif self.settings.nesterov:
@@ -137,7 +148,10 @@ class MomentumCorrection:
         if self.settings.clip is None:
             return g
         # In double precision, where no float32's square is too large.  What is not finite stays, to be refused as it is.
-        norm, most = torch.linalg.vector_norm(g, dtype=torch.float64).item(), self.settings.clip * self.settings.workers**-0.5
+        norm, most = (
+            torch.linalg.vector_norm(g, dtype=torch.float64).item(),
+            self.settings.clip * self.settings.workers**-0.5,
+        )
         return g * (most / norm) if most < norm < math.inf else g
 
     @staticmethod

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import Codec, Link, Unencodable, Way
+from paceline.codecs.codec import Codec, CodecState, Reduction, Unencodable
 from paceline.codecs.layout import aligned
 from paceline.codecs.qsgd import QSGD
 
@@ -149,8 +149,10 @@ class Entropy(Codec):
     def __post_init__(self) -> None:
         if isinstance(self.codec, Entropy):
             raise ValueError(f"{self}: what is coded by its entropy once gains nothing from it twice")
-        if self.codec.way == "factors":
-            raise ValueError(f"{self}: {type(self.codec).__name__}'s factors are summed as they are, and have no bytes to code")
+        if self.codec.reduction == "factors":
+            raise ValueError(
+                f"{self}: {type(self.codec).__name__}'s factors are summed as they are, and have no bytes to code"
+            )
 
     @property
     def feedback(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -161,8 +163,8 @@ class Entropy(Codec):
         return self.codec.is_random
 
     @property
-    def way(self) -> Way:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.codec.way
+    def reduction(self) -> Reduction:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.codec.reduction
 
     @property
     def unit(self) -> int:
@@ -190,7 +192,9 @@ class Entropy(Codec):
     def wrapped(self, inner: Tensor) -> Tensor:
         """The message for the other codec's bytes."""
         if inner.numel() >= 2**32:
-            raise ValueError(f"{self} was given {inner.numel()} bytes: it codes less than 2**32, so encode parts of the vector")
+            raise ValueError(
+                f"{self} was given {inner.numel()} bytes: it codes less than 2**32, so encode parts of the vector"
+            )
         compressed: Tensor | None = None
         if inner.numel():
             if (fast := _fast(self)) is not None:
@@ -238,14 +242,14 @@ class Entropy(Codec):
             return self
         return _over(self, self.codec.adapted(self.unwrapped(data, numel), numel))
 
-    def link(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> Link:
-        return Wrapping(self, self.codec.link(remember, like, key))
+    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> CodecState:
+        return Wrapping(self, self.codec.codec_state(remember, like, key))
 
 
 class Wrapping:
     """Entropy as one sender uses it: the other codec's link, and its bytes in fewer."""
 
-    def __init__(self, codec: Entropy, inner: Link) -> None:
+    def __init__(self, codec: Entropy, inner: CodecState) -> None:
         self.codec: Codec = codec
         self.coder = codec
         self.inner = inner
@@ -257,7 +261,7 @@ class Wrapping:
         """The second level: how this rank sends the sum over all of the stripe that it owns."""
         return self._around(self.inner.owned(where))
 
-    def _around(self, inner: Link) -> Wrapping:
+    def _around(self, inner: CodecState) -> Wrapping:
         return Wrapping(_over(self.coder, inner.codec), inner)
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -268,13 +272,13 @@ class Wrapping:
             raise Unencodable(f"{self.codec}: {error}", error.at) from error
         return data if out is None else out.copy_(data)
 
-    def silence(self, numel: int, device: torch.device) -> Tensor:
+    def encode_zero(self, numel: int, device: torch.device) -> Tensor:
         """A message that says nothing."""
-        return self.coder.wrapped(self.inner.silence(numel, device))
+        return self.coder.wrapped(self.inner.encode_zero(numel, device))
 
-    def take_back(self, x: Tensor, data: Tensor) -> None:
+    def undo(self, x: Tensor, data: Tensor) -> None:
         """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
-        self.inner.take_back(x, self.coder.unwrapped(data, x.numel()))
+        self.inner.undo(x, self.coder.unwrapped(data, x.numel()))
 
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
         """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""

@@ -106,4 +106,6 @@ def check_scales(owner: object, data: Tensor, count: int) -> None:
         scales = scales_in(data, count).numpy()  # numpy takes a fraction of torch's time for so few values.
         if not (finite := np.isfinite(scales)).all():
             at = int(finite.argmin())
-            raise ValueError(f"{owner} was given bytes to decode whose scale {at} is {scales[at]:g}: no sender writes that")
+            raise ValueError(
+                f"{owner} was given bytes to decode whose scale {at} is {scales[at]:g}: no sender writes that"
+            )

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec
-from paceline.codecs.layout import bucketed, check_bucket, check_scales, packed, reals, root, row_sums, scales_in, unpacked
+from paceline.codecs.layout import (
+    bucketed,
+    check_bucket,
+    check_scales,
+    packed,
+    reals,
+    root,
+    row_sums,
+    scales_in,
+    unpacked,
+)
 
 
 @dataclass(frozen=True)

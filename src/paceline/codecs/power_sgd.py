@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import Codec, ErrorFeedback, Way
+from paceline.codecs.codec import Codec, ErrorFeedback, Reduction
 from paceline.codecs.layout import aligned
 from paceline.codecs.one_bit import OneBit
 
@@ -99,10 +99,12 @@ class PowerSGD(Codec):
     would not make smaller; one of `rank` rows or columns or fewer never would.
     """
 
-    way: ClassVar[Way] = "factors"
+    reduction: ClassVar[Reduction] = "factors"
 
     rank: int = 4
-    blocks: tuple[Block, ...] | None = field(default=None, repr=False)  # Rows and columns of each tensor, once they are known.
+    blocks: tuple[Block, ...] | None = field(
+        default=None, repr=False
+    )  # Rows and columns of each tensor, once they are known.
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -115,7 +117,10 @@ class PowerSGD(Codec):
         return 1
 
     def fitted(self, shapes: Sequence[torch.Size]) -> PowerSGD:
-        return replace(self, blocks=tuple((s[0], s.numel() // s[0]) if len(s) > 1 and s.numel() else (s.numel(), 1) for s in shapes))
+        return replace(
+            self,
+            blocks=tuple((s[0], s.numel() // s[0]) if len(s) > 1 and s.numel() else (s.numel(), 1) for s in shapes),
+        )
 
     def part(self, where: slice) -> PowerSGD:
         if self.blocks is None:
@@ -127,7 +132,11 @@ class PowerSGD(Codec):
             a, b = max(first - start, 0), min(last - start, rows * cols)
             if a < b:
                 above, below = min(-(-a // cols) * cols, b), max(b // cols * cols, a)
-                pieces = [(above - a, 1), ((below - above) // cols, cols), (b - below, 1)] if above <= below else [(b - a, 1)]
+                pieces = (
+                    [(above - a, 1), ((below - above) // cols, cols), (b - below, 1)]
+                    if above <= below
+                    else [(b - a, 1)]
+                )
                 blocks += [piece for piece in pieces if piece[0]]
             start += rows * cols
         return replace(self, blocks=tuple(blocks))
@@ -149,7 +158,11 @@ class PowerSGD(Codec):
         given, x = x.detach().reshape(-1), x.detach().to(torch.float32).reshape(-1).contiguous()
         plan = self.plan(x.numel())
         message = torch.empty(self.nbytes(x.numel()) // 4, device=x.device)
-        ps, qs, raw = plan.left(message), plan.right(message[plan.left_numel :]), message[plan.left_numel + plan.right_numel :]
+        ps, qs, raw = (
+            plan.left(message),
+            plan.right(message[plan.left_numel :]),
+            message[plan.left_numel + plan.right_numel :],
+        )
         plan.put_raw(x, raw)
         for m, q in zip(plan.matrices, qs, strict=True):
             q.copy_(first_guess(self.rank, m.cols, x.device))
@@ -162,7 +175,9 @@ class PowerSGD(Codec):
                 torch.mm(p, m.of(x), out=q)
             if not message.isfinite().all():
                 self.refuse(given, "their products are beyond float32")
-        if plan.matrices and message[plan.left_numel :].abs().max().item() > torch.finfo(torch.float32).max / (2 * self.rank):
+        if plan.matrices and message[plan.left_numel :].abs().max().item() > torch.finfo(torch.float32).max / (
+            2 * self.rank
+        ):
             self.refuse(given, "their products are beyond float32")
         return message.view(torch.uint8)
 
@@ -179,7 +194,7 @@ class PowerSGD(Codec):
             multiply(p, q, m.of(x))
         return x
 
-    def link(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> FactorLink:
+    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> FactorState:
         codec = self
         if self.blocks is None:  # So that its slices agree on what the matrix is.
             cols = max(math.isqrt(like.numel()), 1)
@@ -190,10 +205,10 @@ class PowerSGD(Codec):
             residual=torch.zeros(like.numel(), dtype=wide, device=like.device),
             factors=torch.cat([torch.zeros(0, device=like.device), *guesses]).to(wide),
         )
-        return FactorLink(codec, m.residual, codec.plan(like.numel()).right(m.factors))
+        return FactorState(codec, m.residual, codec.plan(like.numel()).right(m.factors))
 
 
-class FactorLink(ErrorFeedback):
+class FactorState(ErrorFeedback):
     """A rank's memory for `mean_by_factors`: what the last result left out, and the Q of every matrix to begin with.
 
     Slices share both.  Slices that share a matrix, each having some rows of it, share its Q and must take turns.
@@ -205,9 +220,9 @@ class FactorLink(ErrorFeedback):
         super().__init__(codec, residual)
         self.plan = codec.plan(residual.numel())
         self.factors = factors
-        self._parts: dict[tuple[int, int], FactorLink] = {}
+        self._parts: dict[tuple[int, int], FactorState] = {}
 
-    def __getitem__(self, where: slice) -> FactorLink:
+    def __getitem__(self, where: slice) -> FactorState:
         start, stop, _ = where.indices(self.residual.numel())
         if (part := self._parts.get((start, stop))) is None:
             codec = self.codec.part(slice(start, stop))
@@ -215,7 +230,7 @@ class FactorLink(ErrorFeedback):
             places = [start + m.where.start for m in codec.plan(max(stop - start, 0)).matrices]
             whole = list(zip(self.plan.matrices, self.factors, strict=True))
             factors = [q for place in places for m, q in whole if m.where.start <= place < m.where.stop]
-            part = self._parts[start, stop] = FactorLink(codec, self.residual[start:stop], factors)
+            part = self._parts[start, stop] = FactorState(codec, self.residual[start:stop], factors)
         return part
 
 

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.codecs.codec import Codec
-from paceline.codecs.layout import bucketed, check_bucket, check_scales, packed, root, row_sums, scales_in, total, unpacked
+from paceline.codecs.layout import (
+    bucketed,
+    check_bucket,
+    check_scales,
+    packed,
+    root,
+    row_sums,
+    scales_in,
+    total,
+    unpacked,
+)
 from paceline.codecs.noise import uniform
 
 
@@ -123,7 +133,11 @@ class TernGrad(Codec):
     def scale(self, largest: Tensor, squares: Tensor, numel: int) -> Tensor:
         """What 1 stands for, from the maxima of |x| and the sums of squares of rows of 512."""
         most = largest.amax()
-        return most if self.clip is None else torch.minimum(most, root(total(squares) / torch.full_like(most, numel)) * self.clip)
+        return (
+            most
+            if self.clip is None
+            else torch.minimum(most, root(total(squares) / torch.full_like(most, numel)) * self.clip)
+        )
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
         seed = kernels.draw(rng)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.codecs.codec import Codec, Way
+from paceline.codecs.codec import Codec, Reduction
 from paceline.codecs.layout import aligned, packed, unpacked
 
 HEADER = 16
@@ -147,7 +147,7 @@ class Threshold(Codec):
     entropy: bool = False  # Whether gaps between indices may be sent in a Golomb-Rice code.
     limit: float = 10.0  # The overload above which a sender warns.
 
-    way: ClassVar[Way] = "gather"
+    reduction: ClassVar[Reduction] = "gather"
 
     def __post_init__(self) -> None:
         if not 0 < self.tau32 < math.inf:
@@ -235,7 +235,9 @@ class Threshold(Codec):
 
     def check_numel(self, numel: int) -> None:
         if numel > MOST_NUMEL:
-            raise ValueError(f"{self} was given {numel} values: its indices end at 2**31 - 1, so encode parts of the vector")
+            raise ValueError(
+                f"{self} was given {numel} values: its indices end at 2**31 - 1, so encode parts of the vector"
+            )
 
     def overload(self, data: Tensor) -> float:
         """max|residual|/tau after a message, below 1 where all is well; only what was sent can be above."""
@@ -270,7 +272,9 @@ class AdaptiveThreshold(Threshold):
         header, after = Header.of(data), super().adapted(data, numel)
         assert isinstance(after, AdaptiveThreshold)
         density = header.sent / numel if numel else self.low  # Of nothing, nothing follows.
-        tau = self.tau * self.decay if density < self.low else self.tau / self.decay if density > self.high else self.tau
+        tau = (
+            self.tau * self.decay if density < self.low else self.tau / self.decay if density > self.high else self.tau
+        )
         if tau == self.tau or not SMALLEST_TAU <= tau <= 1 / SMALLEST_TAU:
             return after
         return dataclasses.replace(after, tau=tau)

@@ -8,7 +8,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec, Way
+from paceline.codecs.codec import Codec, Reduction
 from paceline.codecs.layout import aligned
 
 MOST_NUMEL = 2**31
@@ -20,7 +20,7 @@ class TopK(Codec):
 
     ratio: float = 0.01
 
-    way: ClassVar[Way] = "gather"
+    reduction: ClassVar[Reduction] = "gather"
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -65,4 +65,6 @@ class TopK(Codec):
 
     def check_numel(self, numel: int) -> None:
         if numel > MOST_NUMEL:
-            raise ValueError(f"{self} was given {numel} values: its indices end at 2**31 - 1, so encode parts of the vector")
+            raise ValueError(
+                f"{self} was given {numel} values: its indices end at 2**31 - 1, so encode parts of the vector"
+            )

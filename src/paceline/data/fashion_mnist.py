@@ -65,7 +65,9 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
     data = _bytes(path)
     begin = 4 + 4 * dimensions
     if len(data) < begin:
-        raise ValueError(f"{path} holds {len(data)} bytes: the header of an IDX file of {dimensions} dimensions takes {begin}")
+        raise ValueError(
+            f"{path} holds {len(data)} bytes: the header of an IDX file of {dimensions} dimensions takes {begin}"
+        )
     magic = int.from_bytes(data[:4], "big")
     if magic != (wanted := 0x0800 + dimensions):
         raise ValueError(
@@ -74,7 +76,9 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
     shape = [int.from_bytes(data[i : i + 4], "big") for i in range(4, begin, 4)]
     if len(data) - begin != math.prod(shape):
         fault = "is truncated" if len(data) - begin < math.prod(shape) else "is too long"
-        raise ValueError(f"{path} {fault}: {math.prod(shape)} values of shape {shape} are announced, {len(data) - begin} follow")
+        raise ValueError(
+            f"{path} {fault}: {math.prod(shape)} values of shape {shape} are announced, {len(data) - begin} follow"
+        )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)[begin:].view(shape)
 
 

@@ -65,7 +65,13 @@ def accuracy_over_time(rows: Sequence[Row], clock: str) -> Drawing | None:
     """None if there is no point to draw.  `clock` says whose seconds they are: virtual or wall."""
     lines = [finite((seconds, accuracy) for seconds, _, accuracy in row.curve) for row in rows]
     longest = max((line[-1][0] for line in lines if line), default=0.0)
-    unit, length = ("h", 3600.0) if longest >= 3 * 3600 else ("min", 60.0) if longest >= 300 and not wants_log(lines) else ("s", 1.0)
+    unit, length = (
+        ("h", 3600.0)
+        if longest >= 3 * 3600
+        else ("min", 60.0)
+        if longest >= 300 and not wants_log(lines)
+        else ("s", 1.0)
+    )
     lines = [[(seconds / length, accuracy) for seconds, accuracy in line] for line in lines]
     return _draw(lines, x_title=f"{clock} ({unit})", x_label="format(datum.value, ',~r')")
 
@@ -94,7 +100,10 @@ def staleness(counts: Mapping[int, int], colour: str) -> str | None:
         "height": 120,
         "data": {
             # A bar stands around the whole numbers it counts: 3 from 2.5 to 3.5.
-            "values": [{"from": first - 0.5, "to": first + width - 0.5, "share": max(n, lowest) / total} for first, n in updates.items()]
+            "values": [
+                {"from": first - 0.5, "to": first + width - 0.5, "share": max(n, lowest) / total}
+                for first, n in updates.items()
+            ]
         },
         "mark": {"type": "bar", "color": colour, "binSpacing": 1, "aria": False},
         "encoding": {
@@ -220,10 +229,25 @@ def _draw(lines: list[list[tuple[float, float]]], *, x_title: str, x_label: str)
             "scale": {"zero": False, "nice": True},
             "axis": {"title": "accuracy", "format": "~%", "tickCount": 6},
         },
-        "color": {"field": "line", "type": "nominal", "legend": None, "scale": {"domain": shown, "range": [s.colour for s in styles]}},
+        "color": {
+            "field": "line",
+            "type": "nominal",
+            "legend": None,
+            "scale": {"domain": shown, "range": [s.colour for s in styles]},
+        },
     }
-    dash = {"field": "line", "type": "nominal", "legend": None, "scale": {"domain": shown, "range": [list(s.dash) for s in styles]}}
-    mark = {"field": "line", "type": "nominal", "legend": None, "scale": {"domain": shown, "range": [s.mark for s in styles]}}
+    dash = {
+        "field": "line",
+        "type": "nominal",
+        "legend": None,
+        "scale": {"domain": shown, "range": [list(s.dash) for s in styles]},
+    }
+    mark = {
+        "field": "line",
+        "type": "nominal",
+        "legend": None,
+        "scale": {"domain": shown, "range": [s.mark for s in styles]},
+    }
     spec: dict[str, Any] = {
         "width": 440,
         "height": 300,

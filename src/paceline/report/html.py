@@ -54,7 +54,9 @@ class Section:
 def render(title: str, rows: Sequence[Row], facts: Mapping[str, str], notes: Sequence[str]) -> str:
     """The page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(seconds=text.seconds, nbytes=text.nbytes, percent=text.percent, factor=text.factor, staleness=text.staleness)
+    environment.filters.update(
+        seconds=text.seconds, nbytes=text.nbytes, percent=text.percent, factor=text.factor, staleness=text.staleness
+    )
     template = environment.from_string((files("paceline.report") / "page.html.jinja").read_text(encoding="utf-8"))
     virtual, real = [r for r in rows if not r.real], [r for r in rows if r.real]
     sections = [_section("Simulated", "virtual time", virtual), _section("Real processes", "wall time", real)]
@@ -81,6 +83,8 @@ def _section(heading: str, clock: str, rows: list[Row]) -> Section:
         if drawing is not None
     ]
     histograms = [
-        Histogram(line, Markup(svg)) for line in lines if (svg := charts.staleness(line.row.staleness, line.swatch.colour)) is not None
+        Histogram(line, Markup(svg))
+        for line in lines
+        if (svg := charts.staleness(line.row.staleness, line.swatch.colour)) is not None
     ]
     return Section(heading, clock, lines, figures, histograms)

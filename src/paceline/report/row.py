@@ -42,9 +42,15 @@ def best(rows: Sequence[Row]) -> set[tuple[int, str]]:
     found: set[tuple[int, str]] = set()
     for real in (False, True):
         # A method that diverged is often the fastest of all; that is no merit.
-        sound = {i: row for i, row in enumerate(rows) if row.real == real and row.accuracy is not None and math.isfinite(row.accuracy)}
+        sound = {
+            i: row
+            for i, row in enumerate(rows)
+            if row.real == real and row.accuracy is not None and math.isfinite(row.accuracy)
+        }
         for column, choose in (("accuracy", max), ("seconds", min), ("bytes_per_worker", min), ("speedup", max)):
-            values: dict[int, float] = {i: v for i, row in sound.items() if (v := getattr(row, column)) is not None and math.isfinite(v)}
+            values: dict[int, float] = {
+                i: v for i, row in sound.items() if (v := getattr(row, column)) is not None and math.isfinite(v)
+            }
             if len(set(values.values())) > 1:
                 winner = choose(values.values())
                 found |= {(i, column) for i, value in values.items() if value == winner}

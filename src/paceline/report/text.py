@@ -93,7 +93,13 @@ def table(rows: Sequence[Row], title: str | None = None) -> Table:
     out = Table(title=None if title is None else Text(title), title_justify="left")
     out.add_column("method", no_wrap=True)
     has_staleness = any(row.updates for row in rows)
-    for heading in ("accuracy", clock, "bytes per worker", "speed-up over AllReduceSGD", *(["staleness"] if has_staleness else [])):
+    for heading in (
+        "accuracy",
+        clock,
+        "bytes per worker",
+        "speed-up over AllReduceSGD",
+        *(["staleness"] if has_staleness else []),
+    ):
         out.add_column(heading, justify="right")
     winners = best(rows)
     ordered = sorted(enumerate(rows), key=lambda pair: pair[1].real)

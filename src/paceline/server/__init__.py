@@ -1,11 +1,24 @@
 """The parameter server: shards that hold slices of a model, rules that update them, gates that say when, and the store that workers see."""
 
+from paceline.families.server_strategy import ServerStrategy
 from paceline.server.gates import GATES, Bound, Free, Gate, RoundRobin, Turns
-from paceline.server.rules import RULES, Adagrad, Adam, Attract, Compensated, Every, Momentum, Push, Quorum, Rule, Scaled, Sgd
-from paceline.server.served import Served
+from paceline.server.rules import (
+    RULES,
+    Adagrad,
+    Adam,
+    Attract,
+    Compensated,
+    Every,
+    Momentum,
+    Push,
+    Quorum,
+    Rule,
+    Scaled,
+    Sgd,
+)
 from paceline.server.shard import Shard
 from paceline.server.store import Store
-from paceline.server.tickets import Ticket, Tickets
+from paceline.server.work_queue import WorkItem, WorkQueue
 
 __all__ = [
     "GATES",
@@ -24,11 +37,11 @@ __all__ = [
     "RoundRobin",
     "Rule",
     "Scaled",
-    "Served",
+    "ServerStrategy",
     "Sgd",
     "Shard",
     "Store",
-    "Ticket",
-    "Tickets",
     "Turns",
+    "WorkItem",
+    "WorkQueue",
 ]

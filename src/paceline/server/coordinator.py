@@ -14,12 +14,18 @@ import torch
 
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
-from paceline.server.asking import SILENCES, HasEnded, answered, check_answer
 from paceline.server.portions import Portions
+from paceline.server.requests import SILENCES, HasEnded, answered, check_answer
 from paceline.server.shard import Shard
-from paceline.server.slice import Refused
+from paceline.server.shard_state import Refused
 
-REQUESTS = {"draw": (4, 0), "brought": (0, 0), "report": (2, 0), "pushed": (2, 1), "bye": (0, 0)}  # How many int64 and float64 numbers.
+REQUESTS = {
+    "draw": (4, 0),
+    "brought": (0, 0),
+    "report": (2, 0),
+    "pushed": (2, 1),
+    "bye": (0, 0),
+}  # How many int64 and float64 numbers.
 
 
 class Spent(Exception):
@@ -37,7 +43,9 @@ class Coordinator:
         self.endpoint, self._s, self._push, self._backups = s.endpoint, s, push, backups
         self.shards = list(s.endpoint.layout.server_ranks)[1:]
         self.passes = 0  # over the data, so far
-        self._extent: list[int] | None = None  # The first epoch and the one before which to end, minibatches in each, parts of each.
+        self._extent: list[int] | None = (
+            None  # The first epoch and the one before which to end, minibatches in each, parts of each.
+        )
         self._members = set(s.endpoint.layout.worker_ranks)
         self._dead: set[int] = set()
         self._deserted_at = 0.0  # Until when it waits for others if nobody is there.
@@ -85,7 +93,10 @@ class Coordinator:
             if endpoint.now() >= due:
                 for rank in missing:
                     await endpoint.send(rank, asked)
-                silences, due = silences + 1, inf if endpoint.patience is None else endpoint.now() + endpoint.patience
+                silences, due = (
+                    silences + 1,
+                    inf if endpoint.retransmit_s is None else endpoint.now() + endpoint.retransmit_s,
+                )
             try:
                 message = await endpoint.recv(timeout=None if due == inf else max(0.0, due - endpoint.now()))
             except TimeoutError:
@@ -104,7 +115,9 @@ class Coordinator:
         return [answers[rank] for rank in self.shards]
 
     def _is_repeated(self, message: Message) -> bool:
-        known = {(m.src, m.serial) for m in self._later if m.serial} | {(src, serial) for src, (serial, _) in self._heard.items()}
+        known = {(m.src, m.serial) for m in self._later if m.serial} | {
+            (src, serial) for src, (serial, _) in self._heard.items()
+        }
         return (message.src, message.serial) in known
 
     # Passes over the data.
@@ -117,7 +130,7 @@ class Coordinator:
     async def evaluate(self) -> float:
         """The mean loss at `w`, with its gradient in `g`; infinity if not all samples counted that did at first."""
         assert self._extent is not None
-        first, last, steps, seats = self._extent
+        first, last, steps, data_shards = self._extent
         if first + self.passes >= last:
             raise Spent
         self.then("zero", "g")
@@ -125,7 +138,7 @@ class Coordinator:
         await self._tell()
         self.passes += 1
         self._loss, self._samples = 0.0, 0
-        self._portions = Portions(steps * seats, self._backups)
+        self._portions = Portions(steps * data_shards, self._backups)
         await self._rouse()
         while not self._portions.is_done:
             await self._hear()
@@ -195,16 +208,20 @@ class Coordinator:
         if message.kind not in REQUESTS:
             raise Refused(f"there is no request of the kind '{message.kind}'")
         forms = [(t.dtype, tuple(t.shape)) for t in message.tensors]
-        wanted = [(dtype, (n,)) for dtype, n in zip((torch.int64, torch.float64), REQUESTS[message.kind], strict=True) if n]
+        wanted = [
+            (dtype, (n,)) for dtype, n in zip((torch.int64, torch.float64), REQUESTS[message.kind], strict=True) if n
+        ]
         if forms != wanted:
             raise Refused(f"a '{message.kind}' has {wanted}, not {forms}")
         if message.samples < 0:
             raise Refused(f"there are no {message.samples} samples behind anything")
         numbers: list[int] = message.tensors[0].tolist() if wanted else []
         if message.kind == "draw":
-            first, last, steps, seats = numbers
-            if not (0 <= first < last and steps >= 1 and seats >= 1):
-                raise Refused(f"it wants epochs {first} to {last} of {steps} minibatches in {seats} parts, and there is none")
+            first, last, steps, data_shards = numbers
+            if not (0 <= first < last and steps >= 1 and data_shards >= 1):
+                raise Refused(
+                    f"it wants epochs {first} to {last} of {steps} minibatches in {data_shards} parts, and there is none"
+                )
             if self._extent not in (None, numbers):
                 raise Refused(f"it wants epochs, minibatches and parts {numbers}, and they are {self._extent}")
         return numbers

@@ -38,7 +38,9 @@ class Bound(Gate):
 
     def __post_init__(self) -> None:
         if self.bound < 0:
-            raise ValueError(f"Bound(bound={self.bound}): it counts the iterations that a worker may be ahead of the slowest, from 0")
+            raise ValueError(
+                f"Bound(bound={self.bound}): it counts the iterations that a worker may be ahead of the slowest, from 0"
+            )
 
     def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
         return clocks[src] - min(clocks.values()) <= self.bound

@@ -15,7 +15,9 @@ from paceline.codecs.kernels.cpu_parts import compiled, share_out
 
 
 @compiled
-def _momentum(value: Any, update: Any, velocity: Any, lr: Any, mu: Any, gain: Any, nesterov: bool, first: int, last: int) -> bool:
+def _momentum(
+    value: Any, update: Any, velocity: Any, lr: Any, mu: Any, gain: Any, nesterov: bool, first: int, last: int
+) -> bool:
     if nesterov:
         for i in range(first, last):
             velocity[i] = mu * velocity[i] + gain * update[i]
@@ -53,13 +55,17 @@ def _compensate(update: Any, value: Any, read: Any, lam: Any, first: int, last: 
 
 
 @compiled
-def _compensate_adaptively(update: Any, value: Any, read: Any, squares: Any, lam: Any, eps: Any, first: int, last: int) -> bool:
+def _compensate_adaptively(
+    update: Any, value: Any, read: Any, squares: Any, lam: Any, eps: Any, first: int, last: int
+) -> bool:
     for i in range(first, last):
         update[i] += lam / np.sqrt(squares[i] + eps) * update[i] * update[i] * (value[i] - read[i])
     return True
 
 
-def momentum(value: Tensor, update: Tensor, velocity: Tensor, lr: float, mu: float, gain: float, nesterov: bool) -> None:
+def momentum(
+    value: Tensor, update: Tensor, velocity: Tensor, lr: float, mu: float, gain: float, nesterov: bool
+) -> None:
     v, u, w = _arrays(value, update, velocity)
     rate, kept, new = _numbers(value, lr, mu, gain)
     share_out(lambda first, last: _momentum(v, u, w, rate, kept, new, nesterov, first, last), len(v), len(v))
@@ -72,12 +78,22 @@ def adagrad(value: Tensor, update: Tensor, squares: Tensor, lr: float, eps: floa
 
 
 def adam(
-    value: Tensor, update: Tensor, mean: Tensor, square: Tensor, betas: tuple[float, float], steps: int, lr: float, eps: float
+    value: Tensor,
+    update: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    betas: tuple[float, float],
+    steps: int,
+    lr: float,
+    eps: float,
 ) -> None:
     """`steps` counts from 1."""
     v, u, m, s = _arrays(value, update, mean, square)
     first_beta, second_beta = betas
-    n = np.array([1 - first_beta, 1 - second_beta, (1 - second_beta**steps) ** -0.5, eps, lr / (1 - first_beta**steps)], dtype=v.dtype)
+    n = np.array(
+        [1 - first_beta, 1 - second_beta, (1 - second_beta**steps) ** -0.5, eps, lr / (1 - first_beta**steps)],
+        dtype=v.dtype,
+    )
     share_out(lambda first, last: _adam(v, u, m, s, n, first, last), len(v), len(v))
 
 

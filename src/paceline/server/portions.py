@@ -59,9 +59,15 @@ class Portions:
         """What another is slow to finish, for a worker that has nothing to do: first what nobody has finished, longest ago given out,
         then what is in the sum of one that is still at work, and so cannot hand it in."""
         taken = self._done | self._owner.keys()
-        unfinished = [p for p, at in self._at.items() if p not in taken and worker not in at and len(at) <= self.backups]
+        unfinished = [
+            p for p, at in self._at.items() if p not in taken and worker not in at and len(at) <= self.backups
+        ]
         if not unfinished:
-            unfinished = [p for p, owner in self._owner.items() if self.is_busy(owner) and worker != owner and self._has_room(p, worker)]
+            unfinished = [
+                p
+                for p, owner in self._owner.items()
+                if self.is_busy(owner) and worker != owner and self._has_room(p, worker)
+            ]
         if not unfinished:
             return None
         portion = min(unfinished, key=lambda p: len(self._at.get(p, ())))

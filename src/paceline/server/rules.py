@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.memory import Memory
+from paceline.state import Memory
 
 
 def fused_for(value: Tensor, update: Tensor) -> ModuleType | None:
@@ -292,7 +292,9 @@ class Quorum(Wrapper):
     NEEDS: ClassVar[str] = "at least 1 update makes a quorum, and the grace is no less than 0 s"
 
     def __post_init__(self) -> None:
-        self._check((self.least is None or self.least >= 1) and 0 <= self.grace < inf, least=self.least, grace=self.grace)
+        self._check(
+            (self.least is None or self.least >= 1) and 0 <= self.grace < inf, least=self.least, grace=self.grace
+        )
 
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {**super().memory(value), "sum": torch.zeros_like(value), "weight": 0.0, "srcs": [], "until": None}
@@ -360,7 +362,9 @@ class Compensated(Wrapper):
             m.squares.mul_(self.decay).addcmul_(update, update, value=1 - self.decay)
         if self.lam and push.staleness and push.src in m.read:
             if (fused := fused_for(value, update)) is not None:
-                fused.compensate(update, value, m.read[push.src], self.lam, m.squares if self.adaptive else None, self.eps)
+                fused.compensate(
+                    update, value, m.read[push.src], self.lam, m.squares if self.adaptive else None, self.eps
+                )
                 return self.rule.apply(value, update, m.inner, push)
             lam = self.lam / (m.squares + self.eps).sqrt_() if self.adaptive else self.lam
             update = update + update.square().mul_(value - m.read[push.src]).mul_(lam)

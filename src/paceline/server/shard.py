@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.codecs.codec import Codec
 from paceline.endpoint import Endpoint, Message
 from paceline.errors import ClusterError
-from paceline.server.desk import Desk
+from paceline.server.dispatcher import Dispatcher
 from paceline.server.gates import Free, Gate
 from paceline.server.rules import Rule
-from paceline.server.slice import Away, Refused, Slice, check_value
+from paceline.server.shard_state import Away, Refused, ShardState, check_value
 
 PUSHES = ("push", "exchange")  # What brings an update,
 ASKS = ("pull", "exchange")  # and what wants the value.
@@ -37,14 +37,16 @@ class Shard:
 
     def __init__(self, endpoint: Endpoint, *, grace_s: float = 0.0, takes_nonfinite: bool = False) -> None:
         self.endpoint, self.grace_s = endpoint, grace_s
-        self.held = Slice(endpoint, takes_nonfinite=takes_nonfinite)
-        self.desk = Desk(endpoint)
+        self.held = ShardState(endpoint, takes_nonfinite=takes_nonfinite)
+        self.desk = Dispatcher(endpoint)
         self.clocks = dict.fromkeys(endpoint.layout.worker_ranks, 0)
         self.resting: set[int] = set()  # Workers that are there, and for whom there is nothing to do at the moment.
         self.refused = 0
         self.last_refusal: str | None = None
         self._heard: dict[int, int] = {}  # The serial of the last update of each,
-        self._lives: dict[int, int] = {}  # and its life: one that was taken for dead begins another, and what it asked for in this is void.
+        self._lives: dict[
+            int, int
+        ] = {}  # and its life: one that was taken for dead begins another, and what it asked for in this is void.
         self._early: list[Message] = []  # What overtook the first value.
         self._pushed: list[Message] = []  # What the gate has not let pass yet,
         self._waiting: list[Message] = []  # whose update was not applied yet, though a rule has it,
@@ -53,7 +55,14 @@ class Shard:
         self._awaited: list[float] = []  # Until when it waits for others in the place of those that died.
         self._is_over = False  # Whether all work is done.
 
-    async def serve(self, rule: Rule, gate: Gate = Free(), *, codec: Codec | None = None, pulls: Codec | None = None) -> None:  # noqa: B008 (frozen)
+    async def serve(
+        self,
+        rule: Rule,
+        gate: Gate = Free(),  # noqa: B008 (frozen)
+        *,
+        codec: Codec | None = None,
+        pulls: Codec | None = None,
+    ) -> None:
         """Apply what is pushed and answer what is asked for, each as soon as the gate lets it pass, until the last worker has left."""
         while self.is_needed:
             event = await self.event(rule)
@@ -64,7 +73,9 @@ class Shard:
                 self._pushed.append(event)
             else:
                 self._asked.append(event)
-            while True:  # Who has pushed is answered before the next push is looked at: the answer must not depend on who waits.
+            while (
+                True
+            ):  # Who has pushed is answered before the next push is looked at: the answer must not depend on who waits.
                 while (request := self._first(self._asked, gate.may_go_on)) is not None:
                     await self.reply(request, rule, codec=pulls)
                 if (push := self._first(self._pushed, gate.may_push)) is None:
@@ -73,7 +84,9 @@ class Shard:
                 if was_applied:
                     self._release()
                 if push.kind in ASKS and self._is_there(push.src):
-                    (self._asked if was_applied or not rule.holds_answers or not push.samples else self._waiting).append(push)
+                    (
+                        self._asked if was_applied or not rule.holds_answers or not push.samples else self._waiting
+                    ).append(push)
         await self.held.flush(rule)
         await self._say_goodbye()
 
@@ -167,11 +180,11 @@ class Shard:
 
     async def _admit(self, message: Message, rule: Rule | None) -> bool:
         """A worker comes, or comes back; False if that was long ago."""
-        src, life, seats = message.src, self._lives.get(message.src, 0), self.endpoint.layout.workers
+        src, life, data_shards = message.src, self._lives.get(message.src, 0), self.endpoint.layout.workers
         if src in self.endpoint.layout.server_ranks:
             raise Refused("only workers join")
-        if message.kind == "join" and message.samples >= seats:
-            raise Refused(f"there is no seat {message.samples}: each minibatch is cut into {seats} parts")
+        if message.kind == "join" and message.samples >= data_shards:
+            raise Refused(f"there is no seat {message.samples}: each minibatch is cut into {data_shards} parts")
         if (left := self._leaving.get(src)) is not None:
             if message.serial <= left.serial:
                 return False
@@ -251,7 +264,9 @@ class Shard:
                 await self.endpoint.send(message.src, Message("ended", serial=message.serial))
 
     async def _tell_the_end(self, src: int, message: Message) -> None:
-        await self._is_taken(src, Message("value", (self.held.value,), version=self.held.version, serial=message.serial))
+        await self._is_taken(
+            src, Message("value", (self.held.value,), version=self.held.version, serial=message.serial)
+        )
 
     # Updates and answers.
 
@@ -269,11 +284,13 @@ class Shard:
         self._check_room(src)
         if kind != "join":
             return message
-        return Message("pull", serial=message.serial, steps=self.desk.seat(src, message.samples), src=src)
+        return Message("pull", serial=message.serial, steps=self.desk.data_shard(src, message.samples), src=src)
 
     def _check_room(self, src: int) -> None:
         if len(self._held(src)) >= MOST_HELD:
-            raise Refused(f"{MOST_HELD} of its requests wait to be answered, and this shard keeps no more of one worker")
+            raise Refused(
+                f"{MOST_HELD} of its requests wait to be answered, and this shard keeps no more of one worker"
+            )
 
     def _check_start(self, message: Message) -> None:
         if not self._is_there(message.src):
@@ -317,7 +334,9 @@ class Shard:
     def _first(self, held: list[Message], may: Callable[[int, Mapping[int, int]], bool]) -> Message | None:
         """Take out the first that may pass."""
         for i, message in enumerate(held):
-            if message.src not in self.clocks or may(message.src, self.clocks):  # Nobody waits for one who rests, nor need it wait.
+            if message.src not in self.clocks or may(
+                message.src, self.clocks
+            ):  # Nobody waits for one who rests, nor need it wait.
                 return held.pop(i)
         return None
 

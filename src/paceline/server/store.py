@@ -10,15 +10,15 @@ from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.codecs.codec import Codec
-from paceline.collectives import stripe_of
 from paceline.endpoint import LIFE, Message
 from paceline.op import Op
-from paceline.replica import Replica
-from paceline.rows import positions, within
-from paceline.server.asking import HasEnded, answered
-from paceline.server.desk import MOST_DRAWN
-from paceline.server.tickets import Ticket
+from paceline.server.dispatcher import MOST_DRAWN
+from paceline.server.requests import HasEnded, answered
+from paceline.server.work_queue import WorkItem
 from paceline.strategy import Ended
+from paceline.stripes import stripe_of
+from paceline.worker.replica import Replica
+from paceline.worker.rows import positions, within
 
 # What requests are answered by.
 ALIVE = ("again", "away", "bring", "ended")
@@ -42,14 +42,16 @@ class Store:
                 f"{len(self.shards)} servers for {replica.params.numel()} parameters: there must be at least one parameter a shard"
             )
         unit = 1 if codec is None else codec.unit
-        self.slices = [stripe_of(j, replica.params.numel(), len(self.shards), unit=unit) for j in range(len(self.shards))]
+        self.slices = [
+            stripe_of(j, replica.params.numel(), len(self.shards), unit=unit) for j in range(len(self.shards))
+        ]
         self.versions = [0] * len(self.shards)
         self._value: Tensor | None = None
-        self._link, self._pulls = replica.link(codec), pulls
+        self._codec_state, self._pulls = replica.codec_state(codec), pulls
         self._joined = False
         self._serial, self._life = 0, 0
-        self._begin_at = replica.k
-        self._hand: deque[Ticket] = deque()  # What this worker is to work on next.
+        self._first_step = replica.step_index
+        self._hand: deque[WorkItem] = deque()  # What this worker is to work on next.
         self._ahead = 1  # How many tickets it wants to have at hand while it works.
         self._drawn: Message | None = None  # The request for more that was not answered yet.
         self._steps = 0  # begun since the last push
@@ -87,9 +89,13 @@ class Store:
         """
         return self.endpoint.spawn(self._ask("exchange", update, samples, into, runs), kind="exchange")
 
-    def room(self, last: Tensor | None = None) -> Tensor:
+    def send_buffer(self, last: Tensor | None = None) -> Tensor:
         """Memory for an update: what shards of this host read there need not be copied.  The last one, unless it is still read."""
-        return last if last is not None and not self.endpoint.is_read(last) else self.endpoint.room(self.replica.params)
+        return (
+            last
+            if last is not None and not self.endpoint.in_use(last)
+            else self.endpoint.send_buffer(self.replica.params)
+        )
 
     async def leave(self, into: Tensor | None = None) -> Tensor:
         """Say goodbye; what the shards hold in the end, once all workers have."""
@@ -107,8 +113,8 @@ class Store:
         has not pushed until then it must push `before_waiting`.
         """
         w = self.replica
-        if not w.learner.is_shared_out:  # The user's loop has data of its own.
-            if w.turn():
+        if not w.learner.has_global_data:  # The user's loop has data of its own.
+            if w.advance():
                 self._steps += 1
                 return True
             if before_waiting is not None and self._steps:
@@ -116,7 +122,7 @@ class Store:
             return False
         if not self._hand and not await self._draw(before_waiting):
             return False
-        w.turn_to(*self._hand.popleft())
+        w.seek(*self._hand.popleft())
         self._steps += 1
         if self._drawn is None and len(self._hand) < self._ahead:
             await self._ask_for_tickets(self._ahead - len(self._hand))
@@ -125,7 +131,7 @@ class Store:
     async def _ask_for_tickets(self, wanted: int, *, now: bool = False) -> None:
         end = self.replica.last_step
         assert end is not None
-        extent = torch.tensor([self._begin_at, end, self.replica.seats])
+        extent = torch.tensor([self._first_step, end, self.replica.data_shards])
         self._drawn = Message("draw", (extent,), samples=wanted, steps=int(now), serial=self._next_serial())
         await self.endpoint.send(self.shards[0], self._drawn)
 
@@ -160,7 +166,7 @@ class Store:
             await self._tell_all("wake")
         elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
             self._ahead = min(2 * self._ahead, MOST_DRAWN)
-        self._hand.extend(Ticket(int(step), int(seat)) for step, seat in answer.tensors[0])
+        self._hand.extend(WorkItem(int(step), int(data_shard)) for step, data_shard in answer.tensors[0])
         return True
 
     # Messages.
@@ -184,14 +190,21 @@ class Store:
         for rank, where in zip(self.shards, self.slices, strict=True):
             await self.endpoint.send(rank, Message("start", (self.replica.params[where],)))
 
-    def _messages(self, kind: str, update: Tensor | None, samples: float | None = None, runs: Tensor | None = None) -> list[Message]:
+    def _messages(
+        self, kind: str, update: Tensor | None, samples: float | None = None, runs: Tensor | None = None
+    ) -> list[Message]:
         """What to send to each shard."""
-        seen = int(self.replica.samples_at_hand if samples is None else samples) if update is not None else 0
-        parts = [()] * len(self.shards) if update is None else [self._said(update, where, runs) for where in self.slices]
+        seen = int(self.replica.batch_samples if samples is None else samples) if update is not None else 0
+        parts = (
+            [()] * len(self.shards) if update is None else [self._said(update, where, runs) for where in self.slices]
+        )
         serial, steps = self._next_serial(), 0
         if update is not None:
             steps, self._steps = self._steps, 0
-        return [Message(kind, part, version, seen, serial, steps) for part, version in zip(parts, self.versions, strict=True)]
+        return [
+            Message(kind, part, version, seen, serial, steps)
+            for part, version in zip(parts, self.versions, strict=True)
+        ]
 
     async def _send(self, messages: list[Message]) -> None:
         await self._join()
@@ -203,24 +216,29 @@ class Store:
         if runs is not None:
             mine = within(runs, where)
             return update[where][positions(mine)], mine
-        return (update[where] if self._link is None else self._link[where].encode(update[where]),)
+        return (update[where] if self._codec_state is None else self._codec_state[where].encode(update[where]),)
 
     async def _ask(
-        self, kind: str, update: Tensor | None, samples: float | None = None, into: Tensor | None = None, runs: Tensor | None = None
+        self,
+        kind: str,
+        update: Tensor | None,
+        samples: float | None = None,
+        into: Tensor | None = None,
+        runs: Tensor | None = None,
     ) -> Tensor:
         if kind == "pull" and not self._joined and self.endpoint.rank not in self.endpoint.layout.worker_ranks:
             kind = "join"
         messages = self._messages(kind, update, samples, runs)
         for message in messages:
             if kind == "join":
-                message.samples = self.replica.seat or 0
+                message.samples = self.replica.data_shard or 0
             elif kind == "leave":  # Whether that means that all work is done.
-                message.steps = int(self.replica.learner.is_shared_out)
+                message.steps = int(self.replica.learner.has_global_data)
         await self._send(messages)
         for j, (rank, where) in enumerate(zip(self.shards, self.slices, strict=True)):
             answer = await self._answer(rank, messages[j], VALUES)
             if kind == "join" and j == 0 and answer.steps:
-                self.replica.begin_at(answer.steps)
+                self.replica.resume_at(answer.steps)
             self._take(answer, j, where, into)
             del answer  # It may lie in the shard's own memory, which is not to be kept.
         return self.value if into is None else into
@@ -252,7 +270,7 @@ class Store:
             except HasEnded:
                 answer = Message("ended")
             if answer.kind == "ended":  # Whoever comes too late has nothing to do.
-                self.replica.is_late = True
+                self.replica.missed_end = True
                 raise Ended
             if answer.kind == "bring":
                 await self._bring()

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from paceline.endpoint import Endpoint, Message
 from paceline.errors import ClusterError
-from paceline.flat import is_finite
 from paceline.server.shard import Shard
-from paceline.server.slice import Refused, check_value
+from paceline.server.shard_state import Refused, check_value
+from paceline.worker.flat import is_finite
 
 # What each operation is told: a number, a count, a vector that there is, or one that may be new.
 OPERATIONS = {
@@ -27,7 +27,12 @@ OPERATIONS = {
     "mul": ("vector", "vector", "new"),  # z = x * y, value by value
     "add": ("vector", "vector", "new"),  # z = x + y
     "dot": ("vector", "vector"),  # this shard's part of the inner product
-    "take": ("count", "count", "count", "vector"),  # x = x + what a worker has pushed: whose, in which pass, and which of its sums
+    "take": (
+        "count",
+        "count",
+        "count",
+        "vector",
+    ),  # x = x + what a worker has pushed: whose, in which pass, and which of its sums
     "forget": (),  # what was pushed and not taken
 }
 
@@ -38,7 +43,9 @@ class Vectors:
     def __init__(self, endpoint: Endpoint, *, takes_nonfinite: bool) -> None:
         self.endpoint, self.takes_nonfinite = endpoint, takes_nonfinite
         self._named: dict[str, Tensor] = {}
-        self._pushed: dict[int, tuple[tuple[int, int], Tensor]] = {}  # The last push of each worker, of which pass and sum.
+        self._pushed: dict[
+            int, tuple[tuple[int, int], Tensor]
+        ] = {}  # The last push of each worker, of which pass and sum.
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._named:
@@ -49,7 +56,7 @@ class Vectors:
         """Take the first value of `w`, unless there is one."""
         check_value(message)
         if not self._named:
-            self._named["w"] = self.endpoint.room(message.tensors[0]).copy_(message.tensors[0])
+            self._named["w"] = self.endpoint.send_buffer(message.tensors[0]).copy_(message.tensors[0])
 
     def hold(self, push: Message) -> None:
         """Keep what a worker has pushed, in the place of what it has pushed before."""
@@ -79,7 +86,9 @@ class Vectors:
             if operation not in OPERATIONS:
                 raise Refused(f"'{line}': there is no operation '{operation}', only {', '.join(OPERATIONS)}")
             if len(words) != len(OPERATIONS[operation]):
-                raise Refused(f"'{line}': {operation} takes {len(OPERATIONS[operation])} words, {', '.join(OPERATIONS[operation])}")
+                raise Refused(
+                    f"'{line}': {operation} takes {len(OPERATIONS[operation])} words, {', '.join(OPERATIONS[operation])}"
+                )
             given = [_read(line, kind, word, known) for kind, word in zip(OPERATIONS[operation], words, strict=True)]
             if operation == "take" and self._pushed.get(given[0], ((-1, -1),))[0] != (given[1], given[2]):
                 raise Refused(f"'{line}': worker {given[0]} has pushed no such sum")
@@ -114,8 +123,8 @@ class Vectors:
         """A vector, to be written to; another copy of it if somebody still reads this one."""
         if name not in self._named:
             self._named[name] = torch.zeros_like(self["w"])
-        elif self.endpoint.is_read(self._named[name]):
-            self._named[name] = self.endpoint.room(self._named[name]).copy_(self._named[name])
+        elif self.endpoint.in_use(self._named[name]):
+            self._named[name] = self.endpoint.send_buffer(self._named[name]).copy_(self._named[name])
         return self._named[name]
 
 

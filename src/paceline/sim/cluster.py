@@ -12,7 +12,7 @@ from math import inf
 from random import Random
 
 from paceline import units
-from paceline.sim.network import Algorithm, Link
+from paceline.costs import Algorithm, Link
 
 
 class Compute(ABC):
@@ -86,9 +86,13 @@ class Stragglers(Compute):
         self.usual.check(workers)
         for rank, factor in self.slow.items():
             if not 0 <= rank < workers or not 0 <= factor < inf:
-                raise ValueError(f"{self} for {workers} workers: `slow` maps ranks 0 to {workers - 1} to how many times slower they are")
+                raise ValueError(
+                    f"{self} for {workers} workers: `slow` maps ranks 0 to {workers - 1} to how many times slower they are"
+                )
         if not 0 <= self.chance <= 1 or not 0 <= self.factor < inf:
-            raise ValueError(f"{self}: `chance` is a probability, and `factor` says how many times slower a gradient then is")
+            raise ValueError(
+                f"{self}: `chance` is a probability, and `factor` says how many times slower a gradient then is"
+            )
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,9 @@ class Cluster:
     collective: Algorithm = "ring"
     codec_bandwidth: float | str = "5GB/s"  # plain values in or out of a codec, as fused kernels do on one core
     memory_bandwidth: float | str = "10GB/s"  # a server applying an update
-    bus: float | str | None = None  # what all ranks' bytes have to pass, one after the other, like GPUs of one host; None: there is none
+    bus: float | str | None = (
+        None  # what all ranks' bytes have to pass, one after the other, like GPUs of one host; None: there is none
+    )
     forward_share: float = 1 / 3  # of a gradient's time, before backward fills the first bucket
     stages: int | Sequence[str] = 1  # Machines of each worker, which hold a part of its model each; see `split`.
     microbatches: int | None = None  # that a minibatch goes through them in; None: as `train` does
@@ -138,7 +144,11 @@ class Cluster:
 
     def slowest(self, ranks: Sequence[int]) -> Link:
         """What paces a collective over these ranks: the worst of the links between neighbours."""
-        links = [self.link(a, b) for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)] if self.links else [self.link(0, 0)]
+        links = (
+            [self.link(a, b) for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
+            if self.links
+            else [self.link(0, 0)]
+        )
         return Link(min(k.bandwidth for k in links), max(k.latency for k in links))
 
     def work_seconds(self, kind: str, nbytes: int) -> float:

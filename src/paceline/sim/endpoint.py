@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.endpoint import Common, Endpoint, Message, check_summable
+from paceline import costs as network
+from paceline.endpoint import Endpoint, Message, SharedVector, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Op, and_then
-from paceline.sim import network
-from paceline.sim.common import SimCommon
+from paceline.sim.shared_vector import SimSharedVector
 from paceline.sim.simulator import SimOp
-from paceline.sim.world import Image, Meeting, Member, Receiver, World
+from paceline.sim.world import Image, Participant, Receiver, Rendezvous, World
 from paceline.trace import Trace
 
 S = TypeVar("S")
@@ -37,7 +37,7 @@ class SimEndpoint:
         self.ranks = tuple(world.layout.worker_ranks if ranks is None else ranks)
         self.layout = world.layout
         self.hosts: Sequence[Sequence[int]] | None = None
-        self.patience = world.faults.patience if world.faults.is_lossy else None
+        self.retransmit_s = world.faults.retransmit_s if world.faults.is_lossy else None
         self._simulator = world.simulator
         self._group = world.group(self.ranks)
         self._channel: int | None = None  # The collectives of a channel are numbered apart.
@@ -63,8 +63,12 @@ class SimEndpoint:
     def spawn(self, routine: Coroutine[Op[Any], Any, T], *, kind: str = "routine") -> Op[T]:
         return self._simulator.spawn(self.rank, routine, kind)
 
-    def exchange(
-        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]], then: Callable[[S], T], *, kind: str = "exchange"
+    def run_collectives(
+        self,
+        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]],
+        then: Callable[[S], T],
+        *,
+        kind: str = "exchange",
     ) -> Op[T]:
         channel = SimEndpoint(self.world, self.rank, self.ranks)
         channel._channel = self._group.channels[self.rank]
@@ -96,8 +100,8 @@ class SimEndpoint:
         simulator.at(stop, simulator.finish, op, None)
         return op
 
-    def common(self, first: Tensor) -> Op[Common]:
-        return self.spawn(and_then(self._common(first), lambda values: SimCommon(self, values)), kind="common")
+    def shared_vector(self, first: Tensor) -> Op[SharedVector]:
+        return self.spawn(and_then(self._common(first), lambda values: SimSharedVector(self, values)), kind="common")
 
     async def _common(self, first: Tensor) -> Tensor:
         return await self._meet("common", (first.shape, first.dtype), (first,), 0)
@@ -105,7 +109,9 @@ class SimEndpoint:
     def send(self, dst: int, message: Message) -> Op[None]:
         world, simulator, rank = self.world, self._simulator, self.rank
         if not 0 <= dst < len(world.names) or dst == rank:
-            raise ValueError(f"rank {rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {len(world.names) - 1}, not itself")
+            raise ValueError(
+                f"rank {rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {len(world.names) - 1}, not itself"
+            )
         link, nbytes = world.link(rank, dst), message.nbytes
         start = max(simulator.now, world.sending_free[rank], world.receiving_free[dst])
         if world.cluster.bus is None:
@@ -117,7 +123,9 @@ class SimEndpoint:
         op = simulator.op("send", rank, " of '", message.kind, "' to ", world.names[dst])
         snapshot = [t.clone() for t in message.tensors]
         sent = replace(message, tensors=tuple(snapshot), src=rank)
-        simulator.at(stop, self._sent, op, message.tensors, snapshot)  # Before the receiver has it, who may write to it.
+        simulator.at(
+            stop, self._sent, op, message.tensors, snapshot
+        )  # Before the receiver has it, who may write to it.
         for _ in range(world.times()):
             simulator.at(stop + link.latency, self._arrive, dst, sent, stop)
         return op
@@ -133,9 +141,15 @@ class SimEndpoint:
         if dead.get(self.rank, sent) >= sent and not self.world.return_to_sender(dst, message) and dst not in dead:
             self.world.deliver(dst, message)
 
-    def recv(self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None) -> Op[Message]:
+    def recv(
+        self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None
+    ) -> Op[Message]:
         simulator, inbox = self._simulator, self.world.inboxes[self.rank]
-        op = simulator.op("a message", self.rank) if src is None else simulator.op("a message", self.rank, " from ", self.world.names[src])
+        op = (
+            simulator.op("a message", self.rank)
+            if src is None
+            else simulator.op("a message", self.rank, " from ", self.world.names[src])
+        )
         receiver = Receiver(src, kinds, op)
         for i, message in enumerate(inbox):
             if receiver.wants(message):
@@ -150,25 +164,27 @@ class SimEndpoint:
     def _time_out(self, receiver: Receiver, timeout: float) -> None:
         if not receiver.op.done and self.rank not in self.world.dead:
             self.world.receivers[self.rank].remove(receiver)
-            self._simulator.finish(receiver.op, error=TimeoutError(f"rank {self.rank} waited {timeout:g} s for {receiver.op!r}"))
+            self._simulator.finish(
+                receiver.op, error=TimeoutError(f"rank {self.rank} waited {timeout:g} s for {receiver.op!r}")
+            )
 
     def has_ended(self, rank: int) -> bool:
         return self.world.has_ended(rank)
 
-    def come(self) -> Sequence[int]:
-        return self.world.come
+    def members_ever(self) -> Sequence[int]:
+        return self.world.members_ever
 
-    def room(self, like: Tensor) -> Tensor:
+    def send_buffer(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
 
-    def is_read(self, x: Tensor) -> bool:
+    def in_use(self, x: Tensor) -> bool:
         return False  # A message is a copy.
 
-    def all_reduce(self, x: Tensor, tail: Tensor | None = None) -> Op[Tensor]:
+    def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)
-        if tail is None:
+        if extras is None:
             return self._meet("all_reduce", (x.shape, x.dtype, True), (x,), x.nbytes)
-        return self._meet("all_reduce", (x.shape, x.dtype, False), (x, tail), x.nbytes + tail.nbytes)
+        return self._meet("all_reduce", (x.shape, x.dtype, False), (x, extras), x.nbytes + extras.nbytes)
 
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
         return self._meet("all_gather", (data.shape, data.dtype), (data,), data.nbytes)
@@ -179,10 +195,10 @@ class SimEndpoint:
         mine = self.ranks.index(self.rank)
         return self._meet("all_to_all", (), list(parts), sum(p.numel() for i, p in enumerate(parts) if i != mine))
 
-    def reduce(self, x: Tensor, dst: int, tail: Tensor | None = None) -> Op[Tensor]:
+    def reduce(self, x: Tensor, dst: int, extras: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)
-        given = (x,) if tail is None else (x, tail)
-        return self._meet("reduce", (x.shape, x.dtype, dst, tail is None), given, sum(t.nbytes for t in given))
+        given = (x,) if extras is None else (x, extras)
+        return self._meet("reduce", (x.shape, x.dtype, dst, extras is None), given, sum(t.nbytes for t in given))
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]:
         return self._meet("broadcast", (x.shape, x.dtype, src), (x,), x.nbytes)
@@ -198,20 +214,20 @@ class SimEndpoint:
         op = simulator.op(kind, rank, " #", number, " of ", len(group.ranks), " ranks")
         meeting = group.meetings.get(number)
         if meeting is None:
-            meeting = group.meetings[number] = Meeting(kind, signature, rank)
+            meeting = group.meetings[number] = Rendezvous(kind, signature, rank)
         elif meeting.kind != kind or meeting.signature != signature:
             raise ClusterError(
                 f"collective #{number} does not match: {simulator.name_of(meeting.first)} called {_call(meeting.kind, meeting.signature)}, "
                 f"{simulator.name_of(rank)} called {_call(kind, signature)}"
             )
         snapshot = [_image(t) for t in given] if self.world.strict else ()
-        meeting.members[rank] = Member(given, snapshot, nbytes, simulator.now, op)
+        meeting.members[rank] = Participant(given, snapshot, nbytes, simulator.now, op)
         if len(meeting.members) == len(group.ranks):
             del group.meetings[number]
             self._hold(meeting)
         return op
 
-    def _hold(self, meeting: Meeting) -> None:
+    def _hold(self, meeting: Rendezvous) -> None:
         """All are there: the cards are taken for as long as it lasts, and it ends for everyone at once."""
         world, simulator, ranks = self.world, self._simulator, self.ranks
         sending_free, receiving_free = world.sending_free, world.receiving_free
@@ -230,7 +246,7 @@ class SimEndpoint:
             simulator.trace.span(r, meeting.kind, member.since, stop, sent)
         simulator.at(stop, self._close, meeting)
 
-    def _close(self, meeting: Meeting) -> None:
+    def _close(self, meeting: Rendezvous) -> None:
         members = [meeting.members[r] for r in self.ranks]
         if self.world.strict:
             for m in members:
@@ -243,7 +259,7 @@ class SimEndpoint:
 Given = Sequence[Sequence[Tensor]]  # What each member gave, in the order of the ranks.
 
 
-def _sum(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
+def _sum(given: Given, ranks: Sequence[int], meeting: Rendezvous) -> list[Tensor]:
     for first, *others in zip(*given, strict=True):
         total = _sum_in_order(first, others)
         torch._foreach_copy_([first, *others], [total] * len(given))  # pyright: ignore[reportPrivateUsage]
@@ -262,30 +278,30 @@ def _sum_in_order(first: Tensor, others: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _sum_at(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
+def _sum_at(given: Given, ranks: Sequence[int], meeting: Rendezvous) -> list[Tensor]:
     for column in zip(*given, strict=True):
         column[ranks.index(meeting.signature[2])].copy_(_sum_in_order(column[0], column[1:]))
     return [parts[0] for parts in given]
 
 
-def _gather(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[list[Tensor]]:
+def _gather(given: Given, ranks: Sequence[int], meeting: Rendezvous) -> list[list[Tensor]]:
     return [[x.clone() for (x,) in given] for _ in given]
 
 
-def _exchange(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[list[Tensor]]:
+def _exchange(given: Given, ranks: Sequence[int], meeting: Rendezvous) -> list[list[Tensor]]:
     return [[parts[i].clone() for parts in given] for i in range(len(given))]
 
 
-def _spread(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
+def _spread(given: Given, ranks: Sequence[int], meeting: Rendezvous) -> list[Tensor]:
     (source,) = given[ranks.index(meeting.signature[2])]
     return [x if x is source else x.copy_(source) for (x,) in given]
 
 
-def _common(given: Given, ranks: Sequence[int], meeting: Meeting) -> list[Tensor]:
+def _common(given: Given, ranks: Sequence[int], meeting: Rendezvous) -> list[Tensor]:
     return [given[0][0].clone()] * len(given)
 
 
-_RESULTS: dict[str, Callable[[Given, Sequence[int], Meeting], Sequence[Any]]] = {
+_RESULTS: dict[str, Callable[[Given, Sequence[int], Rendezvous], Sequence[Any]]] = {
     "all_reduce": _sum,
     "all_gather": _gather,
     "all_to_all": _exchange,
@@ -306,7 +322,9 @@ def _check_untouched(op: SimOp[Any], given: Sequence[Tensor], snapshot: Sequence
                 continue
             was = torch.tensor(was, dtype=x.dtype).view(x.shape)
         if not torch.equal(x, was) and not torch.equal(torch.nan_to_num(x), torch.nan_to_num(was)):
-            raise RuntimeError(f"rank {op.rank} wrote to a buffer of {x.numel()} values while '{op!r}' was sending it: await it first")
+            raise RuntimeError(
+                f"rank {op.rank} wrote to a buffer of {x.numel()} values while '{op!r}' was sending it: await it first"
+            )
 
 
 def _call(kind: str, signature: tuple[Any, ...]) -> str:

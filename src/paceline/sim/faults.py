@@ -23,12 +23,14 @@ class Faults:
     notice: float = 0.001
     lost: float = 0.0
     doubled: float = 0.0
-    patience: float = 5.0  # seconds after which a worker asks whether it was heard
+    retransmit_s: float = 5.0  # seconds after which a worker asks whether it was heard
 
     def __post_init__(self) -> None:
-        if not all(0 <= t < inf for t in (*self.deaths.values(), *self.joins, *(t for _, t in self.suspicions), self.notice)):
+        if not all(
+            0 <= t < inf for t in (*self.deaths.values(), *self.joins, *(t for _, t in self.suspicions), self.notice)
+        ):
             raise ValueError(f"{self}: deaths, joins, suspicions and their notice are at finite times from 0 on")
-        if not (0 <= self.lost < 1 and 0 <= self.doubled <= 1 and self.patience > 0):
+        if not (0 <= self.lost < 1 and 0 <= self.doubled <= 1 and self.retransmit_s > 0):
             raise ValueError(f"{self}: `lost` and `doubled` are shares of all messages, and patience is a time")
 
     @property

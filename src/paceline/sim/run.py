@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from paceline.endpoint import Layout
-from paceline.flat import Bucket
-from paceline.learner import TaskLearner
 from paceline.op import Op
-from paceline.replica import NonFinite, Replica
+from paceline.pipeline.stand_in import check_stages, count
+from paceline.pipeline.timing import Pipeline, pipelined
 from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
-from paceline.sim.common import change
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.faults import Faults
-from paceline.sim.pipeline import Pipeline, pipelined
+from paceline.sim.shared_vector import change
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
-from paceline.stand_in import check_stages, count
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Batch, Task, Trainee
+from paceline.worker.flat import Bucket
+from paceline.worker.learner import TaskLearner
+from paceline.worker.replica import NonFinite, Replica
 
 
 class SimLearner(TaskLearner):
@@ -52,13 +52,13 @@ class SimLearner(TaskLearner):
     async def _gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Tensor:
         flat, batch = self.flat, self._begin(replica)
         if batch is None:
-            flat.hand_out_nothing(each)
+            flat.emit_zeros(each)
             return flat.grads
         seconds = self._backward(batch)
         flat.collect_all()
         if each is None:
             await self.endpoint.busy(seconds, kind="gradient")
-            if not replica.counts(flat.first_bad):
+            if not replica.accept_gradient(flat.first_nonfinite):
                 flat.grads.zero_()
         elif self.pipeline is not None:  # Every stage adds up its gradient until the last microbatch.
             await self.endpoint.busy(seconds, kind="gradient")
@@ -80,18 +80,18 @@ class SimLearner(TaskLearner):
         batch = self._begin(replica)
         if batch is not None:
             await self.endpoint.busy(self._backward(batch), kind="gradient")
-            if replica.counts(self.flat.first_bad_grad):
+            if replica.accept_gradient(self.flat.first_nonfinite_grad):
                 await self._step()
             self._note(replica, batch)
 
     async def _step(self) -> None:
-        if self.flat.is_common:
+        if self.flat.is_shared:
             await change(self.endpoint, self.flat.params, self.trainee.optimizer.step)
         else:
             self.trainee.optimizer.step()
 
     def _begin(self, replica: Replica) -> Batch | None:
-        batch = self.trainee.draw(replica.k, replica.seat)
+        batch = self.trainee.draw(replica.step_index, replica.data_shard)
         replica.begin(0 if batch is None else len(batch[0]))
         return batch
 
@@ -107,9 +107,11 @@ class SimLearner(TaskLearner):
         return self.pipeline.seconds(seconds, samples)
 
     def _note(self, replica: Replica, batch: Batch) -> None:
-        self.endpoint.trace.point(self.endpoint.now(), replica.rank, replica.k, len(batch[0]), self.trainee.loss)
+        self.endpoint.trace.point(
+            self.endpoint.now(), replica.rank, replica.step_index, len(batch[0]), self.trainee.loss
+        )
         if replica.rank == 0 and self.progress:
-            self.progress(replica.k)
+            self.progress(replica.step_index)
 
 
 def simulate(
@@ -129,10 +131,14 @@ def simulate(
     `stop_at` breaks off before that step; `resume` takes such a run's states, `resized` if there are now more or fewer workers.
     `faults` says what goes wrong.
     """
-    if (resume is not None or stop_at is not None) and not strategy.is_ordered:
-        raise ValueError(f"simulate({type(strategy).__name__}, stop_at or resume): what its workers have told each other is in no state")
+    if (resume is not None or stop_at is not None) and not strategy.needs.ordered:
+        raise ValueError(
+            f"simulate({type(strategy).__name__}, stop_at or resume): what its workers have told each other is in no state"
+        )
     if resume is not None and len(resume) != cluster.workers:
-        raise ValueError(f"simulate: {len(resume)} workers' states for {cluster.workers} workers; give resized(states, {cluster.workers})")
+        raise ValueError(
+            f"simulate: {len(resume)} workers' states for {cluster.workers} workers; give resized(states, {cluster.workers})"
+        )
     layout = Layout(cluster.workers, strategy.servers)
     joining = [layout.size + i for i in range(len(faults.joins))]
     _check(faults, strategy, [*layout.worker_ranks, *joining])
@@ -154,7 +160,7 @@ def simulate(
 
     def evaluate(k: int) -> None:
         """What the model is worth, in no virtual time: what the strategy deploys, or the mean of what the workers have now."""
-        vector = first().deployed
+        vector = first().published
         if vector is None and k < task.total_steps:
             vector = torch.stack([r.params for r in replicas if r.rank not in world.dead and r.has_begun]).mean(0)
         values = learners[replicas.index(first())].trainee.evaluate(vector)
@@ -164,14 +170,19 @@ def simulate(
         """Of those that live."""
         return next((r for r in replicas if r.rank not in world.dead), replicas[0])
 
-    def at_step(replica: Replica, k: int) -> None:
-        if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0 and replica is first():
+    def on_step(replica: Replica, k: int) -> None:
+        if (
+            task.evaluate is not None
+            and 0 < k < task.total_steps
+            and k % task.evaluation_period == 0
+            and replica is first()
+        ):
             evaluate(k)
         if k == stop_at:
             raise Stopped
 
     for replica in replicas:
-        replica.at_step = partial(at_step, replica)
+        replica.on_step = partial(on_step, replica)
     roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy) for r in replicas[: cluster.workers]}
 
     spare: list[Replica] = []
@@ -195,8 +206,8 @@ def simulate(
         """As a launcher does that starts another worker in the place of one that died."""
         while spare and vacant and any(simulator.is_running(r.rank) for r in replicas):
             replica = spare.pop(0)
-            replica.seat = places[replica.rank] = vacant.pop(0)
-            world.come.append(replica.rank)
+            replica.data_shard = places[replica.rank] = vacant.pop(0)
+            world.members_ever.append(replica.rank)
             simulator.begin(replica.rank, replica.run(strategy), simulator.now)
 
     for replica, time_of in zip(replicas[cluster.workers :], faults.joins, strict=True):
@@ -206,7 +217,9 @@ def simulate(
     for rank, time_of in faults.suspicions:
         simulator.at(time_of, world.suspect, rank)
     for rank in layout.server_ranks:
-        roles[rank] = strategy.server(Shard(SimEndpoint(world, rank), grace_s=10.0, takes_nonfinite=nonfinite == "pass"))
+        roles[rank] = strategy.server(
+            Shard(SimEndpoint(world, rank), grace_s=10.0, takes_nonfinite=nonfinite == "pass")
+        )
     if task.evaluate is not None:
         roles[0] = _evaluated_at_the_end(roles[0], lambda: evaluate(task.total_steps))
     simulator.run(roles)
@@ -214,15 +227,21 @@ def simulate(
     trainee = learners[replicas.index(replica)].trainee
     if task.evaluate is not None and replica is not replicas[0]:
         evaluate(task.total_steps)
-    states = [{"replica": r.state_dict(), "trainee": q.trainee.state_dict()} for r, q in zip(replicas, learners, strict=True)]
+    states = [
+        {"replica": r.state_dict(), "trainee": q.trainee.state_dict()} for r, q in zip(replicas, learners, strict=True)
+    ]
     return Run(trainee.flat.model, replica.params.clone(), simulator.trace, states, simulator.waits)
 
 
 def _check(faults: Faults, strategy: Strategy, workers: list[int]) -> None:
-    if (faults.deaths or faults.joins or faults.suspicions or faults.is_lossy) and not strategy.is_elastic:
-        raise ValueError(f"simulate({faults}): workers of {type(strategy).__name__} wait for each other, and cannot go on without one")
+    if (faults.deaths or faults.joins or faults.suspicions or faults.is_lossy) and not strategy.needs.elastic:
+        raise ValueError(
+            f"simulate({faults}): workers of {type(strategy).__name__} wait for each other, and cannot go on without one"
+        )
     if faults.suspicions and not strategy.servers:
-        raise ValueError(f"simulate({faults}): servers take a worker for dead who lives, and {type(strategy).__name__} has none")
+        raise ValueError(
+            f"simulate({faults}): servers take a worker for dead who lives, and {type(strategy).__name__} has none"
+        )
     for rank in (*faults.deaths, *(rank for rank, _ in faults.suspicions)):
         if rank not in workers:
             raise ValueError(f"simulate({faults}): rank {rank} is none of the workers {workers}")

@@ -92,7 +92,7 @@ class Simulator:
             self.begin(rank, coroutine)  # All start before any time passes.
         heap = self._heap
         try:
-            with elders_set_aside():
+            with gc_frozen():
                 while heap:
                     self.now, _, action, args = heappop(heap)
                     action(*args)
@@ -166,14 +166,16 @@ class Simulator:
                 for p in self._processes.values()
                 if p.waits_for and not p.waits_for.done
             ]
-            raise ClusterError(f"deadlock at virtual time {self.now:g} s: nothing more can happen, but\n" + "\n".join(sorted(waiting)))
+            raise ClusterError(
+                f"deadlock at virtual time {self.now:g} s: nothing more can happen, but\n" + "\n".join(sorted(waiting))
+            )
         if self._unawaited:
             forgotten = sorted({f"  {self.name_of(op.rank)}: {op!r}" for op in self._unawaited})
             raise RuntimeError("started but never awaited:\n" + "\n".join(forgotten[:20]))
 
 
 @contextmanager
-def elders_set_aside() -> Generator[None]:
+def gc_frozen() -> Generator[None]:
     """Let the garbage collector look only at what is made from now on.
 
     A thousand ranks that meet make it walk over everything torch has imported, again and again: a third of the time went there.
@@ -183,7 +185,9 @@ def elders_set_aside() -> Generator[None]:
         return
     thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(100 * thresholds[0], *thresholds[1:])  # What a step makes is dropped by the next; hardly anything is a cycle.
+    gc.set_threshold(
+        100 * thresholds[0], *thresholds[1:]
+    )  # What a step makes is dropped by the next; hardly anything is a cycle.
     try:
         yield
     finally:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from paceline import costs as network
 from paceline import units
 from paceline.endpoint import Layout, Message
-from paceline.sim import network
 from paceline.sim.cluster import Cluster
 from paceline.sim.faults import Faults
 from paceline.sim.simulator import SimOp, Simulator
@@ -20,7 +20,7 @@ from paceline.sim.simulator import SimOp, Simulator
 Image = Tensor | list[float]  # What a buffer held at some time.
 
 
-class Member(NamedTuple):
+class Participant(NamedTuple):
     """What a rank brought to a collective, and when; `snapshot` is what it then held, if anyone will look."""
 
     given: Sequence[Tensor]
@@ -31,13 +31,13 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class Meeting:
+class Rendezvous:
     """A collective while its members arrive."""
 
     kind: str
     signature: tuple[Any, ...]
     first: int
-    members: dict[int, Member] = field(default_factory=dict[int, Member])
+    members: dict[int, Participant] = field(default_factory=dict[int, Participant])
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Group:
     pace: network.Link
     begun: dict[int, int]
     channels: dict[int, int]
-    meetings: dict[int | str, Meeting] = field(default_factory=dict[int | str, Meeting])
+    meetings: dict[int | str, Rendezvous] = field(default_factory=dict[int | str, Rendezvous])
 
 
 class Receiver(NamedTuple):
@@ -85,13 +85,15 @@ class World:
         self.inboxes: list[deque[Message]] = [deque() for _ in range(size)]
         self.receivers: list[list[Receiver]] = [[] for _ in range(size)]
         self.dead: dict[int, float] = {}  # since when
-        self.come = list(layout.worker_ranks)  # The workers that have ever begun.
+        self.members_ever = list(layout.worker_ranks)  # The workers that have ever begun.
         self._groups: dict[tuple[int, ...], Group] = {}
         self._usual_link = None if cluster.links else cluster.link(0, 0)
 
     def group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._groups:
-            self._groups[ranks] = Group(ranks, self.cluster.slowest(ranks), begun=dict.fromkeys(ranks, 0), channels=dict.fromkeys(ranks, 0))
+            self._groups[ranks] = Group(
+                ranks, self.cluster.slowest(ranks), begun=dict.fromkeys(ranks, 0), channels=dict.fromkeys(ranks, 0)
+            )
         return self._groups[ranks]
 
     def link(self, a: int, b: int) -> network.Link:
@@ -106,7 +108,15 @@ class World:
     def times(self) -> int:
         """How often a message arrives."""
         faults, chance = self.faults, self._chance
-        return 1 if not faults.is_lossy else 0 if chance.random() < faults.lost else 2 if chance.random() < faults.doubled else 1
+        return (
+            1
+            if not faults.is_lossy
+            else 0
+            if chance.random() < faults.lost
+            else 2
+            if chance.random() < faults.doubled
+            else 1
+        )
 
     def kill(self, rank: int) -> None:
         """Let a worker die, if it still lives; the servers will notice, or where there are none the other workers."""
@@ -114,7 +124,7 @@ class World:
             self.dead[rank] = self.simulator.now
             self.receivers[rank].clear()
             self.inboxes[rank].clear()
-            for other in self.layout.server_ranks or [r for r in self.come if r not in self.dead]:
+            for other in self.layout.server_ranks or [r for r in self.members_ever if r not in self.dead]:
                 self.simulator.at(self.simulator.now + self.faults.notice, self._tell_end, other, rank)
 
     def _tell_end(self, dst: int, gone: int) -> None:
@@ -139,7 +149,9 @@ class World:
     def deliver(self, dst: int, message: Message) -> None:
         comes_late = self.faults.suspicions or self.faults.joins
         if comes_late and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
-            return self.deliver(message.src, Message("gone", src=dst))  # Who has come, or come back, finds nobody there.
+            return self.deliver(
+                message.src, Message("gone", src=dst)
+            )  # Who has come, or come back, finds nobody there.
         receivers = self.receivers[dst]
         for i, receiver in enumerate(receivers):
             if receiver.wants(message):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from paceline.averaging import Averaging, Met, Rounds
-from paceline.replica import Replica
+from paceline.families.averaging import Averaging, SyncResult, SyncRounds
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,29 @@ class AdaptiveAveraging(Averaging):
         super().__post_init__()
         self.check_period(self.period)
         if not 0 <= self.low <= self.high:
-            raise ValueError(f"AdaptiveAveraging(low={self.low}, high={self.high}): the band must begin at 0 or above and not end before")
+            raise ValueError(
+                f"AdaptiveAveraging(low={self.low}, high={self.high}): the band must begin at 0 or above and not end before"
+            )
         if (self.warmup is not None and self.warmup < 0) or self.sampling <= 0:
-            raise ValueError(f"AdaptiveAveraging(warmup={self.warmup}, sampling={self.sampling}): there must be something to sample")
+            raise ValueError(
+                f"AdaptiveAveraging(warmup={self.warmup}, sampling={self.sampling}): there must be something to sample"
+            )
 
     async def worker(self, w: Replica) -> None:
-        warmup = w.plan.asked("steps_per_epoch", "AdaptiveAveraging without warmup=...") if self.warmup is None else self.warmup
+        warmup = (
+            w.plan.require("steps_per_epoch", "AdaptiveAveraging without warmup=...")
+            if self.warmup is None
+            else self.warmup
+        )
         until = self._end_of_sampling(w)
-        m = w.memory(period=self.period, ratio=0.0, sampled=0, began=w.k)
+        m = w.memory(period=self.period, ratio=0.0, sampled=0, began=w.step_index)
         if until < max(warmup, m.began) + self.period and (self.low > 0 or self.high < inf):
             raise ValueError(
                 f"AdaptiveAveraging(period={self.period}, warmup={warmup}, sampling={self.sampling}): the spread is sampled from step "
                 f"{max(warmup, m.began)} to step {until}, which holds no whole period of {self.period}; "
                 "warm up for fewer steps or sample for more"
             )
-        rounds = Rounds(w, self, period=1 if w.k < warmup else m.period)
+        rounds = SyncRounds(w, self, period=1 if w.step_index < warmup else m.period)
         for k in w.steps():
             await w.local_step()
             met = await rounds.after_step()
@@ -60,7 +68,7 @@ class AdaptiveAveraging(Averaging):
             rounds.period = 1 if k + 1 < warmup else m.period
         await rounds.finish()
 
-    def next_period(self, period: int, met: Met, ratio: float) -> int:
+    def next_period(self, period: int, met: SyncResult, ratio: float) -> int:
         """The period after a synchronisation, given the usual ratio of spread to learning rate."""
         if met.divergence < self.low * met.lr * ratio:
             return period + 1
@@ -69,4 +77,4 @@ class AdaptiveAveraging(Averaging):
     def _end_of_sampling(self, w: Replica) -> int:
         if self.sampling > 1:
             return int(self.sampling)
-        return int(self.sampling * w.plan.asked("steps", "AdaptiveAveraging with sampling as a share of the run"))
+        return int(self.sampling * w.plan.require("steps", "AdaptiveAveraging with sampling as a share of the run"))

@@ -15,8 +15,8 @@ from torch import Tensor
 from paceline.codecs import Codec
 from paceline.collectives import groups_of
 from paceline.op import Op
-from paceline.replica import Replica
 from paceline.strategy import Strategy
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class AllReduceSGD(Strategy):
     async def worker(self, w: Replica) -> None:
         if w.workers == 1 and self.clip is None:
             return await w.train_alone()
-        link = w.link(self.codec)
+        codec_state = w.codec_state(self.codec)
         groups = None if self.group is None else groups_of(w.endpoint.ranks, self.group)
         means: list[Op[Tensor]] = []
         for _ in w.steps():
-            g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket, link, groups)))
+            g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket, codec_state, groups)))
             while means:
                 await means.pop(0)
             if self.clip is not None:
-                [squared] = await w.learner.over_stages([float(torch.linalg.vector_norm(g)) ** 2])
+                [squared] = await w.learner.sum_over_stages([float(torch.linalg.vector_norm(g)) ** 2])
                 g.mul_(min(1.0, self.clip / (sqrt(squared) + 1e-6)))
             await w.step(g)
         await w.mean_of_buffers()

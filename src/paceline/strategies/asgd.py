@@ -13,14 +13,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from paceline.families.server_strategy import ServerStrategy
+from paceline.needs import Needs
 from paceline.op import Op, Ready
-from paceline.replica import Replica
 from paceline.server.rules import Rule, Sgd
-from paceline.server.served import Served
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
-class ASGD(Served):
+class ASGD(ServerStrategy):
     """Train by the local optimizer, and every `samples` (256, unless they or a `period` in steps are given) exchange the way gone.
 
     What is pushed first counts for less, since late updates do most harm at the beginning: `ramp_from` of it, growing over
@@ -33,7 +34,7 @@ class ASGD(Served):
     ramp: int = 0
     ramp_from: float = 0.1
     ramp_kind: Literal["staircase", "linear"] = "staircase"
-    steps_locally: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,26 +59,26 @@ class ASGD(Served):
         base = (await store.pull()).clone()
         w.params.copy_(base)
         coming: Op[Tensor] = Ready("pull", base)
-        way = store.room()
+        delta = store.send_buffer()
         seen, exchanges, since = 0.0, 0, 0
 
         async def exchange() -> None:
-            nonlocal coming, way, seen, exchanges, since
+            nonlocal coming, delta, seen, exchanges, since
             exchanges += 1
             if self.pipeline:  # What the last exchange has brought, without what this one will.
                 await coming
-            way = torch.sub(base, w.params, out=store.room(way)).mul_(self.share(exchanges))
+            delta = torch.sub(base, w.params, out=store.send_buffer(delta)).mul_(self.share(exchanges))
             if self.pipeline:
                 base.copy_(store.value)
-                coming = store.exchange(way, seen)
+                coming = store.exchange(delta, seen)
             else:
-                base.copy_(await store.exchange(way, seen))
+                base.copy_(await store.exchange(delta, seen))
             w.params.copy_(base)
             seen, since = 0.0, 0
 
         while await store.next(before_waiting=exchange):
             await w.local_step()
-            seen, since = seen + w.samples_at_hand, since + 1
+            seen, since = seen + w.batch_samples, since + 1
             if since >= self.period if self.period is not None else seen >= (self.samples or 256):
                 await exchange()
         await coming

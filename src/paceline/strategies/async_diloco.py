@@ -12,14 +12,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from paceline.families.server_strategy import ServerStrategy
+from paceline.needs import Needs
 from paceline.op import Op
-from paceline.replica import Replica
 from paceline.server.rules import Momentum, Quorum, Rule, Sgd
-from paceline.server.served import Served
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
-class AsyncDiLoCo(Served):
+class AsyncDiLoCo(ServerStrategy):
     """Let shards take an outer step by the mean displacement of a `quorum` of workers, and of those who come within `grace` seconds.
 
     Each hands in its displacement every `period` steps, and for `delay` steps more trains on while the shards gather; what it learns
@@ -33,7 +34,7 @@ class AsyncDiLoCo(Served):
     quorum: int | None = None
     grace: float = 1.0
     delay: int = 0
-    steps_locally: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +74,7 @@ class AsyncDiLoCo(Served):
 
         while await store.next(before_waiting=hand_in_the_rest):
             await w.local_step()
-            count, seen = count + 1, seen + w.samples_at_hand
+            count, seen = count + 1, seen + w.batch_samples
             if count >= self.delay:
                 await merge()
             if count >= self.period:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.families.server_strategy import ServerStrategy
 from paceline.server.rules import Momentum, Rule
-from paceline.server.served import Served
 
 
 @dataclass(frozen=True)
-class AsyncMomentum(Served):
+class AsyncMomentum(ServerStrategy):
     """Push every gradient; shards give them momentum, with `unit_gain` scaled so that it does not enlarge the steps."""
 
     lr: float = 0.1

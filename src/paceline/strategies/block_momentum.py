@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.averaging import Averaging, Met, OptimizerState, Rounds
-from paceline.replica import Replica
+from paceline.families.averaging import Averaging, OptimizerState, SyncResult, SyncRounds
+from paceline.worker.replica import Replica
 
 
 class TooFewSamples(UserWarning):
@@ -45,13 +45,17 @@ class BlockMomentum(Averaging):
         super().__post_init__()
         self.check_period(self.period, self.samples)
         if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise ValueError(f"BlockMomentum(momentum={self.momentum}): block momentum lies in [0, 1); at 1 updates never die out")
+            raise ValueError(
+                f"BlockMomentum(momentum={self.momentum}): block momentum lies in [0, 1); at 1 updates never die out"
+            )
         if self.momentum is not None and self.time_constant is not None:
             raise ValueError(
                 f"BlockMomentum(momentum={self.momentum}, time_constant={self.time_constant}): one follows from the other; give one"
             )
         if self.time_constant is not None and not self.time_constant >= 0:
-            raise ValueError(f"BlockMomentum(time_constant={self.time_constant}): it counts samples of each worker, from 0")
+            raise ValueError(
+                f"BlockMomentum(time_constant={self.time_constant}): it counts samples of each worker, from 0"
+            )
         if self.rate <= 0:
             raise ValueError(f"BlockMomentum(rate={self.rate}): the block learning rate must be positive")
         if self.form not in ("paper", "cntk"):
@@ -62,22 +66,22 @@ class BlockMomentum(Averaging):
         if w.rank == 0:
             self._warn(w, samples)
 
-        def outer(where: slice, block: Tensor, met: Met) -> None:
+        def outer(where: slice, block: Tensor, met: SyncResult) -> None:
             eta = self.momentum_of(w.workers, met.samples / w.workers)
             if self.form == "cntk":
                 m.delta.mul_(eta).add_(block, alpha=(1 - eta) * self.rate * w.workers)
-                rounds.start.add_(m.delta, alpha=1 + eta if self.nesterov else 1)
-                m.model.copy_(rounds.start)
+                rounds.anchor.add_(m.delta, alpha=1 + eta if self.nesterov else 1)
+                m.model.copy_(rounds.anchor)
             else:
                 m.delta.mul_(eta).add_(block, alpha=self.rate)
                 m.model.add_(m.delta)
-                rounds.start.copy_(m.model)
+                rounds.anchor.copy_(m.model)
                 if self.nesterov:
-                    rounds.start.add_(m.delta, alpha=eta)
+                    rounds.anchor.add_(m.delta, alpha=eta)
 
-        rounds = Rounds(w, self, period=self.period, samples=samples, outer=outer)
-        m = w.memory(model=rounds.start.clone(), delta=torch.zeros_like(rounds.start))
-        w.deploy(m.model)
+        rounds = SyncRounds(w, self, period=self.period, samples=samples, outer=outer)
+        m = w.memory(model=rounds.anchor.clone(), delta=torch.zeros_like(rounds.anchor))
+        w.publish(m.model)
         await rounds.train()
 
     def momentum_of(self, workers: int, samples: float) -> float:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from paceline.averaging import Averaging, Met, Rounds
-from paceline.replica import Replica
+from paceline.families.averaging import Averaging, SyncResult, SyncRounds
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class DecreasingAveraging(Averaging):
             self.check_period(period)
 
     async def worker(self, w: Replica) -> None:
-        steps = w.plan.asked("steps", "DecreasingAveraging")
-        rounds = Rounds(w, self, period=self.period_at(w.k, steps))
+        steps = w.plan.require("steps", "DecreasingAveraging")
+        rounds = SyncRounds(w, self, period=self.period_at(w.step_index, steps))
         for k in w.steps():
             await w.local_step()
             await rounds.after_step()
@@ -69,18 +69,22 @@ class AdaComm(Averaging):
             or (self.steps is not None and self.steps < 1)
             or (self.most is not None and self.most < 1)
         ):
-            raise ValueError(f"AdaComm(seconds={self.seconds}, steps={self.steps}, most={self.most}): these must be positive")
+            raise ValueError(
+                f"AdaComm(seconds={self.seconds}, steps={self.steps}, most={self.most}): these must be positive"
+            )
 
     async def worker(self, w: Replica) -> None:
         m = w.memory(period=self.period, loss=0.0, lr=0.0, last_lr=0.0, elapsed=0.0, has_begun=False)
-        rounds = Rounds(w, self, period=m.period)
+        rounds = SyncRounds(w, self, period=m.period)
         last: float | None = None  # A clock begins anew when a run is resumed.
         for _ in w.steps():
             await w.local_step()
             met = await rounds.after_step()
             if met is not None and w.workers > 1:
                 if met.loss is None:
-                    raise ValueError("AdaComm follows the training loss, which nobody has told: call session.step(loss)")
+                    raise ValueError(
+                        "AdaComm follows the training loss, which nobody has told: call session.step(loss)"
+                    )
                 m.elapsed += met.steps if self.steps is not None else met.time - (met.time if last is None else last)
                 last = met.time
                 if not m.has_begun:
@@ -91,7 +95,9 @@ class AdaComm(Averaging):
                 rounds.period = m.period
         await rounds.finish()
 
-    def next_period(self, period: int, met: Met, first_loss: float, first_lr: float, *, is_same_rate: bool) -> int:
+    def next_period(
+        self, period: int, met: SyncResult, first_loss: float, first_lr: float, *, is_same_rate: bool
+    ) -> int:
         """The period for the next interval; if it would not fall although the learning rate has not, half of it."""
         chosen = self.proposal(met.loss or 0.0, met.lr, first_loss, first_lr)
         if chosen >= period and is_same_rate:

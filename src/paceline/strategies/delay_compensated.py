@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.families.server_strategy import ServerStrategy
 from paceline.server.rules import Compensated, Rule, Sgd
-from paceline.server.served import Served
 
 
 @dataclass(frozen=True)
-class DelayCompensated(Served):
+class DelayCompensated(ServerStrategy):
     """Push every gradient; shards correct it for its delay.  Unless it is given, `lam` is 0.04, or 2 if it is `adaptive`."""
 
     lr: float = 0.1

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.averaging import Averaging, Met, Rounds
-from paceline.replica import Replica
+from paceline.families.averaging import Averaging, SyncResult, SyncRounds
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,19 @@ class DiLoCo(Averaging):
                 "the optimizer of all; it is kept or averaged"
             )
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"DiLoCo(momentum={self.momentum}): outer momentum lies in [0, 1); at 1 updates never die out")
+            raise ValueError(
+                f"DiLoCo(momentum={self.momentum}): outer momentum lies in [0, 1); at 1 updates never die out"
+            )
         if self.rate <= 0:
             raise ValueError(f"DiLoCo(rate={self.rate}): the outer learning rate must be positive")
 
     async def worker(self, w: Replica) -> None:
-        def outer(where: slice, mean: Tensor, met: Met) -> None:
+        def outer(where: slice, mean: Tensor, met: SyncResult) -> None:
             velocity = m.velocity[where].mul_(self.momentum).add_(mean)
-            start = rounds.start[where].add_(mean if self.nesterov else velocity, alpha=self.rate)
+            start = rounds.anchor[where].add_(mean if self.nesterov else velocity, alpha=self.rate)
             if self.nesterov:
                 start.add_(velocity, alpha=self.rate * self.momentum)
 
-        rounds = Rounds(w, self, period=self.period, outer=outer, fragments=self.fragments)
-        m = w.memory(velocity=torch.zeros_like(rounds.start))
+        rounds = SyncRounds(w, self, period=self.period, outer=outer, fragments=self.fragments)
+        m = w.memory(velocity=torch.zeros_like(rounds.anchor))
         await rounds.train()

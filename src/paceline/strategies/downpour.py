@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.replica import Replica
+from paceline.families.server_strategy import ServerStrategy
 from paceline.server.rules import Adagrad, Rule
-from paceline.server.served import Served
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
-class Downpour(Served):
+class Downpour(ServerStrategy):
     """Push the sum of every `push` gradients, fetch parameters every `fetch` steps; shards apply it by Adagrad, or another `rule`."""
 
     push: int = 1
@@ -30,7 +30,9 @@ class Downpour(Served):
         if self.push < 1 or self.fetch < 1:
             raise ValueError(f"Downpour(push={self.push}, fetch={self.fetch}): both count steps, from 1")
         if self.local_lr < 0:
-            raise ValueError(f"Downpour(local_lr={self.local_lr}): the rate of a replica's own steps cannot be negative")
+            raise ValueError(
+                f"Downpour(local_lr={self.local_lr}): the rate of a replica's own steps cannot be negative"
+            )
 
     def shard_rule(self, workers: int) -> Rule:
         return self.rule
@@ -49,7 +51,7 @@ class Downpour(Served):
         while await store.next(before_waiting=exchange):
             g = await w.gradient()
             total.add_(g)
-            seen, count = seen + w.samples_at_hand, count + 1
+            seen, count = seen + w.batch_samples, count + 1
             if self.local_lr:
                 w.params.add_(g, alpha=-self.local_lr)
             pushes, fetches = count % self.push == 0, count % self.fetch == 0

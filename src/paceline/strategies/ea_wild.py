@@ -10,22 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.collectives import all_there
-from paceline.endpoint import Common, Endpoint
+from paceline.collectives import barrier
+from paceline.endpoint import Endpoint, SharedVector
+from paceline.needs import Needs
 from paceline.op import Op
-from paceline.replica import Replica
 from paceline.server.rules import Attract
 from paceline.server.shard import Shard
 from paceline.server.store import Store
 from paceline.strategies.easgd import Elastic, check_period
 from paceline.strategy import Strategy
+from paceline.worker.replica import Replica
 
-PARTITIONS = 8  # Random groups are drawn so many times, and then come again: every group that meets has connections of its own.
+PARTITIONS = (
+    8  # Random groups are drawn so many times, and then come again: every group that meets has connections of its own.
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,6 @@ class EAWild(Elastic, Strategy):
     groups: Literal["fixed", "random"] = "fixed"
     regroup: int = 64
     servers: int = 0
-    is_ordered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.check_force()
@@ -52,23 +54,31 @@ class EAWild(Elastic, Strategy):
                 "together for at least 1 step, and there are no fewer than 0 servers"
             )
         if self.rho is not None and self.servers:
-            raise ValueError(f"EAWild(rho={self.rho}, servers={self.servers}): shards do not know the learning rate; give alpha or beta")
+            raise ValueError(
+                f"EAWild(rho={self.rho}, servers={self.servers}): shards do not know the learning rate; give alpha or beta"
+            )
         if self.groups not in ("fixed", "random"):
             raise ValueError(f"EAWild(groups={self.groups!r}): they are 'fixed' or 'random'")
+
+    @property
+    def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Needs(servers=self.servers > 0, shared_memory=not self.servers, global_data=self.groups == "random")
 
     async def worker(self, w: Replica) -> None:
         pullers = w.workers // self.group
         if w.workers % self.group:
             over = w.workers % self.group
-            raise ValueError(f"EAWild(group={self.group}): {w.workers} workers make {pullers} such groups, and leave {over} over")
-        if self.groups == "random" and not w.learner.is_shared_out:
+            raise ValueError(
+                f"EAWild(group={self.group}): {w.workers} workers make {pullers} such groups, and leave {over} over"
+            )
+        if self.groups == "random" and not w.learner.has_global_data:
             raise ValueError(
                 "EAWild(groups='random') in a loop of your own, which may be longer than another worker's: give groups='fixed'"
             )
         self.warn_if_unstable(w, pullers)
         everyone = w.endpoint
-        centre = await OnShards.of(w) if self.servers else InMemory(await everyone.common(w.params), everyone)
-        w.deploy(seen := w.params.clone())  # The centre, as this worker's group has last seen it.
+        centre = await OnShards.of(w) if self.servers else InMemory(await everyone.shared_vector(w.params), everyone)
+        w.publish(seen := w.params.clone())  # The centre, as this worker's group has last seen it.
         before, is_grouped = torch.empty_like(w.params), False
         for k in w.steps():
             if not is_grouped or (self.groups == "random" and k % self.regroup == 0):
@@ -82,7 +92,9 @@ class EAWild(Elastic, Strategy):
         seen.copy_(await centre.end())
         await w.mean_of_buffers()
 
-    async def _step(self, w: Replica, centre: Centre, seen: Tensor, before: Tensor, alpha: float, *, meets: bool) -> None:
+    async def _step(
+        self, w: Replica, centre: Centre, seen: Tensor, before: Tensor, alpha: float, *, meets: bool
+    ) -> None:
         leader = w.endpoint.ranks[0]
         if meets:
             before.copy_(w.params)
@@ -125,19 +137,19 @@ class Centre(Protocol):
 class InMemory:
     """A centre in memory that all workers have in common."""
 
-    def __init__(self, common: Common, endpoint: Endpoint) -> None:
-        self.common, self.endpoint = common, endpoint
+    def __init__(self, common: SharedVector, endpoint: Endpoint) -> None:
+        self.shared_vector, self.endpoint = common, endpoint
 
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
         return self.endpoint.spawn(self._meet(x, alpha, into), kind="meet")
 
     async def _meet(self, x: Tensor, alpha: float, into: Tensor) -> None:
-        await self.common.read(into)
-        await self.common.draw(x, alpha)
+        await self.shared_vector.read(into)
+        await self.shared_vector.draw(x, alpha)
 
     async def end(self) -> Tensor:
-        await all_there(self.endpoint)
-        return self.common.values
+        await barrier(self.endpoint)
+        return self.shared_vector.values
 
 
 class OnShards:
@@ -157,7 +169,10 @@ class OnShards:
         return self.store.endpoint.spawn(self._meet(x, into), kind="meet")
 
     async def _meet(self, x: Tensor, into: Tensor) -> None:
-        pulled, pushed = self.store.pull(into=into), self.store.push(x, 1.0)  # Both on their way at once, and heard in this order.
+        pulled, pushed = (
+            self.store.pull(into=into),
+            self.store.push(x, 1.0),
+        )  # Both on their way at once, and heard in this order.
         await pulled
         await pushed
 

@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from paceline.families.server_strategy import ServerStrategy
+from paceline.needs import Needs
 from paceline.op import Op
-from paceline.replica import Replica
 from paceline.server.gates import Gate, Turns
 from paceline.server.rules import Rule, Sgd
-from paceline.server.served import Served
 from paceline.strategy import Strategy
+from paceline.worker.replica import Replica
 
 
 class UnstableElastic(RuntimeWarning):
@@ -36,10 +37,14 @@ class Elastic:
     def check_force(self) -> None:
         name = type(self).__name__
         if self.alpha is not None and self.rho is not None:
-            raise ValueError(f"{name}(alpha={self.alpha}, rho={self.rho}): alpha is rho times the learning rate; give one of them")
+            raise ValueError(
+                f"{name}(alpha={self.alpha}, rho={self.rho}): alpha is rho times the learning rate; give one of them"
+            )
         for what in ("beta", "alpha", "rho"):
             if (given := getattr(self, what)) is not None and not 0 <= given < float("inf"):
-                raise ValueError(f"{name}({what}={given}): worker and centre pull each other with a force of at least 0")
+                raise ValueError(
+                    f"{name}({what}={given}): worker and centre pull each other with a force of at least 0"
+                )
 
     def share(self, w: Replica, pullers: int) -> float:
         """alpha, where so many pull at the centre."""
@@ -53,7 +58,13 @@ class Elastic:
         """Tell, once, of a force that is too strong even for the simplest of losses."""
         alpha, bound = self.share(w, pullers), largest_share(w.lr, pullers if together else None)
         if alpha > bound and w.rank == 0:
-            given = f"alpha={self.alpha}" if self.alpha is not None else f"beta={self.beta}" if self.rho is None else f"rho={self.rho}"
+            given = (
+                f"alpha={self.alpha}"
+                if self.alpha is not None
+                else f"beta={self.beta}"
+                if self.rho is None
+                else f"rho={self.rho}"
+            )
             warnings.warn(
                 UnstableElastic(
                     f"{type(self).__name__}({given}): alpha={alpha:.4g} with {pullers} workers is above {bound:.4g}, from where on elastic "
@@ -89,20 +100,20 @@ class EASGD(Elastic, Strategy):
 
     async def worker(self, w: Replica) -> None:
         m = w.memory(centre=w.params.clone())
-        w.deploy(m.centre)
+        w.publish(m.centre)
         self.warn_if_unstable(w, w.workers, together=True)
         own = w.memory("own", seen=[w.samples])  # up to the last meeting
-        before, way = torch.empty_like(w.params), torch.empty_like(w.params)
+        before, delta = torch.empty_like(w.params), torch.empty_like(w.params)
         for k in w.steps():
             meets = (k + 1) % self.period == 0
             if meets:
-                torch.sub(before.copy_(w.params), m.centre, out=way)
+                torch.sub(before.copy_(w.params), m.centre, out=delta)
             await w.local_step()
             if not meets:
                 continue
             beta, mean = self.share(w, w.workers) * w.workers, await w.mean(before)
-            if w.samples_at_hand:  # Of all workers.  Where all have seen as many, each moves by alpha.
-                w.params.sub_(way, alpha=beta * (w.samples - own.seen[0]) / w.samples_at_hand)
+            if w.batch_samples:  # Of all workers.  Where all have seen as many, each moves by alpha.
+                w.params.sub_(delta, alpha=beta * (w.samples - own.seen[0]) / w.batch_samples)
                 m.centre.lerp_(mean, beta)
             own.seen = [w.samples]
         await w.mean_of_buffers()
@@ -110,15 +121,17 @@ class EASGD(Elastic, Strategy):
 
 def check_period(strategy: Any, period: int) -> None:
     if period < 1:
-        raise ValueError(f"{type(strategy).__name__}(period={period}): workers meet the centre every so many steps, at least 1")
+        raise ValueError(
+            f"{type(strategy).__name__}(period={period}): workers meet the centre every so many steps, at least 1"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticServed(Elastic, Served):
+class ElasticServer(Elastic, ServerStrategy):
     """Every `period` steps a worker fetches the centre from the shards, and pushes how far it pulls that."""
 
     period: int = 4
-    steps_locally: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
     is_in_turn: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -126,7 +139,9 @@ class ElasticServed(Elastic, Served):
         self.check_force()
         check_period(self, self.period)
         if self.sparse:
-            raise ValueError(f"{type(self).__name__}(sparse=True): a force is as long as the model; nothing of it is sparse")
+            raise ValueError(
+                f"{type(self).__name__}(sparse=True): a force is as long as the model; nothing of it is sparse"
+            )
 
     def shard_rule(self, workers: int) -> Rule:
         return Sgd(lr=1.0)  # Shards take away what is pushed.
@@ -139,13 +154,15 @@ class ElasticServed(Elastic, Served):
     async def worker(self, w: Replica) -> None:
         store, pullers = self.store(w), w.endpoint.layout.workers
         w.params.copy_(await store.pull())
-        w.deploy(store.value)
+        w.publish(store.value)
         self.warn_if_unstable(w, pullers)
         force, velocity = torch.zeros_like(w.params), torch.zeros_like(w.params)
         before = torch.empty_like(w.params) if self.mu else w.params
-        said = store.room().zero_()
+        said = store.send_buffer().zero_()
         count, seen = 0, 0.0
-        pushed: Op[None] | None = store.push(said, 0.0) if self.is_in_turn else None  # And with it, the turn is the next one's.
+        pushed: Op[None] | None = (
+            store.push(said, 0.0) if self.is_in_turn else None
+        )  # And with it, the turn is the next one's.
 
         async def meet() -> None:
             """Pull the centre; how far that pulls this worker is to be done with its next step, whose gradient is taken before."""
@@ -153,7 +170,7 @@ class ElasticServed(Elastic, Served):
             if pushed is not None:
                 await pushed
             torch.sub(w.params, await store.pull(), out=force).mul_(self.share(w, pullers))
-            said = torch.neg(force, out=store.room(said))
+            said = torch.neg(force, out=store.send_buffer(said))
             pushed = store.push(said, max(1.0, seen))  # What no samples are behind would change nothing.
             count, seen = 0, 0.0
 
@@ -166,7 +183,7 @@ class ElasticServed(Elastic, Served):
                 torch.sub(w.params, before, out=velocity)
             w.params.sub_(force)
             force.zero_()
-            count, seen = count + 1, seen + w.samples_at_hand
+            count, seen = count + 1, seen + w.batch_samples
             if count >= self.period:
                 await meet()
         w.params.sub_(force)
@@ -176,12 +193,12 @@ class ElasticServed(Elastic, Served):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncEASGD(ElasticServed):
+class AsyncEASGD(ElasticServer):
     """Meet the centre on shards every `period` steps, each worker on its own clock: nobody waits for another."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundRobinEASGD(ElasticServed):
+class RoundRobinEASGD(ElasticServer):
     """Meet the centre in the order of ranks: who has fetched it holds it until its force has arrived, as if by a lock.
 
     It is there to be compared with: the others wait meanwhile, and for the slowest among them all the time.
@@ -194,7 +211,7 @@ class RoundRobinEASGD(ElasticServed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EAMSGD(ElasticServed):
+class EAMSGD(ElasticServer):
     """`AsyncEASGD` with Nesterov's momentum in every worker, its gradient taken where the momentum leads; the centre has none.
 
     The task's optimizer is best plain SGD, as a momentum of its own would come on top.

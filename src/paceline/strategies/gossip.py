@@ -26,10 +26,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from paceline.endpoint import Message
-from paceline.peers import Peers
-from paceline.replica import Replica
+from paceline.families.peers import Peers
+from paceline.families.topology import Ring, Topology, check_connected, peer_of
+from paceline.needs import Needs
 from paceline.strategy import Strategy
-from paceline.topology import Ring, Topology, check_connected, peer_of
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,22 @@ class Gossip(Strategy):
     period: int = 1
     rounds: int = 1
     overlap: bool = True
-    is_ordered: ClassVar[bool] = False
-    is_elastic: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(collectives=False, messages=True)
 
     def __post_init__(self) -> None:
         if self.period < 1 or self.rounds < 1:
-            raise ValueError(f"Gossip(period={self.period}, rounds={self.rounds}): steps between averages, and these, count from 1")
+            raise ValueError(
+                f"Gossip(period={self.period}, rounds={self.rounds}): steps between averages, and these, count from 1"
+            )
         if self.overlap and self.rounds > 1:
-            raise ValueError(f"Gossip(rounds={self.rounds}): one average is under way while the next gradient is; give overlap=False")
+            raise ValueError(
+                f"Gossip(rounds={self.rounds}): one average is under way while the next gradient is; give overlap=False"
+            )
 
     async def worker(self, w: Replica) -> None:
-        if w.seats == 1:
+        if w.data_shards == 1:
             return await w.train_alone()
-        check_connected(self.topology, w.seats)
+        check_connected(self.topology, w.data_shards)
         pair = Pairing(w)
         await pair.enter()
         for k in w.steps_alone():
@@ -64,7 +68,9 @@ class Gossip(Strategy):
             if (k + 1) % self.period:
                 continue
             for i in range(self.rounds):
-                await pair.ask(peer_of(self.topology, pair.seat, w.seats, k // self.period * self.rounds + i))
+                await pair.ask(
+                    peer_of(self.topology, pair.data_shard, w.data_shards, k // self.period * self.rounds + i)
+                )
                 if not self.overlap:
                     await pair.until_free()
         await pair.until_free()
@@ -84,15 +90,18 @@ class Pairing(Peers):
         self._last_heard: dict[int, int] = {}  # The serial of each peer's last question that was dealt with,
         self._answers: dict[int, Message] = {}  # and the answer, until it has arrived.
 
-    async def ask(self, seat: int | None) -> None:
+    async def ask(self, data_shard: int | None) -> None:
         """Send a copy of the model to whoever has that seat, unless one is out already."""
-        peer = None if seat is None else self.at(seat)
+        peer = None if data_shard is None else self.at(data_shard)
         if self.asked is not None:
-            if self.endpoint.patience is not None and self.endpoint.now() - self._since > self.endpoint.patience:
+            if (
+                self.endpoint.retransmit_s is not None
+                and self.endpoint.now() - self._since > self.endpoint.retransmit_s
+            ):
                 await self.repeat()
         elif peer is not None:
-            if self._copy is None or self.endpoint.is_read(self._copy):
-                self._copy = self.endpoint.room(self.replica.params)
+            if self._copy is None or self.endpoint.in_use(self._copy):
+                self._copy = self.endpoint.send_buffer(self.replica.params)
             self._copy.copy_(self.replica.params)
             self.asked, self._serial = peer, self._serial + 1
             await self.repeat()
@@ -113,7 +122,7 @@ class Pairing(Peers):
             self._answers.pop(src, None)
             if self.asked == src:
                 await self._be_free()
-        elif src not in self.seats:
+        elif src not in self.data_shards:
             return
         elif kind == "ask":
             await self._be_asked(message)
@@ -122,7 +131,7 @@ class Pairing(Peers):
                 del self._answers[src]
         else:  # An answer, or "busy".
             self._last_heard[src] = max(self._last_heard.get(src, 0), message.version)
-            if kind == "answer" and self.endpoint.patience is not None:
+            if kind == "answer" and self.endpoint.retransmit_s is not None:
                 await self.send(src, Message("thanks", serial=message.serial))
             if self.asked == src and message.serial == self._serial:
                 if kind == "answer":
@@ -134,7 +143,9 @@ class Pairing(Peers):
         if message.serial <= self._last_heard.get(src, 0):  # Again: what it was answered may be lost.
             if (kept := self._answers.get(src)) is not None and kept.serial == message.serial:
                 await self.send(src, kept)
-        elif self.asked == src and message.version < self._serial:  # It asked before it was asked: both know both copies.
+        elif (
+            self.asked == src and message.version < self._serial
+        ):  # It asked before it was asked: both know both copies.
             assert self._copy is not None
             half = (self.here(message.tensors[0]) - self._copy).div_(2)
             self.replica.params.add_(half)
@@ -155,7 +166,7 @@ class Pairing(Peers):
 
     def _note(self, answer: Message) -> None:
         self._last_heard[answer.src] = answer.serial
-        if self.endpoint.patience is not None:
+        if self.endpoint.retransmit_s is not None:
             self._answers[answer.src] = answer
 
     async def _be_free(self) -> None:

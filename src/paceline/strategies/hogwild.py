@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.collectives import all_there
-from paceline.replica import Replica
+from paceline.collectives import barrier
+from paceline.needs import Needs
 from paceline.strategy import Strategy
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,12 @@ class Hogwild(Strategy):
     Sparse gradients (nn.Embedding(sparse=True), with SGD or another optimizer that takes them) touch only their rows.
     """
 
-    is_ordered: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs(shared_memory=True)
 
     async def worker(self, w: Replica) -> None:
-        w.flat.live_in((await w.endpoint.common(w.params)).values, is_common=True)
+        w.flat.rebind((await w.endpoint.shared_vector(w.params)).values, is_shared=True)
         await w.train_alone()
-        await all_there(w.endpoint)  # The model is ready when the last of them is.
-        w.flat.live_in(w.params.clone(), is_common=False)
-        await all_there(w.endpoint)  # Nobody changes it before all have it.
+        await barrier(w.endpoint)  # The model is ready when the last of them is.
+        w.flat.rebind(w.params.clone(), is_shared=False)
+        await barrier(w.endpoint)  # Nobody changes it before all have it.
         await w.mean_of_buffers()

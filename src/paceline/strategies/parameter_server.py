@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.families.server_strategy import ServerStrategy
 from paceline.server.gates import Free, Gate
 from paceline.server.rules import Rule, Sgd
-from paceline.server.served import Served
 
 
 @dataclass(frozen=True)
-class ParameterServer(Served):
+class ParameterServer(ServerStrategy):
     """Push every gradient to the shards, go on from what they hold: no worker waits for another, unless the gate says so."""
 
     rule: Rule = Sgd()  # noqa: RUF009 (frozen)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.averaging import Averaging, Rounds
-from paceline.replica import Replica
+from paceline.families.averaging import Averaging, SyncRounds
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -28,4 +28,4 @@ class PeriodicAveraging(Averaging):
 
     async def worker(self, w: Replica) -> None:
         period = 8 if self.period is None and self.samples is None else self.period
-        await Rounds(w, self, period=period, samples=self.samples).train()
+        await SyncRounds(w, self, period=period, samples=self.samples).train()

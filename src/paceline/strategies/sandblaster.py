@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from typing import ClassVar, Literal, NamedTuple
 
-from paceline.line_search import Point, armijo, strong_wolfe
-from paceline.replica import Replica
+from paceline.families.line_search import Point, armijo, strong_wolfe
+from paceline.needs import Needs
 from paceline.server import vectors
-from paceline.server.contributor import Contributor
+from paceline.server.batch_worker import BatchWorker
 from paceline.server.coordinator import Coordinator, Deserted, Spent
 from paceline.server.shard import Shard
 from paceline.strategy import Strategy
+from paceline.worker.replica import Replica
 
 CURVED = 1e-10  # A pair tells nothing of the curvature whose s and y are nearer than that to being at right angles.
 
@@ -49,9 +50,9 @@ class Sandblaster(Strategy):
     c2: float = 0.9
     push: int = 8
     backups: int = 1
-    is_ordered: ClassVar[bool] = False
-    steps_locally: ClassVar[bool] = False
-    is_elastic: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(
+        collectives=False, servers=True, optimizer=False, global_data=True, length=("steps", "steps_per_epoch")
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("shards", 1), ("history", 1), ("push", 1), ("backups", 0)):
@@ -67,8 +68,8 @@ class Sandblaster(Strategy):
         return self.shards + 1
 
     async def worker(self, w: Replica) -> None:
-        w.deploy(w.params)  # What is evaluated is the point that is being tried, not a mean of this and the last.
-        await Contributor(w).work()
+        w.publish(w.params)  # What is evaluated is the point that is being tried, not a mean of this and the last.
+        await BatchWorker(w).work()
 
     async def server(self, s: Shard) -> None:
         if s.endpoint.rank != s.endpoint.layout.server_ranks[0]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.averaging import Averaging, Met, OptimizerState, Rounds
-from paceline.replica import Replica
+from paceline.families.averaging import Averaging, OptimizerState, SyncResult, SyncRounds
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,20 @@ class SlowMo(Averaging):
         super().__post_init__()
         self.check_period(self.period)
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"SlowMo(momentum={self.momentum}): slow momentum lies in [0, 1); at 1 updates never die out")
+            raise ValueError(
+                f"SlowMo(momentum={self.momentum}): slow momentum lies in [0, 1); at 1 updates never die out"
+            )
         if self.rate <= 0:
             raise ValueError(f"SlowMo(rate={self.rate}): the slow learning rate must be positive")
 
     async def worker(self, w: Replica) -> None:
-        def outer(where: slice, mean: Tensor, met: Met) -> None:
+        def outer(where: slice, mean: Tensor, met: SyncResult) -> None:
             if met.lr:
                 m.slow.mul_(self.momentum).add_(mean, alpha=1 / met.lr)
-                rounds.start.add_(m.slow, alpha=self.rate * met.lr)
+                rounds.anchor.add_(m.slow, alpha=self.rate * met.lr)
             else:  # A schedule that has come to 0 leaves the momentum without effect.
-                rounds.start.add_(mean, alpha=self.rate)
+                rounds.anchor.add_(mean, alpha=self.rate)
 
-        rounds = Rounds(w, self, period=self.period, outer=outer)
-        m = w.memory(slow=torch.zeros_like(rounds.start))
+        rounds = SyncRounds(w, self, period=self.period, outer=outer)
+        m = w.memory(slow=torch.zeros_like(rounds.anchor))
         await rounds.train()

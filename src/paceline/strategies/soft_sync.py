@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.families.server_strategy import ServerStrategy
 from paceline.server.rules import Every, Rule, Scaled, Sgd
-from paceline.server.served import Served
 
 
 @dataclass(frozen=True)
-class SoftSync(Served):
+class SoftSync(ServerStrategy):
     """Apply the mean of every `updates` gradients, each divided by its staleness.  Without a number, half as many as workers."""
 
     lr: float = 0.1

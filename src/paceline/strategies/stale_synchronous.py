@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.families.server_strategy import ServerStrategy
 from paceline.server.gates import Bound, Gate
 from paceline.server.rules import Every, Rule, Sgd
-from paceline.server.served import Served
 
 
 @dataclass(frozen=True)
-class StaleSynchronous(Served):
+class StaleSynchronous(ServerStrategy):
     """Push every gradient; wait before an iteration that would be more than `bound` ahead of the slowest worker's."""
 
     lr: float = 0.1
@@ -27,7 +27,9 @@ class StaleSynchronous(Served):
         self.shard_rule(1)
         self.shard_gate()
         if self.visible not in ("at once", "clock"):
-            raise ValueError(f"StaleSynchronous(visible={self.visible!r}): updates are visible 'at once' or by the 'clock'")
+            raise ValueError(
+                f"StaleSynchronous(visible={self.visible!r}): updates are visible 'at once' or by the 'clock'"
+            )
         if self.visible == "clock" and self.bound:
             raise ValueError(
                 f"StaleSynchronous(bound={self.bound}, visible='clock'): updates are gathered by the clock only with a bound of 0"

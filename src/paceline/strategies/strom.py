@@ -19,18 +19,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec
 from paceline.endpoint import Message
-from paceline.peers import Peers
-from paceline.replica import Replica
+from paceline.families.peers import Peers
+from paceline.needs import Needs
 from paceline.strategy import Strategy
+from paceline.worker.replica import Replica
 
-MOST_OWED = 16  # Messages of a sender after which it is told that they have come, if this worker says nothing else to it.
+MOST_OWED = (
+    16  # Messages of a sender after which it is told that they have come, if this worker says nothing else to it.
+)
 
 
 @dataclass(frozen=True)
@@ -46,24 +48,28 @@ class Strom(Strategy):
     lr: float | None = None
     few: int = 1
     few_steps: int = 0
-    is_ordered: ClassVar[bool] = False
-    is_elastic: ClassVar[bool] = True
 
     @property
-    def steps_locally(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.lr is None
+    def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Needs(collectives=False, messages=True, optimizer=self.lr is None)
 
     def __post_init__(self) -> None:
-        if self.codec is not None and self.codec.way == "factors":
-            raise ValueError(f"Strom(codec={self.codec}): it is a way to a mean over all workers; here each hears the others one by one")
+        if self.codec is not None and self.codec.reduction == "factors":
+            raise ValueError(
+                f"Strom(codec={self.codec}): it is a way to a mean over all workers; here each hears the others one by one"
+            )
         if self.lr is not None and not self.lr > 0:
-            raise ValueError(f"Strom(lr={self.lr}): a learning rate is positive; None leaves the steps to the optimizer")
+            raise ValueError(
+                f"Strom(lr={self.lr}): a learning rate is positive; None leaves the steps to the optimizer"
+            )
         if self.few < 1 or self.few_steps < 0:
-            raise ValueError(f"Strom(few={self.few}, few_steps={self.few_steps}): at least 1 worker begins, for 0 or more steps")
+            raise ValueError(
+                f"Strom(few={self.few}, few_steps={self.few_steps}): at least 1 worker begins, for 0 or more steps"
+            )
 
     async def worker(self, w: Replica) -> None:
         flood = Flood(w, self.codec, scale=1.0 if self.lr is None else self.lr)
-        if w.seats == 1 and self.lr is None:
+        if w.data_shards == 1 and self.lr is None:
             return await w.train_alone()
         before = torch.empty_like(w.params if self.lr is None else w.params[:0])
 
@@ -75,12 +81,12 @@ class Strom(Strategy):
                 w.params.copy_(before)
             else:
                 update = await w.gradient()
-            if w.samples_at_hand:
+            if w.batch_samples:
                 await flood.spread(update)
             await flood.take_all()
 
         await flood.enter()
-        if w.k < self.few_steps and w.seats > 1:
+        if w.step_index < self.few_steps and w.data_shards > 1:
             await self._begin(w, flood, step)
         for _ in w.steps_alone():
             await step()
@@ -88,18 +94,20 @@ class Strom(Strategy):
 
     async def _begin(self, w: Replica, flood: Flood, step: Callable[[], Awaitable[None]]) -> None:
         """Train as one of the few, or wait for them."""
-        seat = w.seat
-        if flood.seat >= self.few:
+        data_shard = w.data_shard
+        if flood.data_shard >= self.few:
             await flood.until(lambda: flood.have_come(self.few, self.few_steps))
-        elif w.learner.is_shared_out:  # In the user's own loop each worker has its own part, and no other.
-            for k, part in product(range(w.k, self.few_steps), range(flood.seat, w.seats, self.few)):
+        elif w.learner.has_global_data:  # In the user's own loop each worker has its own part, and no other.
+            for k, part in product(
+                range(w.step_index, self.few_steps), range(flood.data_shard, w.data_shards, self.few)
+            ):
                 if w.has_data(k):
-                    w.turn_to(k, part)
+                    w.seek(k, part)
                     await step()
         else:
             return
-        w.seat = seat
-        w.begin_at(self.few_steps)
+        w.data_shard = data_shard
+        w.resume_at(self.few_steps)
 
 
 class Flood(Peers):
@@ -107,7 +115,7 @@ class Flood(Peers):
 
     def __init__(self, replica: Replica, codec: Codec | None, scale: float) -> None:
         super().__init__(replica)
-        self.link, self.scale = replica.link(codec), scale
+        self.codec_state, self.scale = replica.codec_state(codec), scale
         self.count = 0  # Messages of this worker,
         self._said: dict[int, Tensor] = {}  # those that not all have yet,
         self._acked: dict[int, int] = {}  # and up to which of them each peer has all.
@@ -119,32 +127,34 @@ class Flood(Peers):
 
     async def spread(self, update: Tensor) -> None:
         """Say an update, and apply what was said of it."""
-        data, link = update, self.link
-        if link is not None:
-            data = await self.endpoint.compute(lambda: link.encode(update), kind="encode", nbytes=update.nbytes)
+        data, codec_state = update, self.codec_state
+        if codec_state is not None:
+            data = await self.endpoint.compute(lambda: codec_state.encode(update), kind="encode", nbytes=update.nbytes)
         self._apply(data)
         self.count += 1
-        if not self.seats:
+        if not self.data_shards:
             return
-        self._said[self.count] = data = data.clone() if link is None else data
-        stable = min(self._acked.get(rank, 0) for rank in self.seats)
+        self._said[self.count] = data = data.clone() if codec_state is None else data
+        stable = min(self._acked.get(rank, 0) for rank in self.data_shards)
         for number in [n for n in self._said if n <= stable]:
             del self._said[number]
         await self.flush()  # What was said last, at the latest now.
-        for rank in self.seats:
+        for rank in self.data_shards:
             await self.send(rank, self._update(rank, self.count))
 
     def _update(self, dst: int, number: int) -> Message:
         self._owed[dst] = 0
         heard, stable = self._upto.get(dst, 0), min(self._said) - 1
-        return Message("update", (self._said[number],), serial=number, version=heard, samples=stable, steps=self.replica.k)
+        return Message(
+            "update", (self._said[number],), serial=number, version=heard, samples=stable, steps=self.replica.step_index
+        )
 
     def _apply(self, data: Tensor) -> None:
         params = self.replica.params
-        if self.link is None:
+        if self.codec_state is None:
             params.add_(self.here(data), alpha=-self.scale)
         else:
-            self.link.add(self.here(data), params, -self.scale)
+            self.codec_state.add(self.here(data), params, -self.scale)
 
     async def handle(self, message: Message) -> None:
         kind, src = message.kind, message.src
@@ -180,7 +190,7 @@ class Flood(Peers):
         while self._upto.setdefault(sender, 0) + 1 in beyond:
             self._upto[sender] += 1
             beyond.remove(self._upto[sender])
-        if sender not in self.seats:  # Others may not have heard it, and nobody can ask its sender.
+        if sender not in self.data_shards:  # Others may not have heard it, and nobody can ask its sender.
             await self.account_anew()
 
     def _has(self, sender: int, number: int) -> bool:
@@ -188,7 +198,7 @@ class Flood(Peers):
 
     def account(self) -> Message:
         """How many messages there were, and which there are of those who are gone that not all may have."""
-        gone = pairs((s, n) for s, kept in self._kept.items() if s not in self.seats for n in kept)
+        gone = pairs((s, n) for s, kept in self._kept.items() if s not in self.data_shards for n in kept)
         return Message("done", (gone,), serial=self.count)
 
     def has_all(self, done: Message) -> bool:
@@ -206,7 +216,7 @@ class Flood(Peers):
 
     def have_come(self, few: int, steps: int) -> bool:
         """Whether the first workers have come to that step, or are gone or done."""
-        waited = [rank for rank, seat in self.seats.items() if seat < few and not self.is_done(rank)]
+        waited = [rank for rank, data_shard in self.data_shards.items() if data_shard < few and not self.is_done(rank)]
         return all(self._steps.get(rank, 0) >= steps for rank in waited)
 
     def model(self) -> tuple[Tensor, ...]:

@@ -13,11 +13,12 @@ from math import ceil
 import torch
 
 from paceline import collectives
-from paceline.collectives import Ballot
-from paceline.learner import optimizer_counters, optimizer_vectors, set_optimizer_vectors
-from paceline.replica import Replica
+from paceline.collectives import SyncVote
+from paceline.needs import Needs
 from paceline.server.shard import Shard
 from paceline.strategy import Strategy
+from paceline.worker.learner import optimizer_counters, optimizer_vectors, set_optimizer_vectors
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,21 @@ class Then(Strategy):
         if any(v < 0 for v in given.values()):
             raise ValueError(f"Then({said}): the first cannot last for less than nothing")
         if isinstance(self.then, Replicated):
-            raise ValueError(f"{self}: whole minibatches are for a beginning; later workers would do the same work over and over")
+            raise ValueError(
+                f"{self}: whole minibatches are for a beginning; later workers would do the same work over and over"
+            )
         if self.first.servers:
-            raise ValueError(f"{self}: {type(self.first).__name__} has servers, and a method with servers lasts to the end of a run")
+            raise ValueError(
+                f"{self}: {type(self.first).__name__} has servers, and a method with servers lasts to the end of a run"
+            )
 
     @property
     def servers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.then.servers
 
     @property
-    def is_ordered(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.then.is_ordered
+    def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.first.needs.followed_by(self.then.needs)
 
     async def worker(self, w: Replica) -> None:
         m = w.memory(is_begun=False)
@@ -72,7 +77,7 @@ class Then(Strategy):
             return self.steps
         if self.samples is not None:
             return w.plan.steps_for(samples=self.samples, by="Then(samples=...)")
-        return ceil(round((self.epochs or 0) * w.plan.asked("steps_per_epoch", "Then(epochs=...)"), 9))
+        return ceil(round((self.epochs or 0) * w.plan.require("steps_per_epoch", "Then(epochs=...)"), 9))
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Replicated(Strategy):
     """Every worker trains on the same whole minibatches: no parallelism, and no communication."""
 
     async def worker(self, w: Replica) -> None:
-        with w.whole_minibatches():
+        with w.full_batches():
             await w.train_alone()
 
 
@@ -110,5 +115,5 @@ async def agree(w: Replica) -> None:
     for i, counter in enumerate(counters):
         counter.fill_(max(float(e[1 + i]) for e in everyones))
     for vector in vectors.values():
-        await collectives.mean(endpoint, vector, Ballot(1.0, rank=w.rank))
+        await collectives.mean(endpoint, vector, SyncVote(1.0, rank=w.rank))
     set_optimizer_vectors(flat, optimizer, vectors)

@@ -60,7 +60,11 @@ def is_plain() -> bool:
 
 
 def encode(
-    codec: Codec, x: Tensor, residual: Tensor | None = None, rng: torch.Generator | None = None, out: Tensor | None = None
+    codec: Codec,
+    x: Tensor,
+    residual: Tensor | None = None,
+    rng: torch.Generator | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The bytes for `x + residual`, in `out` if given; `residual` becomes what they leave out."""
     x = x.detach().reshape(-1)

@@ -131,7 +131,9 @@ def fp8_values(codes: Any, f: Any) -> Any:
 
 
 @compiled
-def encode_fp8(x: Any, residual: Any, bucket: int, f: Any, top: Any, scales: Any, codes: Any, first: int, last: int) -> bool:
+def encode_fp8(
+    x: Any, residual: Any, bucket: int, f: Any, top: Any, scales: Any, codes: Any, first: int, last: int
+) -> bool:
     is_good, highs, lows = True, full(top), full(-top)
     for b in range(first, last):
         start = b * bucket
@@ -155,7 +157,9 @@ def encode_fp8(x: Any, residual: Any, bucket: int, f: Any, top: Any, scales: Any
 
 
 @compiled
-def add_fp8(scales: Any, codes: Any, bucket: int, f: Any, into: Any, weight: Any, fresh: bool, first: int, last: int) -> bool:
+def add_fp8(
+    scales: Any, codes: Any, bucket: int, f: Any, into: Any, weight: Any, fresh: bool, first: int, last: int
+) -> bool:
     weights = full(weight)
     for b in range(first, last):
         units = full(scales[b])

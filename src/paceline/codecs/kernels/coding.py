@@ -127,7 +127,11 @@ def expand(coded: Tensor, nbytes: int) -> Tensor:
     source: Any = coded.contiguous().numpy()
     table, at = read(source[:LONGEST_TABLE].tobytes())
     body = source[at:]
-    if len(source) % 2 or len(body) < 4 * STATES or (states := body[: 4 * STATES].copy().view("<u4").astype(np.uint64)).min() < LOW:
+    if (
+        len(source) % 2
+        or len(body) < 4 * STATES
+        or (states := body[: 4 * STATES].copy().view("<u4").astype(np.uint64)).min() < LOW
+    ):
         raise ValueError("its states are none")
     f = np.array(table, dtype=np.uint32)
     symbols = np.repeat(np.arange(256, dtype=np.uint32), f)
@@ -141,7 +145,9 @@ def expand(coded: Tensor, nbytes: int) -> Tensor:
     return data
 
 
-def encode_entropy(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
+def encode_entropy(
+    codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None
+) -> tuple[Tensor, bool]:
     codec = cast(Entropy, codec)
     kernel = kernels.find(codec.codec, x.device) if codec.is_random else None
     try:

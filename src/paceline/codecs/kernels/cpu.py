@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 @compiled
-def one_bit_encode(x: Any, residual: Any, bucket: int, real: int, means: Any, words: Any, first: int, last: int) -> bool:
+def one_bit_encode(
+    x: Any, residual: Any, bucket: int, real: int, means: Any, words: Any, first: int, last: int
+) -> bool:
     is_good, zero = True, full(ZERO)
     for b in range(first, last):
         above, below, positives = zero, zero, 0
@@ -49,7 +51,9 @@ def one_bit_encode(x: Any, residual: Any, bucket: int, real: int, means: Any, wo
 
 
 @compiled
-def one_bit_add(means: Any, words: Any, bucket: int, into: Any, weight: Any, fresh: bool, first: int, last: int) -> bool:
+def one_bit_add(
+    means: Any, words: Any, bucket: int, into: Any, weight: Any, fresh: bool, first: int, last: int
+) -> bool:
     for b in range(first, last):
         lows, highs = full(weight * means[2 * b]), full(weight * means[2 * b + 1])
         for at in range(b * bucket, (b + 1) * bucket, LANES):
@@ -62,7 +66,9 @@ def as_words(bits: Any) -> Any:
     return bits[: len(bits) // 4 * 4].view(np.uint32)
 
 
-def encode_one_bit(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
+def encode_one_bit(
+    codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None
+) -> tuple[Tensor, bool]:
     codec = cast(OneBit, codec)
     bucket, data, buckets = codec.bucket, room(codec, x.numel(), out), codec.buckets(x.numel())
     means, bits = data[: 8 * buckets].view(torch.float32).numpy(), data[8 * buckets :]

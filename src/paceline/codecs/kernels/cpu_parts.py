@@ -74,7 +74,9 @@ def room(codec: Codec, numel: int, out: Tensor | None) -> Tensor:
     nbytes = codec.nbytes(numel)
     assert nbytes is not None
     if out is not None and out.shape != (nbytes,):
-        raise ValueError(f"{codec} encodes {numel} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}")
+        raise ValueError(
+            f"{codec} encodes {numel} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}"
+        )
     return out if out is not None and is_straight(out) else torch.empty(nbytes, dtype=torch.uint8)
 
 
@@ -93,7 +95,9 @@ def wanted(x: Any, residual: Any, at: int) -> Any:
 Run = Callable[[Any, Any, Any, int, int, int, int], bool]
 
 
-def in_buckets(bucket: int, bits: int, x: Tensor | None, out: Tensor | None, codes: Tensor, run: Run, *, packs: bool) -> bool:
+def in_buckets(
+    bucket: int, bits: int, x: Tensor | None, out: Tensor | None, codes: Tensor, run: Run, *, packs: bool
+) -> bool:
     """`run(x, out, codes, begin, real, first, last)` on all buckets; whether all of it went well.
 
     `x` is read, `out` is read and written; `codes`, of `bits` bits a value, are written if `run` packs them and otherwise read.  A

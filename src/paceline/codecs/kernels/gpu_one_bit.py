@@ -41,14 +41,21 @@ def sum_row(u, lane, above, below, positives):
     """32 values of each bucket: their bits, and the sums with them."""
     positive = u >= 0
     word = tl.sum(positive.to(tl.int32) << lane, axis=1, keep_dims=True)
-    return word, above + tl.where(positive, u, 0.0), below + tl.where(positive, 0.0, u), positives + positive.to(tl.int32)
+    return (
+        word,
+        above + tl.where(positive, u, 0.0),
+        below + tl.where(positive, 0.0, u),
+        positives + positive.to(tl.int32),
+    )
 
 
 @triton.jit
 def means_of(above, below, positives, real, BUCKET: tl.constexpr, B: tl.constexpr):
     """The means of the negative and the other values; NaN in a bucket where they are not finite."""
     high, low = halved(above, B), halved(below, B)
-    count = tl.sum(positives, axis=1, keep_dims=True) - (BUCKET - real)  # Padding is zero, and so among the non-negative.
+    count = tl.sum(positives, axis=1, keep_dims=True) - (
+        BUCKET - real
+    )  # Padding is zero, and so among the non-negative.
     is_good = is_finite(high) & is_finite(low)
     high = tl.where(is_good, tl.div_rn(high, tl.maximum(count, 1).to(tl.float32)), float("nan"))
     low = tl.where(is_good, tl.div_rn(low, tl.maximum(real - count, 1).to(tl.float32)), float("nan"))
@@ -78,7 +85,11 @@ def encode_kept(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.
         words = tl.where(lane == j % 32, word, words)
         if j % 32 == 31 or j == ROWS - 1:
             first = j - j % 32
-            tl.store(bits.to(tl.pointer_type(tl.int32)) + (ROWS * b + first + lane), words, mask=(real > 0) & (first + lane < ROWS))
+            tl.store(
+                bits.to(tl.pointer_type(tl.int32)) + (ROWS * b + first + lane),
+                words,
+                mask=(real > 0) & (first + lane < ROWS),
+            )
     low, high, is_good = means_of(above, below, positives, real, 32 * ROWS, B)
     store_means(means, flag, b, low, high, is_good, real)
     if residual is not None:
@@ -88,7 +99,9 @@ def encode_kept(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.
 
 
 @triton.jit
-def encode_twice_read(x, residual, means, bits, flag, left, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):
+def encode_twice_read(
+    x, residual, means, bits, flag, left, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr
+):
     """`B` buckets, `left` values of them at most: too large for registers, or the last one and not full."""
     b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
     at = b * (32 * ROWS)
@@ -124,7 +137,9 @@ def encode_full(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.
 
 
 @triton.jit(do_not_specialize=["numel"])
-def one_bit_encode(x, residual, data, flag, numel, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):
+def one_bit_encode(
+    x, residual, data, flag, numel, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr
+):
     """`B` buckets a program, kept in registers if all their rows are unrolled; if TAIL, the last program's is the one not full."""
     BUCKET: tl.constexpr = 32 * ROWS
     numel, first = numel.to(tl.int64), tl.program_id(0).to(tl.int64) * B
@@ -149,7 +164,9 @@ def one_bit_encode(x, residual, data, flag, numel, ROWS: tl.constexpr, B: tl.con
 
 
 @triton.jit
-def add_words(data, into, weight, numel, first, ROWS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr):
+def add_words(
+    data, into, weight, numel, first, ROWS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr
+):
     """`W` words of 32 values from `first` on, as far as they are full; if TAIL the one that is not."""
     full, buckets = numel // 32, (numel + 32 * ROWS - 1) // (32 * ROWS)
     w, lane = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
@@ -175,7 +192,9 @@ def add_words(data, into, weight, numel, first, ROWS: tl.constexpr, W: tl.conste
 
 
 @triton.jit(do_not_specialize=["numel"])
-def one_bit_add(data, into, weight, numel, ROWS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr):
+def one_bit_add(
+    data, into, weight, numel, ROWS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr
+):
     numel, program = numel.to(tl.int64), tl.program_id(0)
     if TAIL:
         if program == tl.num_programs(0) - 1:
@@ -192,11 +211,13 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
     data = room(codec, x, out)
     if not numel:
         return data, True
-    tail, flag = numel % codec.bucket != 0, flags.get(x)
+    extras, flag = numel % codec.bucket != 0, flags.get(x)
     at_once, warps, unroll = shape_of(rows, x.element_size(), residual is not None)
-    programs = triton.cdiv(numel // codec.bucket, at_once) + tail
+    programs = triton.cdiv(numel // codec.bucket, at_once) + extras
     with on(x):
-        one_bit_encode[programs,](x, residual, data, flag, numel, rows, at_once, unroll, tail, num_warps=warps, **LAUNCH)
+        one_bit_encode[programs,](
+            x, residual, data, flag, numel, rows, at_once, unroll, extras, num_warps=warps, **LAUNCH
+        )
         return put(data, out), flags.is_unset(flag, x)
 
 
@@ -205,12 +226,12 @@ def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) ->
     numel, rows = into.numel(), codec.bucket // LANES
     if not numel:
         return
-    tail = numel % LANES != 0
-    programs = triton.cdiv(numel // LANES, ADDED_AT_ONCE) + tail
+    extras = numel % LANES != 0
+    programs = triton.cdiv(numel // LANES, ADDED_AT_ONCE) + extras
     with on(into):
         one_bit_add[programs,](
             *(aligned(data), into, float(weight), numel),
-            *(rows, ADDED_AT_ONCE, fresh, tail),
+            *(rows, ADDED_AT_ONCE, fresh, extras),
             num_warps=1,
             **LAUNCH,
         )

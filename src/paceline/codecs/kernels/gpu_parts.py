@@ -103,7 +103,9 @@ def room(codec: Codec, x: Tensor, out: Tensor | None) -> Tensor:
     nbytes = codec.nbytes(x.numel())
     assert nbytes is not None
     if out is not None and out.shape != (nbytes,):
-        raise ValueError(f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}")
+        raise ValueError(
+            f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}"
+        )
     return out if out is not None and is_straight(out) else torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 

@@ -18,7 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.codecs.kernels.gpu_parts import LAUNCH, flags, halved, halved_in_place, is_finite, on, put, room, unrolled, wanted
+from paceline.codecs.kernels.gpu_parts import (
+    LAUNCH,
+    flags,
+    halved,
+    halved_in_place,
+    is_finite,
+    on,
+    put,
+    room,
+    unrolled,
+    wanted,
+)
 from paceline.codecs.layout import LANES, aligned
 from paceline.codecs.n_bit import NBit
 from paceline.codecs.noise import FIRST, SECOND, halves
@@ -60,7 +71,14 @@ def plan_of(codec: Codec) -> Plan:
     if isinstance(codec, NBit):
         return Plan(codec.bucket, codec.bits, SIGMA.value, codec.centre, codec.centre + 0.5, 1)
     if isinstance(codec, QSGD):
-        return Plan(codec.bucket, codec.bits, (L2 if codec.norm == "l2" else MAX).value, codec.levels, float(codec.levels), codec.levels)
+        return Plan(
+            codec.bucket,
+            codec.bits,
+            (L2 if codec.norm == "l2" else MAX).value,
+            codec.levels,
+            float(codec.levels),
+            codec.levels,
+        )
     return Plan(BLOCK, 2, GIVEN.value, 1, 1.0, 1)
 
 
@@ -90,7 +108,9 @@ def gathered(found, u, KIND: tl.constexpr):
 def scales_of(found, given, real, KIND: tl.constexpr, LEVELS: tl.constexpr, B: tl.constexpr):
     """The scale, what a level is, its inverse, and whether all are finite."""
     if KIND == SIGMA:
-        unit = tl.sqrt_rn(tl.div_rn(halved_in_place(found, B), tl.maximum(real, 1).to(tl.float32))) * (8 / (2 * LEVELS + 1))
+        unit = tl.sqrt_rn(tl.div_rn(halved_in_place(found, B), tl.maximum(real, 1).to(tl.float32))) * (
+            8 / (2 * LEVELS + 1)
+        )
         scale, per_unit = unit, tl.div_rn(tl.full((B, 1), 1.0, tl.float32), unit)
     else:
         if KIND == L2:
@@ -104,7 +124,12 @@ def scales_of(found, given, real, KIND: tl.constexpr, LEVELS: tl.constexpr, B: t
     is_good = is_finite(unit * LEVELS)
     is_something = is_finite(per_unit)
     scale = tl.where(is_something, scale, 0.0)
-    return tl.where(is_good, scale, float("nan")), tl.where(is_something, unit, 0.0), tl.where(is_something, per_unit, 0.0), is_good
+    return (
+        tl.where(is_good, scale, float("nan")),
+        tl.where(is_something, unit, 0.0),
+        tl.where(is_something, per_unit, 0.0),
+        is_good,
+    )
 
 
 @triton.jit
@@ -114,7 +139,9 @@ def level_of(u, per_unit, low, high, index, KIND: tl.constexpr, LEVELS: tl.const
     else:
         exact = tl.abs(u) * per_unit
         below = tl.floor(exact)
-        level = tl.minimum(below + (uniform(low, high, index) < exact - below).to(tl.float32), 1.0 * LEVELS).to(tl.int32)
+        level = tl.minimum(below + (uniform(low, high, index) < exact - below).to(tl.float32), 1.0 * LEVELS).to(
+            tl.int32
+        )
         level = tl.where(u < 0, -level, level)
     return level
 
@@ -212,9 +239,47 @@ def quantise(x, residual, data, flag, given, numel, low, high, ROWS: tl.constexp
             encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, (numel - begin).to(tl.int32),
                            ROWS, KIND, LEVELS, TOP, BITS, 1, 1, True)  # fmt: skip
         else:
-            encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, left, ROWS, KIND, LEVELS, TOP, BITS, B, UNROLL, False)
+            encode_buckets(
+                x,
+                residual,
+                scales,
+                codes,
+                flag,
+                given,
+                low,
+                high,
+                begin,
+                left,
+                ROWS,
+                KIND,
+                LEVELS,
+                TOP,
+                BITS,
+                B,
+                UNROLL,
+                False,
+            )
     else:
-        encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, left, ROWS, KIND, LEVELS, TOP, BITS, B, UNROLL, False)
+        encode_buckets(
+            x,
+            residual,
+            scales,
+            codes,
+            flag,
+            given,
+            low,
+            high,
+            begin,
+            left,
+            ROWS,
+            KIND,
+            LEVELS,
+            TOP,
+            BITS,
+            B,
+            UNROLL,
+            False,
+        )
 
 
 @triton.jit
@@ -308,8 +373,10 @@ def scale_of(codec: TernGrad, x: Tensor, residual: Tensor | None) -> Tensor:
     def measured(values: Tensor, rest: Tensor | None, squared: bool) -> tuple[Tensor, Tensor]:
         rows = triton.cdiv(values.numel(), BLOCK)
         largest, sums = values.new_empty(2, rows, dtype=torch.float32)
-        tail = values.numel() % BLOCK != 0
-        measure[triton.cdiv(rows, 4),](values, rest, largest, sums, values.numel(), squared, 4, tail, num_warps=1, **LAUNCH)
+        extras = values.numel() % BLOCK != 0
+        measure[triton.cdiv(rows, 4),](
+            values, rest, largest, sums, values.numel(), squared, 4, extras, num_warps=1, **LAUNCH
+        )
         return largest, sums
 
     largest, sums = measured(x, residual, True)
@@ -332,13 +399,13 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
     unroll = rows if rows <= KEPT_ROWS else unrolled(rows)
     # 32 values a thread are kept; 16 where much is computed with each, so that more threads find room.
     at_once = max(1, min(4, (16 if codec.is_random else 32) // triton.next_power_of_2(rows)))
-    tail, flag = numel % p.bucket != 0, flags.get(x)
-    programs = triton.cdiv(numel // p.bucket, at_once) + tail
+    extras, flag = numel % p.bucket != 0, flags.get(x)
+    programs = triton.cdiv(numel // p.bucket, at_once) + extras
     with on(x):
         given = scale_of(codec, x, residual) if isinstance(codec, TernGrad) else None
         quantise[programs,](
             *(x, residual, data, flag, given, numel, signed(low), signed(high)),
-            *(rows, p.kind, p.levels, p.top, p.bits, at_once, unroll, tail),
+            *(rows, p.kind, p.levels, p.top, p.bits, at_once, unroll, extras),
             num_warps=1,
             **LAUNCH,
         )
@@ -349,12 +416,12 @@ def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) ->
     p, numel = plan_of(codec), into.numel()
     if not numel:
         return
-    tail = numel % LANES != 0
-    programs = triton.cdiv(numel // LANES, ADDED_AT_ONCE) + tail
+    extras = numel % LANES != 0
+    programs = triton.cdiv(numel // LANES, ADDED_AT_ONCE) + extras
     with on(into):
         add_quantised[programs,](
             *(aligned(data), into, float(weight), numel),
-            *(p.bucket // LANES, p.kind == GIVEN.value, p.levels, p.top, p.parts, p.bits, ADDED_AT_ONCE, fresh, tail),
+            *(p.bucket // LANES, p.kind == GIVEN.value, p.levels, p.top, p.parts, p.bits, ADDED_AT_ONCE, fresh, extras),
             num_warps=1,
             **LAUNCH,
         )

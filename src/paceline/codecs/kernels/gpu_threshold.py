@@ -115,15 +115,17 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
     if not numel:
         return put(codec.encode(x), out), True
     groups, tau = -(-numel // LANES), codec.tau32
-    programs, tail = triton.cdiv(groups, AT_ONCE), numel % LANES != 0
+    programs, extras = triton.cdiv(groups, AT_ONCE), numel % LANES != 0
     planes = torch.empty(2, groups, dtype=torch.int32, device=x.device)
     counts, peaks = torch.empty(2, programs, dtype=torch.int32, device=x.device)
     with on(x):
-        mark[programs,](x, residual, planes[0], planes[1], counts, peaks, tau, numel, AT_ONCE, tail, num_warps=1, **LAUNCH)
+        mark[programs,](
+            x, residual, planes[0], planes[1], counts, peaks, tau, numel, AT_ONCE, extras, num_warps=1, **LAUNCH
+        )
         ends = counts.cumsum(0)
         sent, peak = torch.stack([ends[-1], peaks.max()]).tolist()
         if peak >= 0x7F800000:
-            take_back(codec, x, residual, planes)
+            undo(codec, x, residual, planes)
             codec.refuse(x if residual is None else x + residual, "of the magnitudes beyond tau")
         words = torch.empty(sent, dtype=torch.int32, device=x.device)
         k, rice = rice_parameter(numel, sent), None
@@ -146,7 +148,7 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
     return put(data, out), True
 
 
-def take_back(codec: Threshold, x: Tensor, residual: Tensor | None, planes: Tensor) -> None:
+def undo(codec: Threshold, x: Tensor, residual: Tensor | None, planes: Tensor) -> None:
     """Remember again, up to rounding, what was remembered before; where something has no code nothing was changed."""
     if residual is None:
         return

@@ -22,7 +22,11 @@ intrinsic: Any = extending.intrinsic  # What it decorates takes one argument les
 
 _i1, _i8, _i32, _f32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.FloatType()
 _floats, _ints, _mask = ir.VectorType(_f32, LANES), ir.VectorType(_i32, LANES), ir.VectorType(_i1, LANES)
-_bytes, _shorts, _halves = ir.VectorType(_i8, LANES), ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
+_bytes, _shorts, _halves = (
+    ir.VectorType(_i8, LANES),
+    ir.VectorType(ir.IntType(16), LANES),
+    ir.VectorType(ir.HalfType(), LANES),
+)
 
 
 class Floats(types.Type):
@@ -74,7 +78,8 @@ def load(_: Any, array: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def values(kind: ir.Type) -> Any:
             return builder.load(
-                _address(context, builder, array, args[0], args[1], ir.VectorType(kind, LANES)), align=array.dtype.bitwidth // 8
+                _address(context, builder, array, args[0], args[1], ir.VectorType(kind, LANES)),
+                align=array.dtype.bitwidth // 8,
             )
 
         if array.dtype == types.float32:
@@ -100,7 +105,9 @@ def store(_: Any, array: Any, index: Any, values: Any) -> Any:
             odd = builder.and_(builder.lshr(word, _constant(_ints, 16)), _constant(_ints, 1))
             word = builder.add(word, builder.add(odd, _constant(_ints, 0x7FFF)))
             short = builder.trunc(builder.lshr(word, _constant(_ints, 16)), _shorts)
-        builder.store(short, _address(context, builder, array, args[0], args[1], short.type), align=array.dtype.bitwidth // 8)
+        builder.store(
+            short, _address(context, builder, array, args[0], args[1], short.type), align=array.dtype.bitwidth // 8
+        )
         return context.get_dummy_value()
 
     return types.void(array, types.intp, values), generate
@@ -196,7 +203,9 @@ def _compared(how: str) -> Any:
 
 
 def _floor(builder: Any, a: Any) -> Any:
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_floats, [_floats]), f"llvm.floor.v{LANES}f32")
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_floats, [_floats]), f"llvm.floor.v{LANES}f32"
+    )
     return builder.call(function, [a])
 
 

@@ -76,7 +76,9 @@ def plan_of(codec: Codec) -> Plan:
     if isinstance(codec, NBit):
         return Plan(codec.bucket, codec.bits, SIGMA, codec.centre, codec.centre + 0.5, 1)
     if isinstance(codec, QSGD):
-        return Plan(codec.bucket, codec.bits, L2 if codec.norm == "l2" else MAX, codec.levels, codec.levels, codec.levels)
+        return Plan(
+            codec.bucket, codec.bits, L2 if codec.norm == "l2" else MAX, codec.levels, codec.levels, codec.levels
+        )
     return Plan(BLOCK, 2, GIVEN, 1, 1, 1)
 
 
@@ -281,9 +283,15 @@ def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) ->
 
     def run(_: Any, values: Any, words: Any, begin: int, real: int, first: int, last: int) -> bool:
         of = scales[begin // p.bucket :] if p.scale != GIVEN else scales
-        return add_units(of, words, p.bucket, p.bits, p.scale, p.levels, top, divisor, values, scaled, fresh, first, last)
+        return add_units(
+            of, words, p.bucket, p.bits, p.scale, p.levels, top, divisor, values, scaled, fresh, first, last
+        )
 
     in_buckets(p.bucket, p.bits, None, into, codes, run, packs=False)
 
 
-KERNELS: dict[type[Codec], Kernel] = {NBit: Kernel(encode, add), QSGD: Kernel(encode, add), TernGrad: Kernel(encode, add)}
+KERNELS: dict[type[Codec], Kernel] = {
+    NBit: Kernel(encode, add),
+    QSGD: Kernel(encode, add),
+    TernGrad: Kernel(encode, add),
+}

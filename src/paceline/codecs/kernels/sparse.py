@@ -192,7 +192,9 @@ def words_add(words: Any, tau: Any, into: Any, fresh: bool) -> bool:
     return True
 
 
-def encode_threshold(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
+def encode_threshold(
+    codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None
+) -> tuple[Tensor, bool]:
     codec = cast(Threshold, codec)
     numel = x.numel()
     codec.check_numel(numel)
@@ -211,7 +213,9 @@ def encode_threshold(codec: Codec, x: Tensor, residual: Tensor | None, seed: int
         part, start = torch.zeros(LANES, dtype=x.dtype), LANES * whole
         part[: numel - start] = x[start:]
         kept = None if residual is None else torch.nn.functional.pad(residual[start:], (0, LANES - numel + start))
-        stop, sent, peak = threshold_mark(as_array(part), kept if kept is None else kept.numpy(), tau, hits[whole:], minus[whole:], 0, 1)
+        stop, sent, peak = threshold_mark(
+            as_array(part), kept if kept is None else kept.numpy(), tau, hits[whole:], minus[whole:], 0, 1
+        )
         done.append((whole, whole, sent, peak))
         is_good = stop == 1
         if is_good and residual is not None and kept is not None:
@@ -221,11 +225,16 @@ def encode_threshold(codec: Codec, x: Tensor, residual: Tensor | None, seed: int
             threshold_unmark(values, rest, tau, hits, minus, first, stop)
         codec.refuse(x if residual is None else x + residual, "of the magnitudes beyond tau")
     return put(
-        threshold_message(codec, numel, hits, minus, sum(d[2] for d in done), max((d[3] for d in done), default=0.0), out), out
+        threshold_message(
+            codec, numel, hits, minus, sum(d[2] for d in done), max((d[3] for d in done), default=0.0), out
+        ),
+        out,
     ), True
 
 
-def threshold_message(codec: Threshold, numel: int, hits: Any, minus: Any, sent: int, peak: float, out: Tensor | None) -> Tensor:
+def threshold_message(
+    codec: Threshold, numel: int, hits: Any, minus: Any, sent: int, peak: float, out: Tensor | None
+) -> Tensor:
     """Header and body for what is noted."""
     k, rice, words = rice_parameter(numel, sent), None, np.empty(0, np.uint32)
     if codec.entropy and sent:
@@ -254,7 +263,11 @@ def add_threshold(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh
     codec = cast(Threshold, codec)
     numel = into.numel()
     header = codec.read(data, numel)
-    body, values, tau = cast(Any, data[HEADER:].contiguous().numpy()), into.numpy(), np.float32(weight) * np.float32(header.tau)
+    body, values, tau = (
+        cast(Any, data[HEADER:].contiguous().numpy()),
+        into.numpy(),
+        np.float32(weight) * np.float32(header.tau),
+    )
     if header.format == BITMAP:
         planes, half = np.zeros((2, -(-numel // LANES)), np.uint32), len(body) // 2
         planes.view(np.uint8)[:, :half] = body.reshape(2, half)

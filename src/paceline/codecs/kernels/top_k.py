@@ -157,13 +157,19 @@ def pairs_add(indices: Any, values: Any, weight: Any, into: Any, fresh: bool) ->
     return 0
 
 
-def encode_top_k(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
+def encode_top_k(
+    codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None
+) -> tuple[Tensor, bool]:
     codec = cast(TopK, codec)
     numel, whole = x.numel(), x.numel() // LANES
     codec.check_numel(numel)
     k = codec.kept(numel)
     kept = torch.empty(numel) if residual is None and x.dtype != torch.float32 else residual
-    values, rest, u = as_array(x), None if residual is None else residual.numpy(), None if kept is None else kept.numpy()
+    values, rest, u = (
+        as_array(x),
+        None if residual is None else residual.numpy(),
+        None if kept is None else kept.numpy(),
+    )
     done: list[tuple[int, int, Any]] = []
 
     def work(first: int, last: int) -> bool:
@@ -173,14 +179,16 @@ def encode_top_k(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, ou
         return stop == last
 
     is_good = share_out(work, whole, numel) if whole else True
-    tail = x[LANES * whole :].to(torch.float32) if residual is None else x[LANES * whole :] + residual[LANES * whole :]
-    if not (is_good and tail.isfinite().all()):
+    extras = (
+        x[LANES * whole :].to(torch.float32) if residual is None else x[LANES * whole :] + residual[LANES * whole :]
+    )
+    if not (is_good and extras.isfinite().all()):
         for first, stop, _ in done if rest is not None else ():
             top_k_uncount(values, rest, first, stop)
         codec.refuse(x if residual is None else x + residual, "they are among the largest")
     if kept is not None:
-        kept[LANES * whole :] = tail
-    counts: Any = np.bincount(bins(tail), minlength=BINS) + sum(d[2] for d in done)
+        kept[LANES * whole :] = extras
+    counts: Any = np.bincount(bins(extras), minlength=BINS) + sum(d[2] for d in done)
     u = values if u is None else u
     hits = np.empty(whole, np.uint32)
     least = np.float32(edge(bin_with(counts, k)[0]))
@@ -211,7 +219,9 @@ def add_top_k(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bo
     indices, values = straight[: 4 * k].view(torch.int32).numpy(), straight[4 * k :].view(torch.float32).numpy()
     if wrong := pairs_add(indices, values, np.float32(weight), into.numpy(), fresh):
         codec.no_message(
-            data, into.numel(), ("its indices do not ascend within the vector", "some of its values are not finite")[wrong - 1]
+            data,
+            into.numel(),
+            ("its indices do not ascend within the vector", "some of its values are not finite")[wrong - 1],
         )
 
 

@@ -19,14 +19,14 @@ BLOCK = 4096  # Values at a time; what is left of a vector is too little to matt
 
 
 @compiled
-def _set_out(params: Any, start: Any, way: Any, sent: Any, sums: Any, first: int, last: int) -> bool:
+def _set_out(params: Any, start: Any, reduction: Any, sent: Any, sums: Any, first: int, last: int) -> bool:
     for b in range(first, last):
         total = full(ZERO)
         for at in range(b * BLOCK, (b + 1) * BLOCK, LANES):
             here = load(params, at)
             gone = here - load(start, at)
             total = total + gone
-            store(way, at, gone)
+            store(reduction, at, gone)
             if sent is not None:
                 store(sent, at, here)
         sums[b] = add_up(total)
@@ -56,12 +56,16 @@ def _squares(params: Any, start: Any, mean: Any, sums: Any, first: int, last: in
     return True
 
 
-def set_out(params: Tensor, start: Tensor, way: Tensor, sent: Tensor | None) -> bool:
+def compute_delta(params: Tensor, start: Tensor, reduction: Tensor, sent: Tensor | None) -> bool:
     """way = params - start, and sent = params, if given; False if a sum finds NaN or infinity in the way (or is too large itself)."""
-    p, s, w, t, sums, blocks = *_arrays(params, start, way, sent), np.zeros(len(params) // BLOCK + 1), len(params) // BLOCK
+    p, s, w, t, sums, blocks = (
+        *_arrays(params, start, reduction, sent),
+        np.zeros(len(params) // BLOCK + 1),
+        len(params) // BLOCK,
+    )
     share_out(lambda first, last: _set_out(p, s, w, t, sums, first, last), blocks, len(params))
     rest = slice(blocks * BLOCK, None)
-    sums[-1] = float(torch.sub(params[rest], start[rest], out=way[rest]).sum())
+    sums[-1] = float(torch.sub(params[rest], start[rest], out=reduction[rest]).sum())
     if sent is not None:
         sent[rest].copy_(params[rest])
     with np.errstate(invalid="ignore"):

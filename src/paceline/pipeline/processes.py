@@ -1,0 +1,258 @@
+"""A replica whose stages are processes of their own: one minibatch at a time goes through them by torch.distributed.pipelining.
+
+Cut into m microbatches it gives the gradient that `Task(accumulate=m)` gives of the whole model.  Stage k of replica r is rank
+r * stages + k; it runs its strategy among the same stages of the other replicas, and decides together with its own replica's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.engines.job import Job
+from paceline.errors import ClusterError
+from paceline.op import Begun, Op
+from paceline.pipeline.split import Split
+from paceline.pipeline.stand_in import StandIn, count, model_input, split_for, usual_microbatches
+from paceline.session.backward import Each
+from paceline.session.same_model import everything
+from paceline.task import Batch, Task, Trainee
+from paceline.transport.endpoint import ProcessEndpoint, Work
+from paceline.worker.learner import TaskLearner
+from paceline.worker.replica import Replica
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+Order = Literal["1f1b", "gpipe"]
+
+
+class Stages:
+    """The ranks that hold a replica together: `group` joins them, in the order of their stages."""
+
+    def __init__(self, endpoint: ProcessEndpoint, stage: int, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+        self.endpoint, self.stage, self.ranks, self.group = endpoint, stage, tuple(ranks), group
+
+    def tell(self, numbers: Sequence[float]) -> Op[list[list[float]]]:
+        """Every stage's numbers."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        told = [torch.empty_like(mine) for _ in self.ranks]
+        self._count((len(self.ranks) - 1) * mine.nbytes)
+        return Work(
+            "stages", [dist.all_gather(told, mine, group=self.group, async_op=True)], lambda: [t.tolist() for t in told]
+        )
+
+    def assemble(self, split: Split, whole: nn.Module) -> None:
+        """Bring what every stage has now into a `whole` model, on every rank."""
+        for k, stage in enumerate(split.stages):
+            for name, values in everything(stage):
+                into = _tensor(whole, name)
+                if k == self.stage:
+                    into.copy_(values)
+                    self._count(into.nbytes)
+                Work(
+                    "assemble", [dist.broadcast(into, self.ranks[k], group=self.group, async_op=True)], lambda: None
+                ).wait()
+
+    def _count(self, nbytes: int) -> None:
+        now = self.endpoint.now()
+        self.endpoint.trace.span(self.endpoint.rank, "stages", now, now, nbytes)
+
+
+class Pipeline:
+    """This process's stage at work."""
+
+    def __init__(self, task: Task, split: Split, stages: Stages, *, microbatches: int | None, order: Order) -> None:
+        self.task, self.split, self.stages = task, split, stages
+        self.microbatches = microbatches or usual_microbatches(task, len(split.stages))
+        self._order: Order = order
+        self._schedules: dict[tuple[Any, ...], tuple[PipelineScheduleSingle, int]] = {}
+        self._batch: Batch = ()
+        self._samples = 0
+
+    def backward(self, batch: Batch) -> tuple[float, int]:
+        """Add the gradient of the batch's loss to each parameter's `.grad`; the loss, on the last stage, and the bytes sent."""
+        samples, nbytes, losses = len(batch[0]), 0, list[Tensor]()
+        passes = min(self.microbatches, samples)
+        # torch's schedules take microbatches of one size only, and of these the first ones may have a sample more than the others.
+        larger = samples % passes
+        start = larger * (samples // passes + 1)
+        for part, among in ((slice(0, start), larger), (slice(start, samples), passes - larger)):
+            if among:
+                nbytes += self._pass(tuple(t[part] for t in batch), among, samples, losses)
+        return float(torch.stack(losses).sum()) if losses else 0.0, nbytes
+
+    def _pass(self, batch: Batch, passes: int, samples: int, losses: list[Tensor]) -> int:
+        self._batch, self._samples = batch, samples
+        x = model_input(self.task, batch)
+        schedule, nbytes = self._schedule(passes, x)
+        try:
+            if self.stages.stage == 0:
+                schedule.step(x)
+            elif self.stages.stage < len(self.stages.ranks) - 1:
+                schedule.step()
+            else:
+                own: list[Tensor] = []
+                schedule.step(target=torch.arange(len(batch[0])), losses=own)
+                losses += [loss.detach() for loss in own]
+        except RuntimeError as error:  # torch says no more precisely whether it was a peer, or the model.
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise ClusterError(f"another stage of this replica is gone: {error}") from error
+            raise
+        return nbytes
+
+    def _loss(self, output: Tensor, where: Tensor) -> Tensor:
+        """A microbatch's share of the minibatch's mean loss."""
+        stand_in = StandIn(output)
+        loss = self.task.loss(stand_in, tuple(t[where] for t in self._batch))
+        return loss if len(where) == self._samples else loss * (len(where) / self._samples)
+
+    def _schedule(self, passes: int, x: Tensor) -> tuple[PipelineScheduleSingle, int]:
+        """One for so many microbatches of such an input, and the bytes that it sends."""
+        size = len(x) // passes
+        key = (passes, size, x.shape[1:], x.dtype)
+        if key not in self._schedules:
+            from torch.distributed import pipelining  # It takes a second, and few need it.
+
+            stage, stages = self.stages.stage, len(self.stages.ranks)
+            passed = self.split.passed(x[:size])
+            shapes = [
+                x[:size].to("meta"),
+                *(torch.empty(y.shape, dtype=y.dtype, device="meta", requires_grad=True) for y in passed),
+            ]
+            # With all shapes given torch need not tell them from stage to stage, which it does by pickle.
+            place = pipelining.PipelineStage(
+                self.split.stages[stage],
+                stage,
+                stages,
+                x.device,
+                input_args=shapes[stage],
+                output_args=shapes[stage + 1],
+                group=self.stages.group,
+            )
+            sent = (shapes[stage].nbytes if stage else 0) + (shapes[stage + 1].nbytes if stage < stages - 1 else 0)
+            # With fewer microbatches than stages all of them are under way at once in either order, and torch knows only one.
+            is_plain = self._order == "gpipe" or passes < stages
+            schedule = pipelining.ScheduleGPipe if is_plain else pipelining.Schedule1F1B
+            self._schedules[key] = schedule(place, passes, loss_fn=self._loss, scale_grads=False), passes * sent
+        return self._schedules[key]
+
+
+class StageLearner(TaskLearner):
+    """Computes this stage's gradients, when they are waited for, together with the other stages of its replica."""
+
+    def __init__(self, trainee: Trainee, endpoint: ProcessEndpoint, pipeline: Pipeline) -> None:
+        super().__init__(trainee)
+        self.endpoint, self.pipeline, self.stages = endpoint, pipeline, pipeline.stages
+        self._names = [n for n, _ in pipeline.split.model.named_parameters(remove_duplicate=False)]
+        self._bad: str | None = None
+
+    def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
+        return Begun("gradient", lambda: self._gradient(replica, each))
+
+    def _gradient(self, replica: Replica, each: Each | None) -> Tensor:
+        flat = self.flat
+        if not self._backward(replica):
+            flat.emit_zeros(each)
+            return flat.grads
+        flat.collect_all()
+        if each is not None:
+            for bucket in flat.buckets:
+                each(bucket)
+        elif not replica.accept_gradient(lambda: self._bad):
+            flat.grads.zero_()
+        return flat.grads
+
+    def local_step(self, replica: Replica) -> Op[None]:
+        return Begun("local step", lambda: self._local_step(replica))
+
+    def _local_step(self, replica: Replica) -> None:
+        if self._backward(replica) and replica.accept_gradient(lambda: self._bad):
+            self.trainee.optimizer.step()
+
+    def step(self, replica: Replica, g: Tensor) -> Op[None]:
+        return Begun("step", partial(self._step, replica, g))
+
+    def _step(self, replica: Replica, g: Tensor) -> None:
+        if any(refused for [refused] in self.stages.tell([0.0]).wait()):
+            replica.skipped += 1
+        else:
+            self.trainee.step(g)
+
+    def skip(self, replica: Replica) -> Op[None]:
+        """An update that this stage cannot take, as somebody's has NaN in it, the others must not take either."""
+        return Begun("skip", self._skip)
+
+    def _skip(self) -> None:
+        self.stages.tell([1.0]).wait()
+
+    async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        return [sum(column) for column in zip(*await self.stages.tell(numbers), strict=True)]
+
+    def _backward(self, replica: Replica) -> bool:
+        """Compute the next minibatch's gradient; whether there was one."""
+        trainee, endpoint = self.trainee, self.endpoint
+        batch = trainee.draw(replica.step_index, replica.data_shard)
+        replica.begin(0 if batch is None else len(batch[0]))
+        if batch is None:
+            return False
+        start = endpoint.now()
+        with trainee.passing():
+            loss, nbytes = self.pipeline.backward(batch)
+        endpoint.trace.span(replica.rank, "gradient", start, endpoint.now(), nbytes)
+        self._agree(loss)
+        if self.stages.stage == 0:  # The replica's points, once.
+            endpoint.trace.point(endpoint.now(), replica.rank, replica.step_index, len(batch[0]), trainee.loss)
+        return True
+
+    def _agree(self, loss: float) -> None:
+        """Let all stages know the loss, and the first parameter of the whole model with NaN or infinity in its gradient."""
+        name, none = self.flat.first_nonfinite_grad(), len(self._names)
+        told = self.stages.tell([loss, float(none if name is None else self._names.index(name))]).wait()
+        self.trainee.loss = told[-1][0]
+        first = int(min(bad for _, bad in told))
+        self._bad = None if first == none else self._names[first]
+
+    def evaluated(self, vector: Tensor | None) -> dict[str, float]:
+        """What the task's evaluation says of the whole model, on the first stage."""
+        model = self.whole(vector)
+        return self.trainee.task.evaluated(model) if self.stages.stage == 0 else {}
+
+    def whole(self, vector: Tensor | None = None) -> nn.Module:
+        """The whole model as it has been trained, on every stage of this replica; or with another vector in this stage's place."""
+        model, kept = self.trainee.task.build(), self.flat.params.clone()
+        if vector is not None:
+            self.flat.params.copy_(vector)
+        self.stages.assemble(self.pipeline.split, model)
+        self.flat.params.copy_(kept)
+        return model
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by any of its names."""
+    owner, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(owner), last).detach()
+
+
+def staged(
+    job: Job, task: Task, model: nn.Module, stages: int | Sequence[str], microbatches: int | None, order: Order
+) -> StageLearner:
+    """This process's stage of the model, within its replica and among the same stages of the others."""
+    depth = count(stages)
+    workers = job.workers // depth
+    replica, stage = divmod(job.rank, depth)
+    parts = split_for(task, model, stages, workers)
+    for k, other in enumerate(parts.stages):
+        if k != stage:
+            other.to("meta")  # Another process holds it.
+    endpoint = job.endpoint.group([r * depth + stage for r in range(workers)])
+    ranks = [replica * depth + k for k in range(depth)]
+    pipeline = Pipeline(
+        task, parts, Stages(endpoint, stage, ranks, job.open(ranks)), microbatches=microbatches, order=order
+    )
+    return StageLearner(Trainee(task, parts.stages[stage], replica, workers, stage), endpoint, pipeline)

@@ -1,0 +1,64 @@
+"""Memory that simulated ranks have in common: it is read and written piece by piece, and others come in between.
+
+So a reader may get parts of different ages, and a change may be lost if another is written while it is being computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.op import Op
+from paceline.stripes import stripe_of
+
+if TYPE_CHECKING:
+    from paceline.sim.endpoint import SimEndpoint
+
+PIECES = 8
+
+
+class SimSharedVector:
+    """One rank's hold on it."""
+
+    def __init__(self, endpoint: SimEndpoint, values: Tensor) -> None:
+        self.endpoint, self.values = endpoint, values
+
+    def read(self, into: Tensor) -> Op[Tensor]:
+        return self.endpoint.spawn(self._read(into), kind="read")
+
+    async def _read(self, into: Tensor) -> Tensor:
+        for where in pieces(self.values):
+            await self.endpoint.move(into[where].nbytes, kind="read")
+            into[where] = self.values[where]
+        return into
+
+    def draw(self, towards: Tensor, share: float) -> Op[None]:
+        return self.endpoint.spawn(self._draw(towards, share), kind="write")
+
+    async def _draw(self, towards: Tensor, share: float) -> None:
+        for where in pieces(self.values):
+            was = self.values[where].clone()
+            await self.endpoint.move(was.nbytes, kind="write")
+            self.values[where] = was.lerp_(towards[where], share)
+
+
+async def change(endpoint: SimEndpoint, values: Tensor, by: Callable[[], object]) -> None:
+    """Let a change of values that are in common be made piece by piece, and only where it is one."""
+    before = values.clone()
+    by()
+    after = values.clone()
+    values.copy_(before)
+    for where in pieces(values):
+        touched = torch.arange(where.start, where.stop, device=values.device)[after[where] != before[where]]
+        if len(touched):
+            was, old, new = values[touched], before[touched], after[touched]
+            await endpoint.move(2 * was.nbytes, kind="write")
+            values[touched] = torch.where(was == old, new, was + (new - old))
+
+
+def pieces(vector: Tensor) -> Iterator[slice]:
+    parts = min(PIECES, vector.numel())
+    return (stripe_of(i, vector.numel(), parts) for i in range(parts))

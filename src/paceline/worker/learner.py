@@ -1,0 +1,137 @@
+"""Learner: where a replica's gradients come from, and who steps its optimizer.
+
+The simulator's, a training process's, or the user's own loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.op import Op, Ready
+from paceline.task import Trainee
+from paceline.worker.flat import Bucket, FlatModel
+
+if TYPE_CHECKING:
+    from paceline.worker.replica import Replica
+
+
+class Learner(Protocol):
+    """What a replica asks for while it trains."""
+
+    flat: FlatModel
+    has_global_data: bool  # Whether any worker can work on any part of a minibatch; otherwise each has data of its own.
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last minibatch; None if nobody has told."""
+        ...
+
+    def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]: ...
+
+    def step(self, replica: Replica, g: Tensor) -> Op[None]: ...
+
+    def local_step(self, replica: Replica) -> Op[None]: ...
+
+    def skip(self, replica: Replica) -> Op[None]:
+        """Let the step pass without a change."""
+        ...
+
+    def has_data(self, step: int) -> bool:
+        """Whether there is a minibatch for that step."""
+        ...
+
+    def use_full_batches(self, whole: bool) -> None:
+        """From now on every minibatch is this worker's as a `whole`, as every other worker's; or only its part of it again."""
+        ...
+
+    async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        """The sums of such numbers over all stages of this replica's model, by which they decide alike; whole, it is one stage."""
+        ...
+
+
+class TaskLearner:
+    """What our own training loops have in common, on real processes and in the simulator: the task's data and optimizer."""
+
+    has_global_data = True
+
+    def __init__(self, trainee: Trainee) -> None:
+        self.trainee = trainee
+        self.flat = trainee.flat
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.trainee.optimizer
+
+    @property
+    def loss(self) -> float | None:
+        return self.trainee.loss
+
+    def has_data(self, step: int) -> bool:
+        return self.trainee.has_data(step)
+
+    def step(self, replica: Replica, g: Tensor) -> Op[None]:
+        self.trainee.step(g)
+        return Ready("step", None)
+
+    def skip(self, replica: Replica) -> Op[None]:
+        return Ready("skip", None)
+
+    def use_full_batches(self, whole: bool) -> None:
+        self.trainee.use_full_batches(whole)
+
+    async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        return numbers
+
+
+def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimizer has gathered for every value, each kind of it as a vector in the order of the parameters.
+
+    Zeros for parameters that have had no gradient yet.
+    """
+    kept = [optimizer.state.get(p, {}) for p in flat.parameters]
+    names = {
+        n: v
+        for state, p in zip(kept, flat.parameters, strict=True)
+        for n, v in state.items()
+        if _is_for_each_value(n, v, p)
+    }
+    return {
+        name: torch.cat(
+            [
+                state[name].reshape(-1) if _is_for_each_value(name, state.get(name), p) else like.new_zeros(p.numel())
+                for state, p in zip(kept, flat.parameters, strict=True)
+            ]
+        )
+        for name, like in sorted(names.items())
+    }
+
+
+def optimizer_counters(flat: FlatModel, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What counts an optimizer's steps, in the order of the parameters."""
+    counted = [optimizer.state.get(p, {}).get("step") for p in flat.parameters]
+    return [step for step in counted if isinstance(step, Tensor)]
+
+
+def set_optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer, vectors: dict[str, Tensor]) -> None:
+    """Put such vectors back, where the optimizer has something to put them into."""
+    for name, vector in vectors.items():
+        for i, p in enumerate(flat.parameters):
+            value = optimizer.state.get(p, {}).get(name)
+            if _is_for_each_value(name, value, p):
+                value.copy_(vector[flat.where(i)].view(value.shape))
+
+
+def _is_for_each_value(name: str, value: object, parameter: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and value.dtype.is_floating_point
+        and name != "step"
+    )
