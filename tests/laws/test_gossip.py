@@ -59,7 +59,7 @@ class Mixing(Strategy):
         w.params.copy_(self.start(w.rank))
         pair = Pairing(w)
         for i in range(self.rounds):
-            await pair.ask(peer_of(self.topology, w.rank, w.data_shards, i))
+            await pair.ask(peer_of(self.topology, w.rank, w.cursor.shards, i))
             await w.gradient()  # Time passes, a different one for each worker.
             await pair.take_all()
             if self.waits:

@@ -41,7 +41,7 @@ class Session:
         self._is_open = True
         self._passes = 0
         self._done = (
-            loop.replica.step_index * loop.accumulate
+            loop.replica.cursor.step * loop.accumulate
         )  # Minibatches of which a worker that died has done this one's part.
 
     @property
@@ -60,7 +60,7 @@ class Session:
     @property
     def skipped(self) -> int:
         """Steps left out because a gradient held NaN or infinity."""
-        return self.loop.replica.skipped
+        return self.loop.replica.batch.skipped
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """Take this minibatch's step; a worker's turn in whatever the strategy exchanges.
@@ -268,7 +268,7 @@ def attach(
 
         wrapped = SessionOptimizer(optimizer, take)
         loop = Loop(flat, job.endpoint, wrapped, nonfinite=nonfinite, accumulate=accumulate, plan=plan)
-        loop.replica.data_shard = job.rank
+        loop.replica.cursor.shard = job.rank
         loop.start(strategy)
     except BaseException:
         if wrapped is not None:

@@ -101,7 +101,7 @@ class Loop:
 
     def take(self, scale: Tensor | None, overflow: bool) -> None:
         """The user's step.  `scale` is what the gradients were multiplied by; on `overflow` they are worthless."""
-        self.last_own_step = self.replica.step_index
+        self.last_own_step = self.replica.cursor.step
         if self.wish is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
         if self.wish.kind == "local step":
@@ -123,7 +123,7 @@ class Loop:
         """A step after this worker's end: nothing of its own, but its turn in every exchange."""
         wish = self.wish
         assert wish is not None and wish.kind != "step"
-        self.replica.begin(0.0)
+        self.replica.batch.begin(0.0)
         if wish.kind == "local step":
             self._carry_on(None)
             return
@@ -204,8 +204,8 @@ class Loop:
         return self.wish.each
 
     def _begin(self) -> None:
-        self.replica.counts_samples = self.samples is not None
-        self.replica.begin(1.0 if self.samples is None else self.samples)
+        self.replica.batch.is_counted = self.samples is not None
+        self.replica.batch.begin(1.0 if self.samples is None else self.samples)
 
     def _exchanged(self) -> None:
         self._note()
@@ -219,11 +219,11 @@ class Loop:
         self.flat.collect_all()
         if overflow:
             self.flat.grads.zero_()
-            self.replica.discard_batch()
+            self.replica.batch.discard()
         else:
             if scale is not None:
                 self.flat.grads.div_(scale.to(self.flat.grads))
-            if not self.replica.accept_gradient(self.flat.first_nonfinite):
+            if not self.replica.batch.accept(self.flat.first_nonfinite):
                 self.flat.grads.zero_()
         self._note()
         self._carry_on(self.flat.grads)
@@ -232,18 +232,18 @@ class Loop:
         """The optimizer's step with this worker's own gradient, where backward has left it."""
         self._begin()
         if overflow:
-            self.replica.discard_batch()
+            self.replica.batch.discard()
         else:
             if scale is not None:
                 for p in self.flat.parameters:
                     if p.grad is not None:
                         p.grad.div_(scale.to(p.grad))
-            if self.replica.batch_samples and self.replica.accept_gradient(self.flat.first_nonfinite_grad):
+            if self.replica.batch.samples and self.replica.batch.accept(self.flat.first_nonfinite_grad):
                 self._optimizer.inner_step()
         self._note()
         self._carry_on(None)
 
     def _note(self) -> None:
         self.endpoint.trace.point(
-            self.endpoint.now(), self.replica.rank, self.replica.step_index, int(self.replica.batch_samples), self.loss
+            self.endpoint.now(), self.replica.rank, self.replica.cursor.step, int(self.replica.batch.samples), self.loss
         )

@@ -60,7 +60,7 @@ class ProcessLearner(TaskLearner):
         if self._backward(replica, each):
             if each is None:
                 flat.collect_all()
-                if not replica.accept_gradient(flat.first_nonfinite):
+                if not replica.batch.accept(flat.first_nonfinite):
                     flat.grads.zero_()
         else:
             flat.emit_zeros(each)
@@ -70,7 +70,7 @@ class ProcessLearner(TaskLearner):
         return Begun("local step", lambda: self._local_step(replica))
 
     def _local_step(self, replica: Replica) -> None:
-        if self._backward(replica, None) and replica.accept_gradient(self.flat.first_nonfinite_grad):
+        if self._backward(replica, None) and replica.batch.accept(self.flat.first_nonfinite_grad):
             self.trainee.optimizer.step()
 
     def evaluated(self, vector: Tensor | None) -> dict[str, float]:
@@ -81,8 +81,8 @@ class ProcessLearner(TaskLearner):
 
     def _backward(self, replica: Replica, each: Each | None) -> bool:
         """Compute the next minibatch's gradient, handing its buckets to `each`; whether there was one."""
-        batch = self.trainee.draw(replica.step_index, replica.data_shard)
-        replica.begin(0 if batch is None else len(batch[0]))
+        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
+        replica.batch.begin(0 if batch is None else len(batch[0]))
         if batch is None:
             return False
         start = self.endpoint.now()
@@ -90,7 +90,7 @@ class ProcessLearner(TaskLearner):
         self.trainee.backward(batch, lambda: setattr(self, "_each", each))
         now = self.endpoint.now()
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
-        self.endpoint.trace.point(now, replica.rank, replica.step_index, len(batch[0]), self.trainee.loss)
+        self.endpoint.trace.point(now, replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss)
         return True
 
 
@@ -195,7 +195,7 @@ def _work(
         elif len(endpoint.ranks) > 1:
             check_same_model(endpoint, trainee.flat, job.store)
         replica = Replica(endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
-        replica.data_shard = None if job.rank == job.endpoint.rank else job.rank
+        replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
 
         def evaluate(k: int) -> None:
             values = learner.evaluated(replica.published)

@@ -58,7 +58,7 @@ class SimLearner(TaskLearner):
         flat.collect_all()
         if each is None:
             await self.endpoint.busy(seconds, kind="gradient")
-            if not replica.accept_gradient(flat.first_nonfinite):
+            if not replica.batch.accept(flat.first_nonfinite):
                 flat.grads.zero_()
         elif self.pipeline is not None:  # Every stage adds up its gradient until the last microbatch.
             await self.endpoint.busy(seconds, kind="gradient")
@@ -80,7 +80,7 @@ class SimLearner(TaskLearner):
         batch = self._begin(replica)
         if batch is not None:
             await self.endpoint.busy(self._backward(batch), kind="gradient")
-            if replica.accept_gradient(self.flat.first_nonfinite_grad):
+            if replica.batch.accept(self.flat.first_nonfinite_grad):
                 await self._step()
             self._note(replica, batch)
 
@@ -91,8 +91,8 @@ class SimLearner(TaskLearner):
             self.trainee.optimizer.step()
 
     def _begin(self, replica: Replica) -> Batch | None:
-        batch = self.trainee.draw(replica.step_index, replica.data_shard)
-        replica.begin(0 if batch is None else len(batch[0]))
+        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
+        replica.batch.begin(0 if batch is None else len(batch[0]))
         return batch
 
     def _backward(self, batch: Batch) -> float:
@@ -108,10 +108,10 @@ class SimLearner(TaskLearner):
 
     def _note(self, replica: Replica, batch: Batch) -> None:
         self.endpoint.trace.point(
-            self.endpoint.now(), replica.rank, replica.step_index, len(batch[0]), self.trainee.loss
+            self.endpoint.now(), replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss
         )
         if replica.rank == 0 and self.progress:
-            self.progress(replica.step_index)
+            self.progress(replica.cursor.step)
 
 
 def simulate(
@@ -147,22 +147,21 @@ def simulate(
     if count(cluster.stages) > 1:
         pipeline, cluster = pipelined(task, model, cluster)
     world = World(simulator, cluster, layout, strict=strict, faults=faults)
-    replicas: list[Replica] = []
+    runs: list[WorkerRun] = []
     learners: list[SimLearner] = []
     for rank in (*layout.worker_ranks, *joining):
         trainee = Trainee(task, copy.deepcopy(model), rank, cluster.workers)
         endpoint = SimEndpoint(world, rank)
         learners.append(SimLearner(trainee, endpoint, cluster, pipeline, progress))
-        replicas.append(Replica(endpoint, learners[-1], nonfinite=nonfinite, plan=task.plan))
+        runs.append(WorkerRun(strategy, endpoint, learners[-1], nonfinite=nonfinite, plan=task.plan))
         if resume is not None:
-            replicas[-1].load_state_dict(resume[rank]["replica"])
-            trainee.load_state_dict(resume[rank]["trainee"])
+            runs[-1].load_state_dict(resume[rank])
 
     def evaluate(k: int) -> None:
         """What the model is worth, in no virtual time: what the strategy deploys, or the mean of what the workers have now."""
         vector = first().published
         if vector is None and k < task.total_steps:
-            vector = torch.stack([r.params for r in replicas if r.rank not in world.dead and r.has_begun]).mean(0)
+            vector = torch.stack([r.params for r in replicas if r.rank not in world.dead and r.cursor.has_started]).mean(0)
         values = learners[replicas.index(first())].trainee.evaluate(vector)
         simulator.trace.evaluation(simulator.now, k * task.batch, values)
 
@@ -206,7 +205,7 @@ def simulate(
         """As a launcher does that starts another worker in the place of one that died."""
         while spare and vacant and any(simulator.is_running(r.rank) for r in replicas):
             replica = spare.pop(0)
-            replica.data_shard = places[replica.rank] = vacant.pop(0)
+            replica.cursor.shard = places[replica.rank] = vacant.pop(0)
             world.members_ever.append(replica.rank)
             simulator.begin(replica.rank, replica.run(strategy), simulator.now)
 
