@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from paceline.endpoint import Endpoint
 from paceline.engines.job import Job, under_launcher
 from paceline.errors import ClusterError
+from paceline.needs import Offers, check
 from paceline.op import Begun, Op, drive
 from paceline.pipeline.processes import Order, staged
 from paceline.pipeline.stand_in import check_stages, count, split_for
@@ -185,6 +186,7 @@ def _work(
     limits: dict[str, Any] = {"timeout_s": terms.timeout_s, "silent_s": terms.silent_s}
     with Job(strategy, **place, **limits, ordered=terms.ordered, takes_nonfinite=terms.nonfinite == "pass") as job:
         begun()
+        check(strategy, Offers("train", one_host=job.is_one_host))
         if terms.depth > 1:
             learner = staged(job, task, model, terms.stages, terms.microbatches, terms.pipeline)
         else:

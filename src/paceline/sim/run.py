@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.endpoint import Layout
+from paceline.needs import Offers, check
 from paceline.op import Op
 from paceline.pipeline.stand_in import check_stages, count
 from paceline.pipeline.timing import Pipeline, pipelined
@@ -131,10 +132,9 @@ def simulate(
     `stop_at` breaks off before that step; `resume` takes such a run's states, `resized` if there are now more or fewer workers.
     `faults` says what goes wrong.
     """
-    if (resume is not None or stop_at is not None) and not strategy.needs.ordered:
-        raise ValueError(
-            f"simulate({type(strategy).__name__}, stop_at or resume): what its workers have told each other is in no state"
-        )
+    is_faulty = bool(faults.deaths or faults.joins or faults.suspicions or faults.is_lossy)
+    is_unbroken = resume is None and stop_at is None
+    check(strategy, Offers("simulate", fixed_workers=not is_faulty, unbroken=is_unbroken))
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; give resized(states, {cluster.workers})"
@@ -234,10 +234,6 @@ def simulate(
 
 
 def _check(faults: Faults, strategy: Strategy, workers: list[int]) -> None:
-    if (faults.deaths or faults.joins or faults.suspicions or faults.is_lossy) and not strategy.needs.elastic:
-        raise ValueError(
-            f"simulate({faults}): workers of {type(strategy).__name__} wait for each other, and cannot go on without one"
-        )
     if faults.suspicions and not strategy.servers:
         raise ValueError(
             f"simulate({faults}): servers take a worker for dead who lives, and {type(strategy).__name__} has none"
