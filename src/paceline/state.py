@@ -5,13 +5,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Kind = Literal["shared", "own", "owed"]
-"""Shared: the same on all workers.  Own: each worker's, of which the mean counts.  Owed: what a worker has still to say."""
+Kind = str
+"""Shared: the same on all workers.  Own: each worker's, of which the mean counts.  Else: the name of a resize rule."""
+
+ResizeRule = Callable[[Sequence[dict[str, Any]], int], dict[str, Any]]
+"""From all old workers' values and the new number of workers: the values that every new worker starts with."""
+
+RESIZE_RULES: dict[str, ResizeRule] = {}
+
+
+def resize_rule(name: str) -> Callable[[ResizeRule], ResizeRule]:
+    """Register a resize rule by its name, under which a checkpoint refers to it."""
+
+    def register(rule: ResizeRule) -> ResizeRule:
+        if name in RESIZE_RULES:
+            raise ValueError(f"resize_rule({name!r}): a rule of this name is registered already")
+        RESIZE_RULES[name] = rule
+        rule.rule_name = name  # pyright: ignore[reportFunctionMemberAccess]
+        return rule
+
+    return register
 
 
 class Memory:
@@ -72,7 +90,7 @@ def resized(states: Sequence[dict[str, Any]], workers: int) -> list[dict[str, An
         return [copy.deepcopy(state) for state in states]
     sound = [state for state in states if state["replica"]["params"].isfinite().all()] or list(states)
     mean = partial(_mean, weights=[_samples_since_meeting(state["replica"]) for state in sound])
-    replica = _resized_replica([state["replica"] for state in sound], mean)
+    replica = _resized_replica([state["replica"] for state in sound], mean, workers)
     result = []
     for rank in range(workers):
         state = copy.deepcopy(states[min(rank, len(states) - 1)]) | {"replica": copy.deepcopy(replica)}
@@ -97,16 +115,20 @@ def _samples_since_meeting(replica: dict[str, Any]) -> float:
     return replica["samples"] - sum(seen[0]) / len(seen[0]) if seen else replica["since_mean"]
 
 
-def _resized_replica(replicas: Sequence[dict[str, Any]], mean: Callable[[Sequence[Any]], Any]) -> dict[str, Any]:
+def _resized_replica(
+    replicas: Sequence[dict[str, Any]], mean: Callable[[Sequence[Any]], Any], workers: int
+) -> dict[str, Any]:
     kinds = replicas[0]["kinds"]
     if any(r["kinds"] != kinds for r in replicas):
         raise ValueError("resized: the states were saved by different strategies")
     rules: dict[Kind, Callable[[Sequence[Any]], Any]] = {
         "shared": lambda memories: copy.deepcopy(memories[0]),
         "own": mean,
-        "owed": _owed,
     }
-    memories = [rules[kind]([r["memories"][i] for r in replicas]) for i, kind in enumerate(kinds)]
+    memories = [
+        rules[kind](values) if kind in rules else RESIZE_RULES[kind](values, workers)
+        for kind, *values in zip(kinds, *(r["memories"] for r in replicas), strict=True)
+    ]
     own = mean([{n: v for n, v in r.items() if n not in ("memories", "kinds")} for r in replicas])
     return own | {"memories": memories, "kinds": list(kinds)}
 
@@ -140,14 +162,3 @@ def _mean(values: Sequence[Any], weights: Sequence[float], name: str = "") -> An
     if isinstance(first, (bool, str)) or not isinstance(first, (int, float)) or all(v == first for v in values):
         return copy.deepcopy(first)
     return sum(values) / len(values) if isinstance(first, float) else max(values)
-
-
-def _owed(memories: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each worker's residual counts for its share of a mean, an owner's for all of its stripe, wherever stripes will lie."""
-    result = _mean(memories, [1.0] * len(memories))
-    if "owner_residual" in result:
-        result["residual"] = result["residual"] + sum(m["owner_residual"] for m in memories)
-        result["owner_residual"] = torch.zeros_like(result["owner_residual"])
-    if "adapted" in result:
-        result["adapted"] = {}  # Settings that were found for stripes that are no more.
-    return result

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import Groups, SyncVote
 from paceline.endpoint import Endpoint
 from paceline.op import Op, Ready
-from paceline.state import Kind, Memory, copied, restored
+from paceline.state import Kind, Memory, ResizeRule, copied, restored
 from paceline.strategy import Ended, Stopped, Strategy
 from paceline.worker.flat import Bucket
 from paceline.worker.learner import Learner
@@ -230,9 +229,12 @@ class Replica:
         if codec is None:
             return None
         codec_state = codec.fitted([p.shape for p in self.flat.parameters]).codec_state(
-            partial(self.memory, "owed"), self.params, key=self.rank
+            self._remember_for_codec, self.params, key=self.rank
         )
         return codec_state if self.workers > 1 else None  # It remembers all the same: others may join.
+
+    def _remember_for_codec(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Memory:
+        return self.memory(getattr(rule, "rule_name"), **initial)  # noqa: B009
 
     def mean(self, x: Tensor, codec_state: CodecState | None = None) -> Op[Tensor]:
         """The mean of `x` over all workers, in place, weighted by the samples each has seen since the last mean.
@@ -311,8 +313,8 @@ class Replica:
     def memory(self, kind: Kind = "shared", /, **initial: Any) -> Memory:
         """Whatever outlives an iteration; what is not in a memory is lost on resume.
 
-        All workers have it alike, unless it is a worker's "own" or "owed" to the others: then see `resized` for what becomes of
-        it when there are more or fewer workers.
+        All workers have it alike, unless it is a worker's "own" or has a resize rule: then see `resized` for what becomes of it
+        when there are more or fewer workers.
         """
         saved = self._resumed[len(self._memories)] if len(self._memories) < len(self._resumed) else {}
         memory = Memory(**restored(initial, saved))
