@@ -12,7 +12,7 @@ import copy
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,32 +22,42 @@ from paceline.stripes import stripe_of
 FORMAT = 1  # The layout of `state_dict`; a state with another format is refused.
 
 Values = dict[str, Any]
-ResizeRule = Callable[[Sequence[Values], "Resize"], Sequence[Values]]
 
 
 @dataclass(frozen=True)
 class Resize:
-    """A change in the number of workers, as a resize rule sees it.
+    """A change in the number of workers, or of shards, as a resize rule sees it."""
 
-    A rule gets the values of the old workers that count: a worker whose parameters are not finite does not.  It returns one
-    dict of values for each new worker.
+    count: int  # The new number.
+    weights: Sequence[float]  # Of each old worker: its samples since its parameters were last averaged.
+    step: int  # The step at which the states were saved.
+    unit: int = 1  # Vectors are cut between shards at multiples of this.
+
+
+class ResizeRule(Protocol):
+    """What becomes of a slot with another number of workers or shards.
+
+    It gets the values of the old workers that count (a worker whose parameters are not finite does not), and returns the
+    values of every new one: one dict that all get, or one for each.
     """
 
-    workers: int  # The new number.
-    weights: Sequence[float]  # Of each old worker that counts: its samples since its parameters were last averaged.
-    step: int  # The step at which the states were saved.
+    def __call__(self, values: Sequence[Values], resize: Resize, /) -> Values | Sequence[Values]: ...
 
 
 RESIZE_RULES: dict[str, ResizeRule] = {}
+_NAMES: dict[ResizeRule, str] = {}
 _SEES_ALL: set[str] = set()  # The rules that also get the workers that do not count.
+R = TypeVar("R", bound=ResizeRule)
 
 
-def resize_rule(name: str, *, sees_all: bool = False) -> Callable[[ResizeRule], ResizeRule]:
-    """Register a rule under a name: a saved slot names its rule, so that states on disk can be resized too."""
+def resize_rule(name: str, *, sees_all: bool = False) -> Callable[[R], R]:
+    """Register a rule under a name.  A saved slot names its rule, so that states on disk can be resized too."""
 
-    def register(rule: ResizeRule) -> ResizeRule:
-        if RESIZE_RULES.setdefault(name, rule) is not rule:
+    def register(rule: R) -> R:
+        if name in RESIZE_RULES:
             raise ValueError(f"resize_rule({name!r}): another rule has this name")
+        RESIZE_RULES[name] = rule
+        _NAMES[rule] = name
         if sees_all:
             _SEES_ALL.add(name)
         return rule
@@ -55,27 +65,38 @@ def resize_rule(name: str, *, sees_all: bool = False) -> Callable[[ResizeRule], 
     return register
 
 
-SAME = "same"  # All workers have equal values.  New workers get them too.
-PER_WORKER = "per worker"  # Each worker has its own values.  New workers get the mean, weighted by samples.
-RESIDUAL = "residual"  # Each worker has still to deliver its values, as its share of a mean.  The next mean delivers as much.
-SHARD = "shard"  # A shard holds a slice of each vector.  The slices are joined and cut again.
+@resize_rule("same")
+def same(values: Sequence[Values], resize: Resize) -> Values:
+    """All workers have equal values; new workers get them too."""
+    return values[0]
 
 
-@resize_rule(SAME)
-def _same(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
-    return [copied(values[0]) for _ in range(resize.workers)]
+@resize_rule("per worker")
+def per_worker(values: Sequence[Values], resize: Resize) -> Values:
+    """Each worker has its own values; new workers get the mean, weighted by samples."""
+    return mean_of(values, resize.weights)
 
 
-@resize_rule(PER_WORKER)
-def _per_worker(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
-    mean = mean_of(values, resize.weights)
-    return [copied(mean) for _ in range(resize.workers)]
+@resize_rule("residual")
+def residual(values: Sequence[Values], resize: Resize) -> Values:
+    """Each worker has still to deliver its values, as its share of a mean; the next mean delivers as much as before."""
+    return mean_of(values, [1.0] * len(values))
 
 
-@resize_rule(RESIDUAL)
-def _residual(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
-    mean = mean_of(values, [1.0] * len(values))
-    return [copied(mean) for _ in range(resize.workers)]
+@resize_rule("shard")
+def shard(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
+    """Each shard has a slice of every vector; the slices are joined and cut again.  Other values are the same for all."""
+    return [_cut(values, index, resize) for index in range(resize.count)]
+
+
+def _cut(values: Sequence[Any], index: int, resize: Resize) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _cut([value[key] for value in values], index, resize) for key in first}
+    if isinstance(first, Tensor) and first.dim() == 1:
+        joined = torch.cat(list(values))
+        return joined[stripe_of(index, joined.numel(), resize.count, unit=resize.unit)].clone()
+    return first
 
 
 class Slot:
@@ -87,7 +108,9 @@ class Slot:
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
 
-    def __getattr__(self, name: str) -> Any:  # Called only for a missing name; it tells type checkers that others exist.
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # Called only for a missing name; it tells type checkers that others exist.
         raise AttributeError(f"this slot holds {sorted(vars(self))}, not '{name}'")
 
 
@@ -98,7 +121,7 @@ Memory = Slot
 class _Entry:
     """A declared slot: its rule, its version, and how its values are read and written."""
 
-    rule: str
+    rule: str  # Its name.
     version: int
     save: Callable[[], Values]
     load: Callable[[Values], None] | None = None  # None: the slot was filled when it was declared.
@@ -129,7 +152,7 @@ class StateStore:
         name: str,
         /,
         *,
-        rule: str = SAME,
+        rule: ResizeRule = same,
         version: int = 1,
         before_save: Callable[[], Awaitable[None]] | None = None,
         **initial: Any,
@@ -139,12 +162,12 @@ class StateStore:
         Declare slots before the first step.  `before_save` is awaited before the state is saved: it brings what is still in
         flight into the slot.
         """
-        full = self._new_name(name, rule)
+        full = self._new_name(name)
         if self._has_loaded:
             slot = Slot(**_restored(full, self._take(full, version), initial))
         else:
             slot = Slot(**{key: copied(value) for key, value in initial.items()})
-        self._entries[full] = _Entry(rule, version, lambda: copied(vars(slot)), before_save=before_save)
+        self._entries[full] = _Entry(_name_of(rule), version, lambda: copied(vars(slot)), before_save=before_save)
         return slot
 
     def bind(
@@ -154,12 +177,12 @@ class StateStore:
         *,
         save: Callable[[], Values],
         load: Callable[[Values], None],
-        rule: str = SAME,
+        rule: ResizeRule = same,
         version: int = 1,
     ) -> None:
         """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers."""
-        full = self._new_name(name, rule)
-        self._entries[full] = _Entry(rule, version, save, load)
+        full = self._new_name(name)
+        self._entries[full] = _Entry(_name_of(rule), version, save, load)
 
     @contextmanager
     def scope(self, prefix: str) -> Generator[None]:
@@ -215,13 +238,10 @@ class StateStore:
             )
         self._has_loaded = False
 
-    def _new_name(self, name: str, rule: str) -> str:
+    def _new_name(self, name: str) -> str:
         full = self._prefix + name
         if full in self._entries:
             raise ValueError(f"the slot '{full}' is declared twice: give each slot a name of its own")
-        if rule not in RESIZE_RULES and rule != SHARD:
-            known = ", ".join(map(repr, [*RESIZE_RULES, SHARD]))
-            raise ValueError(f"state({name!r}, rule={rule!r}): there is no such resize rule; there are {known}")
         return full
 
     def _take(self, name: str, version: int) -> Values:
@@ -230,12 +250,24 @@ class StateStore:
         return values
 
 
-def check_header(state: Mapping[str, Any], strategy: str) -> None:
+def _name_of(rule: ResizeRule) -> str:
+    if rule not in _NAMES:
+        raise ValueError(
+            f"{rule!r} is no resize rule: use same, per_worker, residual or shard of paceline.state, or @resize_rule"
+        )
+    return _NAMES[rule]
+
+
+def check_header(state: Any, strategy: str) -> None:
     """Raise if a saved state has another format, or another strategy saved it."""
     if not isinstance(state, Mapping) or "slots" not in state or "format" not in state:
-        raise ValueError(f"a saved state is a dict with 'format' and 'slots', as state_dict() gives it, not {_kind(state)}")
+        raise ValueError(
+            f"a saved state is a dict with 'format' and 'slots', as state_dict() gives it, not {_kind(state)}"
+        )
     if state["format"] != FORMAT:
-        raise ValueError(f"the state was saved in format {state['format']}, and this version of paceline reads format {FORMAT}")
+        raise ValueError(
+            f"the state was saved in format {state['format']}, and this version of paceline reads format {FORMAT}"
+        )
     if state["strategy"] != strategy:
         raise ValueError(f"the state was saved under {state['strategy']}, and this run uses {strategy}")
 
@@ -246,7 +278,9 @@ def _check_slot(name: str, slots: Mapping[str, Any], version: int) -> Values:
             f"the saved state has no slot '{name}', only {sorted(slots)}: another strategy saved it, or one with other settings"
         )
     if (saved := slots[name]["version"]) != version:
-        raise ValueError(f"the slot '{name}' was saved in version {saved}, and this version of paceline reads version {version}")
+        raise ValueError(
+            f"the slot '{name}' was saved in version {saved}, and this version of paceline reads version {version}"
+        )
     return slots[name]["values"]
 
 
@@ -297,19 +331,35 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     new: list[dict[str, Any]] = [
         {**states[0], "rank": rank, "workers": workers, "weight": weight, "slots": {}} for rank in range(workers)
     ]
-    for name, first in states[0]["slots"].items():
-        known = _rule_of(name, first["rule"])
-        chosen = states if first["rule"] in _SEES_ALL else counted
-        values = known([state["slots"][name]["values"] for state in chosen], resize)
-        for state, value in zip(new, values, strict=True):
-            state["slots"][name] = {"version": first["version"], "rule": first["rule"], "values": value}
+    for name in states[0]["slots"]:
+        rule = states[0]["slots"][name]["rule"]
+        _resize_slot(name, states if rule in _SEES_ALL else counted, resize, new)
     return new
 
 
-def _rule_of(slot: str, rule: str) -> ResizeRule:
+def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1) -> list[dict[str, Any]]:
+    """The saved states of all server shards, turned into those of another number of shards."""
+    if shards < 1 or not states:
+        raise ValueError(f"resharded({len(states)} states, shards={shards}): there must be at least one of each")
+    _check_same_slots(states)
+    resize = Resize(shards, [1.0] * len(states), states[0]["step"], unit)
+    new: list[dict[str, Any]] = [{**states[0], "rank": rank, "slots": {}} for rank in range(shards)]
+    for name in states[0]["slots"]:
+        _resize_slot(name, states, resize, new)
+    return new
+
+
+def _resize_slot(name: str, states: Sequence[Mapping[str, Any]], resize: Resize, new: Sequence[dict[str, Any]]) -> None:
+    slots = [state["slots"][name] for state in states]
+    rule = slots[0]["rule"]
     if rule not in RESIZE_RULES:
-        raise ValueError(f"the slot '{slot}' follows the resize rule '{rule}': import the module that declares this rule first")
-    return RESIZE_RULES[rule]
+        raise ValueError(
+            f"the slot '{name}' follows the resize rule '{rule}': import the module that declares it first"
+        )
+    values = RESIZE_RULES[rule]([slot["values"] for slot in slots], resize)
+    each = [values] * resize.count if isinstance(values, dict) else values
+    for state, own in zip(new, each, strict=True):
+        state["slots"][name] = {"version": slots[0]["version"], "rule": rule, "values": copied(own)}
 
 
 def _check_same_slots(states: Sequence[Mapping[str, Any]]) -> None:
@@ -320,38 +370,9 @@ def _check_same_slots(states: Sequence[Mapping[str, Any]]) -> None:
         if layout(state) != layout(states[0]):
             different = sorted(set(layout(state).items()) ^ set(layout(states[0]).items()))
             names = sorted({name for name, _ in different})
-            raise ValueError(f"resized: state {rank} and state 0 differ in the slots {names}: one strategy saved all states")
-
-
-def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1) -> list[dict[str, Any]]:
-    """The saved states of all server shards, turned into those of another number of shards.
-
-    In a slot with the rule "shard" every vector is a slice: the slices are joined in the order of the states and cut again,
-    at multiples of `unit`.  Slots with the rule "same" are copied.
-    """
-    if shards < 1 or not states:
-        raise ValueError(f"resharded({len(states)} states, shards={shards}): there must be at least one of each")
-    _check_same_slots(states)
-    new: list[dict[str, Any]] = [{**states[0], "rank": rank, "slots": {}} for rank in range(shards)]
-    for name, first in states[0]["slots"].items():
-        values = [state["slots"][name]["values"] for state in states]
-        if first["rule"] == SHARD:
-            pieces = [_cut(values, index, shards, unit) for index in range(shards)]
-        else:
-            pieces = _rule_of(name, first["rule"])(values, Resize(shards, [1.0] * len(states), states[0]["step"]))
-        for state, value in zip(new, pieces, strict=True):
-            state["slots"][name] = {"version": first["version"], "rule": first["rule"], "values": value}
-    return new
-
-
-def _cut(values: Sequence[Any], index: int, shards: int, unit: int) -> Any:
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _cut([value[key] for value in values], index, shards, unit) for key in first}
-    if isinstance(first, Tensor) and first.dim() == 1:
-        joined = torch.cat(list(values))
-        return joined[stripe_of(index, joined.numel(), shards, unit=unit)].clone()
-    return copied(first)
+            raise ValueError(
+                f"resized: state {rank} and state 0 differ in the slots {names}: one strategy saved all states"
+            )
 
 
 def mean_of(values: Sequence[Any], weights: Sequence[float], name: str = "") -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.state import PER_WORKER, Resize, StateStore, resize_rule
+from paceline.state import Resize, StateStore, per_worker, resize_rule
 from paceline.stripes import stripe_of
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
@@ -196,11 +196,11 @@ class Trainee:
         optimizer = self.optimizer
         states.bind(
             "optimizer",
-            rule=PER_WORKER,
+            rule=per_worker,
             save=lambda: copy.deepcopy(optimizer.state_dict()),
             load=optimizer.load_state_dict,
         )
-        states.bind("random numbers", rule=RANDOM_NUMBERS, save=self._save_random, load=self._load_random)
+        states.bind("random numbers", rule=resize_random_numbers, save=self._save_random, load=self._load_random)
 
     def _save_random(self) -> dict[str, Any]:
         return {"own": self._rng.clone(), "shared": self._rng_of_all.clone()}
@@ -210,14 +210,11 @@ class Trainee:
         self._rng_of_all = values["shared"]
 
 
-RANDOM_NUMBERS = "random numbers"
-
-
-@resize_rule(RANDOM_NUMBERS, sees_all=True)
-def _resize_random_numbers(values: Sequence[dict[str, Any]], resize: Resize) -> Sequence[dict[str, Any]]:
+@resize_rule("random numbers", sees_all=True)
+def resize_random_numbers(values: Sequence[dict[str, Any]], resize: Resize) -> Sequence[dict[str, Any]]:
     """A worker that stays continues its random numbers; one that joins starts new ones."""
     new: list[dict[str, Any]] = []
-    for rank in range(resize.workers):
+    for rank in range(resize.count):
         kept = copy.deepcopy(values[min(rank, len(values) - 1)])
         if rank >= len(values):
             kept["own"] = torch.Generator().manual_seed((resize.step + 1) * 1_000_003 + rank).get_state()

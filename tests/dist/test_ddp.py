@@ -35,6 +35,7 @@ from paceline.op import drive
 from paceline.session.ddp import BucketState, DdpHook
 from paceline.stripes import stripe_of
 from tests.dist import forked
+from tests.laws.slots import Slots
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +58,7 @@ def _warm():
     """Kernels that are loaded here are not loaded by every process again."""
     for codec in (*EVERY.values(), pl.OneBit(bucket=32)):
         codec_state, x = (
-            codec.codec_state(lambda **initial: pl.Memory(**initial), torch.zeros(4096)),
+            codec.codec_state(Slots(), torch.zeros(4096)),
             torch.randn(4096) / 100,
         )
         codec_state.add(codec_state.encode(x), x)
@@ -266,8 +267,7 @@ def test_buckets_are_exchanged_as_by_the_collective_itself(codec, tmp_path):
         with Job(pl.AllReduceSGD(), device=torch.device("cpu"), apart=True) as job:
             for x, shapes, key in given:
                 if key not in links:
-                    fresh = lambda **initial: pl.Memory(**{n: v.clone() for n, v in initial.items()})  # noqa: E731
-                    links[key] = codec.fitted(shapes).codec_state(fresh, x, key=rank)
+                    links[key] = codec.fitted(shapes).codec_state(Slots(), x, key=rank)
                 drive(mean_encoded(job.endpoint, x, SyncVote(1.0, rank=rank), links[key]))
         return [len(links), all(torch.equal(x, y) for (x, _, _), y in zip(given, told, strict=True))]
 

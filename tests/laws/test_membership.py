@@ -198,8 +198,8 @@ def test_if_all_die_and_nobody_joins_the_run_ends():
 
 
 @pytest.mark.parametrize("strategy", [AllReduceSGD(), PeriodicAveraging(period=4)], ids=str)
-def test_methods_whose_workers_meet_cannot_lose_one(strategy: Strategy):
-    with pytest.raises(ValueError, match="wait for each other"):
+def test_methods_with_collectives_cannot_lose_a_worker(strategy: Strategy):
+    with pytest.raises(ValueError, match=r"its workers wait for each other\), which a run with faults does not offer"):
         simulate(regression(steps=4, batch=6), strategy, Cluster(workers=3), faults=Faults({1: 0.1}))
 
 

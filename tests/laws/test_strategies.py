@@ -241,7 +241,7 @@ FREE = {name: case for name, case in STRATEGIES.items() if name not in ORDERED}
 
 
 @pytest.mark.parametrize("case", FREE.values(), ids=FREE)
-def test_what_runs_free_is_not_broken_off_to_be_resumed(case: Case):
-    """What is under way between workers would be lost."""
-    with pytest.raises(ValueError, match="is in no state"):
+def test_asynchronous_methods_cannot_be_stopped_and_resumed(case: Case):
+    """The messages in flight between workers would be lost."""
+    with pytest.raises(ValueError, match=r"it needs a run without a stop \(messages in flight are in no saved state\)"):
         simulate(quadratic(steps=9, batch=4), case.strategy, Cluster(workers=2), stop_at=5)

@@ -8,7 +8,7 @@ run the codec's fused kernels where there are any (`codecs/kernels`), which agre
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.codecs.noise import seed_of
+from paceline.state import Resize, ResizeRule, resize_rule
 
 Reduction = Literal["stripes", "gather", "factors"]
 
@@ -84,11 +85,10 @@ class Codec(ABC):
         inner = {n: getattr(self, n).restored(v) if isinstance(v, dict) else v for n, v in values.items()}
         return replace(self, **inner)  # pyright: ignore
 
-    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> CodecState:
-        """This codec as a sender of vectors like `like` uses it.
+    def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> CodecState:
+        """The state of one sender that sends vectors like `like` in this format.
 
-        `remember(name=initial, ...)` gives an object with these attributes that outlives the run.  Senders with different keys
-        draw different random numbers.
+        `remember` makes a checkpointed slot, see `Remember`.  Senders with different keys draw different random numbers.
         """
         return ErrorFeedback.remembered(self, remember, like, key)
 
@@ -110,6 +110,57 @@ class Codec(ABC):
             raise Unencodable(f"{self} cannot encode {x.numel()} values up to {x.abs().max().item():g}: {why}")
         at = int(finite.logical_not().nonzero()[0])
         raise Unencodable(f"{self} cannot encode {x[at].item():g} at index {at}: it is not finite", at)
+
+
+class Remember(Protocol):
+    """Makes a slot of a checkpoint: an object whose attributes are `initial`, or what a resumed run has saved of them.
+
+    Each slot of a codec has a name of its own.  `rule` says which values all workers start with if their number changes;
+    `version` increases when the meaning of the values changes.
+    """
+
+    def __call__(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Any: ...
+
+
+@resize_rule("codec residuals")
+def resize_residuals(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """Keep what the next mean delivers: the mean of all residuals, and the sum of the owners' residuals.
+
+    Stripes have new owners now.  So every worker takes all owners' residuals into its own residual, which counts for its
+    share of the mean, and each owner's starts at zero.
+    """
+    result = resize_by_mean(values, resize)
+    if "owner_residual" in result:
+        result["residual"] = result["residual"] + sum(v["owner_residual"] for v in values)
+        result["owner_residual"] = torch.zeros_like(result["owner_residual"])
+    return result
+
+
+@resize_rule("codec mean")
+def resize_by_mean(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """The mean of each floating-point tensor."""
+    return {name: _mean([v[name] for v in values]) for name in values[0]}
+
+
+@resize_rule("codec message count")
+def resize_counts(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """The largest count: no worker draws the random numbers of an earlier message again."""
+    return {name: torch.stack([v[name] for v in values]).amax(0) for name in values[0]}
+
+
+@resize_rule("codec settings")
+def drop_settings(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """No settings: they had adapted to stripes that no longer exist."""
+    return {name: {} for name in values[0]}
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    """In double precision; equal tensors keep their bits."""
+    stacked = torch.stack([t.to(tensors[0]) for t in tensors])
+    if all(torch.equal(t, stacked[0]) for t in stacked[1:]):
+        return tensors[0].clone()
+    shares = torch.ones(len(tensors), dtype=torch.float64, device=stacked.device) / len(tensors)
+    return torch.tensordot(shares, stacked.double(), 1).to(stacked.dtype)
 
 
 class CodecState(Protocol):
@@ -176,21 +227,23 @@ class ErrorFeedback:
         self._place = place
 
     @classmethod
-    def remembered(cls, codec: Codec, remember: Callable[..., Any], like: Tensor, key: int) -> ErrorFeedback:
-        """A link whose memory outlives the run; see `Codec.link`."""
-        initial: dict[str, Any] = {}
+    def remembered(cls, codec: Codec, remember: Remember, like: Tensor, key: int) -> ErrorFeedback:
+        """A sender's state in slots of a checkpoint; see `Codec.codec_state`."""
+        residual: Tensor | None = None
+        owner_residual: Tensor | None = None
+        count: Tensor | None = None
+        adapted: dict[str, dict[str, Any]] | None = None
         if codec.feedback:
-            # In single precision at least: what is left out is smaller than what is said, and would drown in 16 bits.
+            # In single precision at least: a residual is smaller than the values that were sent, and 16 bits would lose it.
             wide = torch.zeros(like.numel(), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-            initial |= {"residual": wide, "owner_residual": wide}
+            slot = remember("residuals", rule=resize_residuals, residual=wide, owner_residual=wide)
+            residual = slot.residual
+            owner_residual = slot.owner_residual
         if codec.is_random:
-            initial["count"] = torch.zeros(1, dtype=torch.int64)
+            count = remember("messages", rule=resize_counts, count=torch.zeros(1, dtype=torch.int64)).count
         if type(codec).adapted is not Codec.adapted:
-            initial["adapted"] = {}
-        m = vars(remember(**initial)) if initial else initial
-        return cls(
-            codec, m.get("residual"), m.get("owner_residual"), key=key, count=m.get("count"), adapted=m.get("adapted")
-        )
+            adapted = remember("settings", rule=drop_settings, adapted={}).adapted
+        return cls(codec, residual, owner_residual, key=key, count=count, adapted=adapted)
 
     def __getitem__(self, where: slice) -> ErrorFeedback:
         return self._part(where, self.residual, self.owner_residual, "")

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec, CodecState, ErrorFeedback
+from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Remember, resize_by_mean
 from paceline.codecs.layout import aligned
 from paceline.codecs.top_k import TopK
 
@@ -75,10 +73,11 @@ class DGC(TopK):
     def adapted(self, data: Tensor, numel: int) -> Codec:
         return dataclasses.replace(self, sent=self.sent + 1) if self.sent < self.warmup else self
 
-    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> CodecState:
+    def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> CodecState:
         errors = ErrorFeedback.remembered(self, remember, like, key)
         assert errors.residual is not None
-        return MomentumCorrection(self, errors, remember(velocity=torch.zeros_like(errors.residual)).velocity)
+        slot = remember("velocity", rule=resize_by_mean, velocity=torch.zeros_like(errors.residual))
+        return MomentumCorrection(self, errors, slot.velocity)
 
 
 class MomentumCorrection:

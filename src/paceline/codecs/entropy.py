@@ -12,7 +12,7 @@ can work on them at once.  The frequencies travel in Elias's gamma code (1975). 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import Codec, CodecState, Reduction, Unencodable
+from paceline.codecs.codec import Codec, CodecState, Reduction, Remember, Unencodable
 from paceline.codecs.layout import aligned
 from paceline.codecs.qsgd import QSGD
 
@@ -242,7 +242,7 @@ class Entropy(Codec):
             return self
         return _over(self, self.codec.adapted(self.unwrapped(data, numel), numel))
 
-    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> CodecState:
+    def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> CodecState:
         return Wrapping(self, self.codec.codec_state(remember, like, key))
 
 

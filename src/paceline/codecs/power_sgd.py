@@ -9,7 +9,7 @@ all come to the same bits.  Factors are held as rows, `rank` x rows and `rank` x
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import Codec, ErrorFeedback, Reduction
+from paceline.codecs.codec import Codec, ErrorFeedback, Reduction, Remember, resize_by_mean, resize_residuals
 from paceline.codecs.layout import aligned
 from paceline.codecs.one_bit import OneBit
 
@@ -194,18 +194,18 @@ class PowerSGD(Codec):
             multiply(p, q, m.of(x))
         return x
 
-    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> FactorState:
+    def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> FactorState:
         codec = self
         if self.blocks is None:  # So that its slices agree on what the matrix is.
             cols = max(math.isqrt(like.numel()), 1)
             codec = replace(self, blocks=((like.numel() // cols, cols), (like.numel() % cols, 1)))
         wide = torch.promote_types(like.dtype, torch.float32)
         guesses = [first_guess(self.rank, m.cols, like.device).view(-1) for m in codec.plan(like.numel()).matrices]
-        m = remember(
-            residual=torch.zeros(like.numel(), dtype=wide, device=like.device),
-            factors=torch.cat([torch.zeros(0, device=like.device), *guesses]).to(wide),
-        )
-        return FactorState(codec, m.residual, codec.plan(like.numel()).right(m.factors))
+        zeros = torch.zeros(like.numel(), dtype=wide, device=like.device)
+        residual = remember("residuals", rule=resize_residuals, residual=zeros).residual
+        first = torch.cat([torch.zeros(0, device=like.device), *guesses]).to(wide)
+        factors = remember("factors", rule=resize_by_mean, factors=first).factors
+        return FactorState(codec, residual, codec.plan(like.numel()).right(factors))
 
 
 class FactorState(ErrorFeedback):

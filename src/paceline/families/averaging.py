@@ -22,7 +22,7 @@ from paceline.endpoint import Endpoint
 from paceline.families.deltas import compute_delta, go_to, merge, squared_distance, wide
 from paceline.families.sync import PendingSync, SyncResult, SyncStats
 from paceline.op import Op, Ready
-from paceline.state import PER_WORKER
+from paceline.state import per_worker
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
 from paceline.worker.flat import carry_over
@@ -109,7 +109,7 @@ class SyncRounds:
         self._m = w.state("sync", anchor=wide(w.params), count=0, next=0, per_step=0.0, workers=w.workers)
         self._m.per_step *= self._m.workers / w.workers
         self._m.workers = w.workers
-        self._own = w.state("sync.own", rule=PER_WORKER, before_save=self._drain, losses=[0.0, 0.0], pending={})
+        self._own = w.state("sync.own", rule=per_worker, before_save=self._drain, losses=[0.0, 0.0], pending={})
         w.batch.track_syncs(fragments)
         self._codec_state = w.codec_state(method.codec, "sync")
         self._pending: Op[PendingSync] | None = None
@@ -208,7 +208,8 @@ class SyncRounds:
         is_lost = w.batch.nonfinite != "pass" and not is_sound and not delta.isfinite().all()
         if any(await w.learner.sum_over_stages([float(is_lost)])):
             self._leave_out(pending, vote)
-        stats = SyncStats(vote.weight, *self._own.losses, w.endpoint.now(), 0.0, 0.0, w.lr)
+        loss_sum, loss_steps = self._own.losses
+        stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr)
         buffers = w.learner.flat.buffers()
         if self.method.delay:
             pending.buffers = buffers

@@ -27,7 +27,10 @@ class Peers(ABC):
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
-        self.rank, self.data_shard = replica.rank, replica.rank if replica.cursor.shard is None else replica.cursor.shard
+        self.rank, self.data_shard = (
+            replica.rank,
+            replica.rank if replica.cursor.shard is None else replica.cursor.shard,
+        )
         ranks = self.endpoint.layout.worker_ranks
         self.is_new = self.rank not in ranks
         self.data_shards = (

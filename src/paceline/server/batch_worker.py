@@ -20,11 +20,6 @@ class BatchWorker:
     """A worker without a will of its own: it does what the coordinator tells it."""
 
     def __init__(self, w: Replica) -> None:
-        if not w.learner.has_global_data:
-            raise ValueError(
-                "Sandblaster in a loop of your own: it works on the same data again and again, in portions that it hands out; "
-                "give the data to train() or simulate() as a Task"
-            )
         self.w, self.endpoint = w, w.endpoint
         self.coordinator, *self.shards = self.endpoint.layout.server_ranks
         numel = w.params.numel()

@@ -26,7 +26,7 @@ from paceline.codecs.power_sgd import FactorState
 from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
 from paceline.op import drive
-from paceline.state import Memory
+from paceline.state import Memory, ResizeRule
 from paceline.strategies import AllReduceSGD
 from paceline.stripes import stripe_of
 from paceline.trace import Trace
@@ -74,12 +74,12 @@ class BucketState:
             self._remember, like, key=rank
         )
 
-    def _remember(self, **initial: Any) -> Memory:
+    def _remember(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Memory:
         # Vectors that begin alike must not be one and the same.
         own = {name: v.clone() if isinstance(v, Tensor) else v for name, v in initial.items()}
         if "count" in own:
             own["count"] = self._count
-        self.memory |= own  # A link may ask for memory twice.
+        self.memory |= own
         return Memory(**own)
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.endpoint import Layout
+from paceline.needs import Offers, check
 from paceline.op import Op
 from paceline.pipeline.stand_in import check_stages, count
 from paceline.pipeline.timing import Pipeline, pipelined
@@ -26,9 +27,11 @@ from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Batch, Task, Trainee
+from paceline.worker.batch import NonFinite
 from paceline.worker.flat import Bucket
 from paceline.worker.learner import TaskLearner
-from paceline.worker.replica import NonFinite, Replica
+from paceline.worker.replica import Replica
+from paceline.worker.run import WorkerRun
 
 
 class SimLearner(TaskLearner):
@@ -131,10 +134,9 @@ def simulate(
     `stop_at` breaks off before that step; `resume` takes such a run's states, `resized` if there are now more or fewer workers.
     `faults` says what goes wrong.
     """
-    if (resume is not None or stop_at is not None) and not strategy.needs.ordered:
-        raise ValueError(
-            f"simulate({type(strategy).__name__}, stop_at or resume): what its workers have told each other is in no state"
-        )
+    is_faulty = bool(faults.deaths or faults.joins or faults.suspicions or faults.is_lossy)
+    is_unbroken = resume is None and stop_at is None
+    check(strategy, Offers("simulate", fixed_workers=not is_faulty, unbroken=is_unbroken))
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; give resized(states, {cluster.workers})"
@@ -161,39 +163,41 @@ def simulate(
         """What the model is worth, in no virtual time: what the strategy deploys, or the mean of what the workers have now."""
         vector = first().published
         if vector is None and k < task.total_steps:
-            vector = torch.stack([r.params for r in replicas if r.rank not in world.dead and r.cursor.has_started]).mean(0)
-        values = learners[replicas.index(first())].trainee.evaluate(vector)
+            vector = torch.stack(
+                [r.replica.params for r in runs if r.rank not in world.dead and r.replica.cursor.has_started]
+            ).mean(0)
+        values = learners[runs.index(first())].trainee.evaluate(vector)
         simulator.trace.evaluation(simulator.now, k * task.batch, values)
 
-    def first() -> Replica:
+    def first() -> WorkerRun:
         """Of those that live."""
-        return next((r for r in replicas if r.rank not in world.dead), replicas[0])
+        return next((r for r in runs if r.rank not in world.dead), runs[0])
 
-    def on_step(replica: Replica, k: int) -> None:
+    def on_step(run: WorkerRun, k: int) -> None:
         if (
             task.evaluate is not None
             and 0 < k < task.total_steps
             and k % task.evaluation_period == 0
-            and replica is first()
+            and run is first()
         ):
             evaluate(k)
         if k == stop_at:
             raise Stopped
 
-    for replica in replicas:
-        replica.on_step = partial(on_step, replica)
-    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy) for r in replicas[: cluster.workers]}
+    for run in runs:
+        run.on_step = partial(on_step, run)
+    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run() for r in runs[: cluster.workers]}
 
-    spare: list[Replica] = []
-    places = {r.rank: r.rank for r in replicas}  # Whose data each has, where it has data of its own,
+    spare: list[WorkerRun] = []
+    places = {r.rank: r.rank for r in runs}  # Whose data each has, where it has data of its own,
     vacant: list[int] = []  # and which nobody has.
 
-    def join(replica: Replica) -> None:
+    def join(run: WorkerRun) -> None:
         if not strategy.servers:
-            spare.append(replica)
+            spare.append(run)
             replace()
-        elif any(simulator.is_running(r.rank) for r in replicas):
-            simulator.begin(replica.rank, replica.run(strategy), simulator.now)
+        elif any(simulator.is_running(r.rank) for r in runs):
+            simulator.begin(run.rank, run.run(), simulator.now)
 
     def die(rank: int) -> None:
         world.kill(rank)
@@ -203,14 +207,14 @@ def simulate(
 
     def replace() -> None:
         """As a launcher does that starts another worker in the place of one that died."""
-        while spare and vacant and any(simulator.is_running(r.rank) for r in replicas):
-            replica = spare.pop(0)
-            replica.cursor.shard = places[replica.rank] = vacant.pop(0)
-            world.members_ever.append(replica.rank)
-            simulator.begin(replica.rank, replica.run(strategy), simulator.now)
+        while spare and vacant and any(simulator.is_running(r.rank) for r in runs):
+            run = spare.pop(0)
+            run.replica.cursor.shard = places[run.rank] = vacant.pop(0)
+            world.members_ever.append(run.rank)
+            simulator.begin(run.rank, run.run(), simulator.now)
 
-    for replica, time_of in zip(replicas[cluster.workers :], faults.joins, strict=True):
-        simulator.at(time_of, join, replica)
+    for run, time_of in zip(runs[cluster.workers :], faults.joins, strict=True):
+        simulator.at(time_of, join, run)
     for rank, time_of in faults.deaths.items():
         simulator.at(time_of, die, rank)
     for rank, time_of in faults.suspicions:
@@ -222,21 +226,15 @@ def simulate(
     if task.evaluate is not None:
         roles[0] = _evaluated_at_the_end(roles[0], lambda: evaluate(task.total_steps))
     simulator.run(roles)
-    replica = first()
-    trainee = learners[replicas.index(replica)].trainee
-    if task.evaluate is not None and replica is not replicas[0]:
+    run = first()
+    trainee = learners[runs.index(run)].trainee
+    if task.evaluate is not None and run is not runs[0]:
         evaluate(task.total_steps)
-    states = [
-        {"replica": r.state_dict(), "trainee": q.trainee.state_dict()} for r, q in zip(replicas, learners, strict=True)
-    ]
-    return Run(trainee.flat.model, replica.params.clone(), simulator.trace, states, simulator.waits)
+    states = [r.state_dict() for r in runs]
+    return Run(trainee.flat.model, run.replica.params.clone(), simulator.trace, states, simulator.waits)
 
 
 def _check(faults: Faults, strategy: Strategy, workers: list[int]) -> None:
-    if (faults.deaths or faults.joins or faults.suspicions or faults.is_lossy) and not strategy.needs.elastic:
-        raise ValueError(
-            f"simulate({faults}): workers of {type(strategy).__name__} wait for each other, and cannot go on without one"
-        )
     if faults.suspicions and not strategy.servers:
         raise ValueError(
             f"simulate({faults}): servers take a worker for dead who lives, and {type(strategy).__name__} has none"

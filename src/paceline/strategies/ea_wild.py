@@ -71,10 +71,6 @@ class EAWild(Elastic, Strategy):
             raise ValueError(
                 f"EAWild(group={self.group}): {w.workers} workers make {pullers} such groups, and leave {over} over"
             )
-        if self.groups == "random" and not w.learner.has_global_data:
-            raise ValueError(
-                "EAWild(groups='random') in a loop of your own, which may be longer than another worker's: give groups='fixed'"
-            )
         self.warn_if_unstable(w, pullers)
         everyone = w.endpoint
         centre = await OnShards.of(w) if self.servers else InMemory(await everyone.shared_vector(w.params), everyone)

@@ -146,7 +146,12 @@ class Flood(Peers):
         self._owed[dst] = 0
         heard, stable = self._upto.get(dst, 0), min(self._said) - 1
         return Message(
-            "update", (self._said[number],), serial=number, version=heard, samples=stable, steps=self.replica.cursor.step
+            "update",
+            (self._said[number],),
+            serial=number,
+            version=heard,
+            samples=stable,
+            steps=self.replica.cursor.step,
         )
 
     def _apply(self, data: Tensor) -> None:

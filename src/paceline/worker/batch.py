@@ -25,7 +25,9 @@ class BatchRecord:
 
     def __init__(self, rank: int, cursor: Cursor, nonfinite: NonFinite = "skip") -> None:
         if nonfinite not in ("skip", "stop", "pass"):
-            raise ValueError(f"nonfinite={nonfinite!r}: the policy for a NaN gradient is one of 'skip', 'stop' and 'pass'")
+            raise ValueError(
+                f"nonfinite={nonfinite!r}: the policy for a NaN gradient is one of 'skip', 'stop' and 'pass'"
+            )
         self.nonfinite: NonFinite = nonfinite
         self.samples = 0.0  # Of this worker's part of the current minibatch.
         self.update_samples = 0.0  # Behind the next step: this worker's, or after a mean of gradients all workers'.

@@ -7,7 +7,7 @@ and ends is `WorkerRun`'s (`worker/run.py`).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import Groups, SyncVote
 from paceline.endpoint import Endpoint
 from paceline.op import Op, Ready
-from paceline.state import SAME, Slot, StateStore
+from paceline.state import ResizeRule, Slot, StateStore, same
 from paceline.strategy import Ended
 from paceline.worker.batch import BatchRecord, NonFinite
 from paceline.worker.cursor import Cursor
@@ -115,11 +115,8 @@ class Replica:
 
         The slots that it declares are saved under `name` and dropped at the end.
         """
-        with self._states.scope(name), self.cursor.until(until):
-            try:
-                yield
-            except Ended:
-                pass
+        with self._states.scope(name), self.cursor.until(until), suppress(Ended):
+            yield
         take_published(self)
         self.batch.begin_phase()
 
@@ -130,7 +127,7 @@ class Replica:
         name: str,
         /,
         *,
-        rule: str = SAME,
+        rule: ResizeRule = same,
         version: int = 1,
         before_save: Callable[[], Awaitable[None]] | None = None,
         **initial: object,

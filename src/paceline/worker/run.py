@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.endpoint import Endpoint
-from paceline.state import PER_WORKER, StateStore
+from paceline.state import StateStore, per_worker
 from paceline.strategy import Ended, MissedEnd, Stopped, Strategy
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import is_finite
@@ -40,7 +40,7 @@ class WorkerRun:
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called before every step.
         self.replica.cursor.on_step = self._step
         self._bind_model()
-        self.states.bind("position", rule=PER_WORKER, save=self._save_position, load=self._load_position)
+        self.states.bind("position", rule=per_worker, save=self._save_position, load=self._load_position)
         learner.bind_state(self.states)
 
     @property
@@ -105,7 +105,7 @@ class WorkerRun:
             for mine, saved in zip(flat.model.buffers(), values["buffers"], strict=True):
                 mine.copy_(saved)
 
-        self.states.bind("model", rule=PER_WORKER, save=save, load=load)
+        self.states.bind("model", rule=per_worker, save=save, load=load)
 
     def _save_position(self) -> dict[str, Any]:
         return self.replica.cursor.save() | self.replica.batch.save()
