@@ -185,8 +185,8 @@ class StateStore:
         self._entries[full] = _Entry(_name_of(rule), version, save, load)
 
     @contextmanager
-    def scope(self, prefix: str) -> Generator[None]:
-        """Within this block, slot names start with `prefix/`.  The slots are dropped at the end of the block."""
+    def scope(self, prefix: str, *, keep: bool = False) -> Generator[None]:
+        """Within this block, slot names start with `prefix/`.  Unless told to keep them, the end of the block drops them."""
         outer = self._prefix
         self._prefix = f"{outer}{prefix}/"
         inner = self._prefix
@@ -194,7 +194,8 @@ class StateStore:
             yield
         finally:
             self._prefix = outer
-        self._entries = {name: entry for name, entry in self._entries.items() if not name.startswith(inner)}
+        if not keep:
+            self._entries = {name: entry for name, entry in self._entries.items() if not name.startswith(inner)}
 
     async def before_save(self) -> None:
         """Await what is still in flight, so that the slots hold all of the state."""

@@ -65,7 +65,8 @@ class Then(Strategy):
                 await self.first.worker(w)
             await agree(w)
             m.is_second = True
-        await self.then.worker(w)
+        with w.phase("second"):
+            await self.then.worker(w)
 
     async def server(self, s: Shard) -> None:
         await self.then.server(s)  # It begins when the first worker brings the model.

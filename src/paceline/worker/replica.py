@@ -110,11 +110,15 @@ class Replica:
         return self.learner.local_step(self)
 
     @contextmanager
-    def phase(self, name: str, *, until: int) -> Generator[None]:
-        """Within this block another strategy runs, up to the step `until`.
+    def phase(self, name: str, *, until: int | None = None) -> Generator[None]:
+        """Within this block another strategy runs, up to the step `until` or to the end of the run.
 
-        The slots that it declares are saved under `name` and dropped at the end.
+        The slots that it declares are saved under `name`.  They are dropped when another strategy follows.
         """
+        if until is None:
+            with self._states.scope(name, keep=True):
+                yield
+            return
         with self._states.scope(name), self.cursor.until(until), suppress(Ended):
             yield
         take_published(self)
