@@ -23,7 +23,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec
+from paceline.codecs.codec import Codec, check_one_to_one
 from paceline.endpoint import Message
 from paceline.families.peers import Peers
 from paceline.needs import Needs
@@ -54,10 +54,7 @@ class Strom(Strategy):
         return Needs(collectives=False, messages=True, optimizer=self.lr is None)
 
     def __post_init__(self) -> None:
-        if self.codec is not None and self.codec.reduction == "factors":
-            raise ValueError(
-                f"Strom(codec={self.codec}): it is a way to a mean over all workers; here each hears the others one by one"
-            )
+        check_one_to_one(f"Strom(codec={self.codec})", self.codec)
         if self.lr is not None and not self.lr > 0:
             raise ValueError(
                 f"Strom(lr={self.lr}): a learning rate is positive; None leaves the steps to the optimizer"
