@@ -32,7 +32,8 @@ from paceline.codecs.top_k import TopK
 from paceline.collectives import SyncVote, mean_encoded
 from paceline.engines.job import Job
 from paceline.op import drive
-from paceline.session.ddp import BucketState, DdpHook
+from paceline.session.bucket_state import BucketState
+from paceline.session.ddp import DdpHook
 from paceline.stripes import stripe_of
 from tests.dist import forked
 from tests.laws.slots import Slots
@@ -198,7 +199,7 @@ def of_one_codec(rank: int, codec: Codec) -> dict[str, Any]:
         step(model, optimizer, batch)
         said = said + gradient_of(model)
         gaps.append(((said + owed(hook, model) - meant).abs().max() / meant.abs().max()).item())
-        cuts.append([r.names for r in hook._remains.values()])
+        cuts.append([state.names for state in hook._buckets.states.values()])
     # Back to a state, and again: nothing that matters may be missing from it.
     saved, ends = copy.deepcopy(model.state_dict()), []
     for _ in range(2):
@@ -228,7 +229,7 @@ def of_every_codec(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_codec_keeps_all_ranks_alike_and_what_it_did_not_say(name, of_every_codec):
+def test_every_codec_keeps_all_ranks_equal_and_loses_no_residual(name, of_every_codec):
     results = [r[name] for r in of_every_codec]
     assert all("error" not in r for r in results), results
     assert alike([r["state"] for r in results])
@@ -244,7 +245,7 @@ def test_every_codec_keeps_all_ranks_alike_and_what_it_did_not_say(name, of_ever
 
 
 @pytest.mark.parametrize("codec", [pl.OneBit(bucket=32), pl.Fp16(), PowerSGD(rank=1)], ids=str)
-def test_buckets_are_exchanged_as_by_the_collective_itself(codec, tmp_path):
+def test_the_hook_exchanges_buckets_exactly_as_the_collective_does(codec, tmp_path):
     def work(rank):
         model, given, told = ddp(net()), [], []
         hook = pl.ddp_hook(codec)
@@ -258,7 +259,7 @@ def test_buckets_are_exchanged_as_by_the_collective_itself(codec, tmp_path):
         optimizer = sgd(model)
         for batch in batches(rank, 1):  # Cuts the buckets that the next steps have.
             step(model, optimizer, batch)
-        hook._remains.clear()
+        hook._buckets.states.clear()
         given.clear()
         told.clear()
         for batch in batches(rank, 3):
@@ -276,7 +277,7 @@ def test_buckets_are_exchanged_as_by_the_collective_itself(codec, tmp_path):
         assert result[1]
 
 
-def test_the_first_steps_may_go_without_the_codec_and_a_saved_model_knows_how_many_were(tmp_path):
+def test_the_first_steps_can_go_without_the_codec_and_a_saved_model_keeps_their_number(tmp_path):
     def work(rank):
         model = nn.Linear(40, 30)
         ddp = DistributedDataParallel(model)
@@ -296,7 +297,7 @@ def test_the_first_steps_may_go_without_the_codec_and_a_saved_model_knows_how_ma
         assert min(distinct[:2]) > 1000 and max(distinct[2:]) < 200
 
 
-def test_a_world_of_one_is_left_alone(tmp_path):
+def test_a_hook_changes_nothing_for_one_rank(tmp_path):
     def work(rank):
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "alone"), 1), rank=0, world_size=1)
         model = net()
@@ -309,7 +310,7 @@ def test_a_world_of_one_is_left_alone(tmp_path):
     assert hooked == plain
 
 
-def test_gradients_gathered_without_sync_are_exchanged_once(tmp_path):
+def test_gradients_accumulated_without_sync_are_exchanged_once(tmp_path):
     def work(rank, codec):
         model = ddp(net())
         hook = pl.ddp_hook(codec, model) if codec is not None else None
@@ -346,7 +347,7 @@ class Branches(nn.Module):
         return torch.stack([self.branches[i](x) for i in self.taken]).sum(0)
 
 
-def test_parameters_that_get_no_gradient(tmp_path):
+def test_unused_parameters_work_as_without_a_hook(tmp_path):
     def work(rank, codec):
         torch.manual_seed(0)
         model = ddp(Branches(), find_unused_parameters=True)
@@ -373,7 +374,7 @@ def test_parameters_that_get_no_gradient(tmp_path):
 
 
 @pytest.mark.parametrize("codec", [pl.OneBit(), TopK(ratio=0.1), PowerSGD(rank=2), pl.Fp32()], ids=str)
-def test_a_nan_of_one_rank_is_everybodys_and_what_was_not_said_survives_it(codec, tmp_path):
+def test_a_nan_of_one_rank_reaches_all_ranks_and_leaves_the_residuals(codec, tmp_path):
     def work(rank):
         model = ddp(net())
         hook = pl.ddp_hook(codec, model)
@@ -400,38 +401,29 @@ def test_a_nan_of_one_rank_is_everybodys_and_what_was_not_said_survives_it(codec
 
 
 @pytest.mark.parametrize("hosts", [[[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2], [3]]], ids=str)
-def test_what_is_owed_when_buckets_are_cut_anew_is_said_once(hosts):
-    """By whoever speaks for a host, whose word counts as much as the host has ranks."""
-    numel, speakers = 4096, sorted(min(h) for h in hosts)
+def test_owner_residuals_are_sent_once_when_buckets_change(hosts):
+    """The first rank of each host sends it, with the weight of all ranks of the host."""
+    numel, owners = 4096, sorted(min(h) for h in hosts)
 
-    def remains(rank: int) -> BucketState:
-        return BucketState(
-            pl.OneBit(bucket=32),
-            ["w"],
-            [torch.zeros(numel)],
-            torch.zeros(numel),
-            rank,
-            torch.zeros(1, dtype=torch.int64),
-        )
+    def bucket(rank: int) -> BucketState:
+        return BucketState(pl.OneBit(bucket=32), ["w"], [torch.zeros(numel)], torch.zeros(numel), rank, {})
 
-    owed = torch.zeros(numel)
-    for place, rank in enumerate(speakers):
-        before, after = remains(rank), remains(rank)
-        # One stripe as these buckets are cut, and values of another as former ones were.
-        before.memory["owner_residual"][numel // 8 : numel // 4] = 1.0 + place
-        after.take({name: piece.clone() for name, piece in before.pieces()}, rank, hosts)
-        own = stripe_of(place, numel, len(speakers), unit=32)
-        assert (
-            not after.memory["owner_residual"][: own.start].any()
-            and not after.memory["owner_residual"][own.stop :].any()
-        )
+    unsent = torch.zeros(numel)
+    for place, rank in enumerate(owners):
+        before, after = bucket(rank), bucket(rank)
+        # Values that lie in one stripe of the new bucket, and that had other owners in the old buckets.
+        before.slots["residuals"].owner_residual[numel // 8 : numel // 4] = 1.0 + place
+        after.restore({piece.key: piece.values.clone() for piece in before.pieces()}, rank, hosts)
+        own = stripe_of(place, numel, len(owners), unit=32)
+        residuals = after.slots["residuals"]
+        assert not residuals.owner_residual[: own.start].any() and not residuals.owner_residual[own.stop :].any()
         share = next(len(h) for h in hosts if rank in h) / 4
-        owed += after.memory["owner_residual"] + share * after.memory["residual"]
-    assert torch.allclose(owed[numel // 8 : numel // 4], torch.tensor(float(sum(range(1, len(speakers) + 1)))))
-    assert not owed[: numel // 8].any() and not owed[numel // 4 :].any()
+        unsent += residuals.owner_residual + share * residuals.residual
+    assert torch.allclose(unsent[numel // 8 : numel // 4], torch.tensor(float(sum(range(1, len(owners) + 1)))))
+    assert not unsent[: numel // 8].any() and not unsent[numel // 4 :].any()
 
 
-def test_a_lost_peer_is_an_error_now_and_later(tmp_path):
+def test_a_dead_peer_is_an_error_in_this_and_later_steps(tmp_path):
     def work(rank):
         model, told = ddp(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), []
         pl.ddp_hook(pl.OneBit(), model)
@@ -449,7 +441,7 @@ def test_a_lost_peer_is_an_error_now_and_later(tmp_path):
     assert "PeerLost: rank 1 is gone" in told[0]
 
 
-def test_models_in_bfloat16(tmp_path):
+def test_the_hook_works_for_models_in_bfloat16(tmp_path):
     def work(rank):
         def build():
             return net().to(torch.bfloat16)
@@ -474,7 +466,7 @@ def test_models_in_bfloat16(tmp_path):
         assert all(loss < 0.3 for _, loss in (plain, *hooked))
 
 
-def test_joined_ranks_of_unequal_data(tmp_path):
+def test_the_hook_works_with_join_for_unequal_data(tmp_path):
     def work(rank):
         ends = []
         for codec in (None, pl.Fp32(), pl.OneBit()):
@@ -493,7 +485,7 @@ def test_joined_ranks_of_unequal_data(tmp_path):
     assert results[0][0] == results[0][1]
 
 
-def test_what_does_not_fit_a_state_is_named(tmp_path):
+def test_a_state_that_does_not_fit_raises_an_error_and_changes_nothing(tmp_path):
     def work(rank):
         model, told = ddp(net()), []
         hook = pl.ddp_hook(PowerSGD(rank=2), model)
@@ -525,16 +517,16 @@ def test_what_does_not_fit_a_state_is_named(tmp_path):
 
     for rank, (told, warned) in enumerate(forked.run(2, work, tmp_path)):
         assert told == [
-            "ddp_hook(PowerSGD(rank=2)): the saved 'residual.last.weight' has the shape (5, 23), "
-            "for parameter 'last.weight' of the shape (5, 24) it must have (5, 24)",
-            "ddp_hook(PowerSGD(rank=2)): the saved 'factors.hidden.weight' has the shape (4, 96), "
-            "for parameter 'hidden.weight' of the shape (24, 96) it must have (2, 96)",
-            "ddp_hook(PowerSGD(rank=2)): the saved 'residual.first.weight' belongs to no parameter of this model that is trained",
+            "ddp_hook(PowerSGD(rank=2)): the saved 'residual.last.weight' has the shape (5, 23); "
+            "for the parameter 'last.weight' of the shape (5, 24) it must be (5, 24)",
+            "ddp_hook(PowerSGD(rank=2)): the saved 'factors.hidden.weight' has the shape (4, 96); "
+            "for the parameter 'hidden.weight' of the shape (24, 96) it must be (2, 96)",
+            "ddp_hook(PowerSGD(rank=2)): the saved 'residual.first.weight' belongs to no trainable parameter of this model",
         ]
-        assert len(warned) == 1 and f"saved by rank {1 - rank}, and this is rank {rank}" in warned[0]
+        assert len(warned) == 1 and f"saved by rank {1 - rank}, but this is rank {rank}" in warned[0]
 
 
-def test_mistakes_are_named(tmp_path):
+def test_mistakes_raise_errors_that_name_them(tmp_path):
     def work(rank):
         told = []
 
@@ -558,16 +550,20 @@ def test_mistakes_are_named(tmp_path):
 
     for told in forked.run(2, work, tmp_path):
         assert told == [
-            "rank 1 has ddp_hook(OneBit(bucket=64)), but rank 0 has ddp_hook(OneBit(bucket=512)): all must have the same",
-            "rank 1 has ddp_hook(OneBit(bucket=512), start=2), but rank 0 has ddp_hook(OneBit(bucket=512)): all must have the same",
-            "ddp_hook(OneBit(bucket=512)): the model's process group has 1 of 2 ranks; the hook works among all of them",
-            "ddp_hook(OneBit(bucket=512)) serves another model already: make one for each",
-            "ddp_hook(OneBit(bucket=512)) knows no parameters' names: make it with the model, ddp_hook(codec, ddp)",
-            "ddp_hook(OneBit(bucket=512)): a parameter has a sparse gradient; codecs encode dense ones (Embedding(sparse=False))",
+            "rank 1 has ddp_hook(OneBit(bucket=64)), but rank 0 has ddp_hook(OneBit(bucket=512)): "
+            "all ranks must have the same",
+            "rank 1 has ddp_hook(OneBit(bucket=512), start=2), but rank 0 has ddp_hook(OneBit(bucket=512)): "
+            "all ranks must have the same",
+            "ddp_hook(OneBit(bucket=512)): the model's process group has 1 of 2 ranks, but the hook needs all of them",
+            "ddp_hook(OneBit(bucket=512)) is registered with another model: make one hook for each model",
+            "ddp_hook(OneBit(bucket=512)) does not know the names of the parameters: make it with the model, "
+            "ddp_hook(codec, ddp)",
+            "ddp_hook(OneBit(bucket=512)): a parameter has a sparse gradient, but codecs encode dense gradients; "
+            "give Embedding(sparse=False)",
         ]
 
 
-def test_a_hooks_group_waits_as_long_as_the_hook(tmp_path):
+def test_the_hooks_process_group_has_the_timeout_of_the_hook(tmp_path):
     """torch gives every new group the same half an hour, whatever the first one has."""
 
     def work(rank):
@@ -577,7 +573,7 @@ def test_a_hooks_group_waits_as_long_as_the_hook(tmp_path):
     assert forked.run(2, work, tmp_path) == [77.0, 77.0]
 
 
-def test_a_hook_ends_with_its_model_and_a_copy_of_the_model_has_none(tmp_path):
+def test_a_hook_is_freed_with_its_model_and_a_copy_of_the_model_has_no_hook(tmp_path):
     def work(rank):
         threads = threading.active_count()
         model = ddp(net())
@@ -617,7 +613,7 @@ kept = main(int(sys.argv[1]))
 
 
 @pytest.mark.parametrize("end", ["destroy", "leave"])
-def test_processes_end_by_themselves_and_in_silence(end, tmp_path):
+def test_processes_end_without_output(end, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     start = [sys.executable, "-X", "faulthandler", str(script)]
