@@ -202,8 +202,8 @@ class BucketStates:
             expected = torch.Size([getattr(self.codec, "rank", len(values)), columns])
         if values.shape != expected:
             raise ValueError(
-                f"{self._label}: the saved '{key}' has the shape {tuple(values.shape)}; for the parameter '{parameter}' "
-                f"of the shape {tuple(shape)} it must be {tuple(expected)}"
+                f"{self._label}: the saved '{key}' has the shape {tuple(values.shape)}; for the parameter "
+                f"'{parameter}' of the shape {tuple(shape)} it must be {tuple(expected)}"
             )
 
 
