@@ -83,14 +83,14 @@ def test_one_worker_needs_no_launcher_and_equals_the_plain_loop(name):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    # Block momentum adds a difference back to where it came from, which rounds; all others leave one worker's bits alone.
+    # Block momentum subtracts and adds the same vector, which rounds; the others do not change one worker's bits.
     tolerance = 1e-6 if "block-momentum" in name else 0.0
     assert torch.allclose(attached(job, strategy), vector(model), rtol=tolerance, atol=tolerance)
 
 
 def test_every_rank_sees_its_part_of_each_minibatch_and_each_sample_once(tmp_path):
     def work(rank):
-        torch.manual_seed(rank)  # Ranks that do not share a seed must still shuffle alike.
+        torch.manual_seed(rank)  # Ranks with different seeds must still shuffle in the same order.
         model = nn.Linear(1, 1)
         dataset = TensorDataset(torch.arange(103.0).unsqueeze(1))
         loader = DataLoader(dataset, batch_size=20, shuffle=True)
@@ -112,7 +112,7 @@ def test_every_rank_sees_its_part_of_each_minibatch_and_each_sample_once(tmp_pat
         assert max(sizes) - min(sizes) <= 1
     epochs = [[sorted(x for r in ranks for part in r[e * 6 : (e + 1) * 6] for x in part)] for e in range(2)]
     assert epochs == [[list(map(float, range(103)))]] * 2
-    assert ranks[0][:6] != ranks[0][6:], "every epoch is shuffled anew"
+    assert ranks[0][:6] != ranks[0][6:], "every epoch has another order"
 
 
 def test_ranks_that_read_different_minibatches_get_an_error(tmp_path):
@@ -164,7 +164,7 @@ def test_a_worker_that_never_gets_a_sample_gets_a_warning_and_takes_part(tmp_pat
         return [[str(w.message) for w in caught if w.category is EmptyShard], vector(model).tolist()]
 
     results = forked.run(3, work, tmp_path)
-    assert [len(told) for told, _ in results] == [0, 0, 1]
+    assert [len(warned) for warned, _ in results] == [0, 0, 1]
     assert "rank 2 got no sample out of 2 minibatches" in results[2][0][0]
     assert results[0][1] == results[1][1] == results[2][1]
 
@@ -225,10 +225,10 @@ def poisoned(policy: str, strategy: pl.Strategy, rank: int) -> dict[str, object]
                 loss.backward()
                 session.step()
             skipped = session.skipped
-    told = [str(w.message) for w in caught if w.category is pl.NonFiniteGradient]
+    warned = [str(w.message) for w in caught if w.category is pl.NonFiniteGradient]
     return {
         "finite": bool(vector(model).isfinite().all()),
-        "told": told,
+        "warned": warned,
         "skipped": skipped,
         "vector": vector(model).tolist(),
     }
@@ -237,13 +237,13 @@ def poisoned(policy: str, strategy: pl.Strategy, rank: int) -> dict[str, object]
 @pytest.mark.parametrize("name", ORDERED)
 def test_a_nan_gradient_is_reported_and_skipped(name, tmp_path):
     results = forked.run(2, lambda rank: poisoned("skip", ORDERED[name], rank), tmp_path)
-    assert results[1]["told"] == [
+    assert results[1]["warned"] == [
         "rank 1 has NaN or infinity in the gradient of '2.bias' at step 3; the step was skipped"
     ]
-    assert results[0]["told"] == []
+    assert results[0]["warned"] == []
     assert results[0]["finite"] and results[1]["finite"]
     assert results[0]["vector"] == results[1]["vector"]
-    # A step of all together is skipped by all; a step of one's own only by oneself.
+    # If gradients are exchanged, all ranks skip the step; if not, only the rank with the NaN.
     assert [r["skipped"] for r in results] == ([1, 1] if "all-reduce" in name or "one-bit" in name else [0, 1])
 
 
@@ -253,9 +253,9 @@ def test_a_nan_gradient_stops_the_run_or_passes_on_request(name, tmp_path):
     assert stopped[1]["error"].startswith(
         "FloatingPointError: rank 1 has NaN or infinity in the gradient of '2.bias' at step 3"
     )
-    assert "error" in stopped[0], "the other rank learns of it, by the same exchange or by the loss of its peer"
+    assert "error" in stopped[0], "the other rank hears of it, from the same exchange or because its peer is dead"
     passed = forked.run(2, lambda rank: poisoned("pass", ORDERED[name], rank), tmp_path / "pass")
-    assert not passed[0]["finite"] and not passed[0]["told"]
+    assert not passed[0]["finite"] and not passed[0]["warned"]
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "one-bit", "averaging"])
@@ -280,7 +280,7 @@ def test_grad_scaler_sees_the_overflow_of_one_rank_and_all_ranks_stay_in_step(na
 
     results = forked.run(2, work, tmp_path)
     scales = [r["scale"] for r in results]
-    # Exchanged gradients overflow everywhere, a gradient of one's own only there.
+    # An exchanged gradient overflows on all ranks, a local one only on its own.
     assert scales == ([512.0, 512.0] if name != "averaging" else [1024.0, 512.0])
     assert results[0]["vector"] == results[1]["vector"]
     assert all(torch.tensor(r["vector"]).isfinite().all() for r in results)
@@ -385,7 +385,7 @@ def test_the_sessions_optimizer_is_a_torch_optimizer():
         assert session.optimizer.state_dict() == optimizer.state_dict()
         with pytest.raises(RuntimeError, match=r"would bypass the strategy: call session.step\(\)"):
             optimizer.step()
-    optimizer.step()  # After the session it is the user's again.
+    optimizer.step()  # After the session the user may step again.
 
 
 def test_an_optimizer_that_lacks_a_parameter_is_refused():
@@ -545,7 +545,7 @@ def test_buffers_are_broadcast_at_the_start_and_equal_at_the_end(name, tmp_path)
 @pytest.mark.parametrize("name", ["all-reduce", "one-bit", "averaging", "block-momentum"])
 @pytest.mark.parametrize("ends", ["an empty part", "one ends first"])
 def test_clipping_scaling_and_schedules_stay_in_step_when_one_rank_has_no_data(name, ends, tmp_path):
-    """What the user's loop does around a step is done on every rank at every step, or made up for at the end."""
+    """Every rank runs the code around each step, or takes the model of another rank at the end."""
 
     def work(rank):
         torch.manual_seed(0)
@@ -657,10 +657,10 @@ def test_a_gradient_beyond_its_codec_is_skipped_like_a_nan(tmp_path):
         model = job.build()
         optimizer = job.optimizer(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
-        told = pytest.warns(
+        warns = pytest.warns(
             pl.NonFiniteGradient, match=r"beyond its codec: Fp16\(\) cannot encode .* fp16 ends at 65504"
         )
-        with told, pl.attach(model, optimizer, pl.AllReduceSGD(codec=pl.Fp16())) as session:
+        with warns, pl.attach(model, optimizer, pl.AllReduceSGD(codec=pl.Fp16())) as session:
             for x, y in session.shard(minibatches(job)):
                 optimizer.zero_grad()
                 scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -696,7 +696,7 @@ def test_the_other_ranks_report_a_killed_worker_at_once(tmp_path):
 
     first, killed, third = forked.run(3, work, tmp_path)
     assert killed == {"error": "no result, exit code -9"}
-    # A survivor may also hear of it from another survivor that has already given up.
+    # A survivor may also hear of it from another survivor that has already failed.
     assert 1 in (first[0], third[0])
-    # A fraction of a second on a quiet machine; the timeout, which would be the other way to notice, is half an hour.
+    # It takes a fraction of a second on an idle machine; the timeout is 30 minutes.
     assert first[1] < 3.0 and third[1] < 3.0

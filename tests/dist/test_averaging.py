@@ -1,4 +1,4 @@
-"""Methods that meet now and then, and warm starts, on real processes and in a loop that the user wrote."""
+"""Averaging methods and warm starts, on real processes and in a user's own loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
 )
 @pytest.mark.parametrize("at", [5, 9])
 def test_a_resumed_session_equals_an_unbroken_one(name, at, tmp_path):
-    """Also while an exchange is under way."""
+    """Also while an exchange is in flight."""
 
     def work(rank):
         def session_on(model):
@@ -125,7 +125,7 @@ def test_ada_comm_follows_the_loss_of_the_session(tmp_path):
         return [s.period for s in session.trace.syncs]
 
     for periods in forked.run(2, work, tmp_path):
-        assert periods[:4] == [8, 8, 4, 2]  # While the loss asks for no shorter period than there is, it halves.
+        assert periods[:4] == [8, 8, 4, 2]  # The period halves if the loss does not ask for a shorter one.
 
 
 def test_ada_comm_without_a_loss_raises_an_error(tmp_path):
@@ -169,7 +169,7 @@ def test_an_epoch_left_before_a_step_does_not_count_its_samples(tmp_path):
 
 
 def test_the_loss_can_be_given_when_other_code_takes_the_step(tmp_path):
-    """And forgotten after it."""
+    """The session forgets it after the step."""
 
     def work(rank):
         model = nn.Linear(1, 1)
@@ -217,7 +217,7 @@ def test_the_loader_decides_how_many_samples_an_epoch_has():
 
 @pytest.mark.parametrize("workers_of_loader", [0, 2])
 def test_whole_minibatches_become_parts_at_the_switch(workers_of_loader, tmp_path):
-    """Also those that a loader's own processes have read ahead."""
+    """Also those that the loader has prefetched."""
 
     def work(rank):
         model = nn.Linear(1, 1)

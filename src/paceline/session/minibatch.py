@@ -1,4 +1,4 @@
-"""Minibatch: what the user's loop reports about its current minibatch, and what the replica is told about it."""
+"""Minibatch: what the user's loop reports about its current minibatch, and what the replica hears about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.worker.replica import Replica
 class Minibatch:
     """The minibatch that the user's loop works on: its samples, and whether its gradient may be used.
 
-    All calls that tell the replica about a minibatch are made here.
+    All calls that report a minibatch to the replica are made here.
     """
 
     def __init__(self, replica: Replica, learner: LoopLearner) -> None:
