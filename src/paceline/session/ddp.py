@@ -182,7 +182,7 @@ class DdpHook:
             done.set_result(x)
             return done
         ready = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
-        self._lane.ask("mean", partial(_exchange, job, x, codec_state, ready, done), lambda _: None)
+        self._lane.ask("mean", partial(_exchange, job, x, codec_state, ready, done))
         # An error set to a future is a result like any other to DDP; one that a callback raises is an error.
         return done.then(lambda future: future.value())
 
