@@ -206,13 +206,13 @@ def test_methods_with_collectives_cannot_lose_a_worker(strategy: Strategy):
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: Faults({1: -1.0}), "finite times"),
-        (lambda: Faults(lost=1.0), "shares of all messages"),
+        (lambda: Faults({1: -1.0}), "must be finite"),
+        (lambda: Faults(lost=1.0), "`lost` must be from 0 to below 1"),
         (
             lambda: simulate(
                 regression(steps=4, batch=6), ParameterServer(), Cluster(workers=2), faults=Faults({7: 0.1})
             ),
-            "rank 7 is none of the workers",
+            "rank 7 is not a worker",
         ),
     ],
 )

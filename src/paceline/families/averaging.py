@@ -217,9 +217,7 @@ class SyncRounds:
         m.count = 0
         codec_state = self._codec_state and self._codec_state[where]
         self._pending = w.endpoint.run_collectives(
-            lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state),
-            lambda received: received,
-            kind="mean",
+            lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state), kind="mean"
         )
 
     def _add_optimizer_state(self, pending: PendingSync, where: slice) -> None:

@@ -10,30 +10,25 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import ClusterError
 from paceline.op import Op
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Asked(Op[T], Generic[S, T]):
-    """Something that the lane was asked to do, and what is made of it by whoever waits for it."""
+class Asked(Op[T]):
+    """Work that the thread does."""
 
-    __slots__ = ("_future", "_then", "_value")
+    __slots__ = ("_future",)
 
-    def __init__(self, kind: str, future: Future[S], then: Callable[[S], T]) -> None:
+    def __init__(self, kind: str, future: Future[T]) -> None:
         super().__init__(kind)
-        self._future: Future[S] | None = future
-        self._then = then
+        self._future = future
 
     def wait(self) -> T:
-        if self._future is not None:
-            self._value = self._then(self._future.result())
-            self._future = None
-        return self._value
+        return self._future.result()
 
 
 class CommThread:
@@ -48,17 +43,17 @@ class CommThread:
         """Whether the caller is the lane's own thread."""
         return threading.current_thread() is self._thread
 
-    def ask(self, kind: str, work: Callable[[], S], then: Callable[[S], T]) -> Op[T]:
-        """Do `work` after all that was asked before, and `then` when it is waited for, where it is waited for."""
+    def ask(self, kind: str, work: Callable[[], T]) -> Op[T]:
+        """Do `work` after all that was asked before."""
         if self._is_closed:
             raise ClusterError(f"'{kind}' was begun after the job was closed: nobody would do it")
         if self._thread is None:
             # A daemon: whoever hangs in a collective that never ends must not keep the process from doing so.
             self._thread = threading.Thread(target=self._run, name="paceline-lane", daemon=True)
             self._thread.start()
-        future: Future[S] = Future()
+        future: Future[T] = Future()
         self._queue.put((future, work))
-        return Asked(kind, future, then)
+        return Asked(kind, future)
 
     def _run(self) -> None:
         while (asked := self._queue.get()) is not None:

@@ -20,7 +20,7 @@ from paceline import costs as network
 from paceline.collectives import sum_by_groups
 from paceline.endpoint import Endpoint, Layout, Message, SharedVector, check_summable
 from paceline.errors import ClusterError
-from paceline.op import Op, Ready, Routine, and_then, drive
+from paceline.op import Op, Ready, Routine, drive
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.shared_memory import SharedMemory
@@ -29,7 +29,6 @@ from paceline.transport.shared_vector import shared_vector
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 SPANS_KEPT = 100_000  # A session may last for millions of steps; its trace keeps the newest, and the totals of all.
@@ -142,16 +141,12 @@ class ProcessEndpoint:
         return Routine(kind, routine)
 
     def run_collectives(
-        self,
-        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]],
-        then: Callable[[S], T],
-        *,
-        kind: str = "exchange",
+        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]], *, kind: str = "exchange"
     ) -> Op[T]:
         if self._lane is None or self._lane.is_here():
             # Carried on where it is waited for, and so in one order on every rank.
-            return Routine(kind, and_then(routine(self), then))
-        return self._lane.ask(kind, lambda: drive(routine(self)), then)
+            return Routine(kind, routine(self))
+        return self._lane.ask(kind, lambda: drive(routine(self)))
 
     def group(self, ranks: Sequence[int]) -> ProcessEndpoint:
         ranks = tuple(sorted(ranks))
@@ -213,9 +208,7 @@ class ProcessEndpoint:
             )
         if self.hosts is not None and x.device.type == "cpu":
             hosts, small = self.hosts, torch.zeros(0, dtype=torch.float64) if extras is None else extras
-            return self.run_collectives(
-                lambda _: sum_by_groups(self, x, small, hosts), lambda total: total, kind="all_reduce"
-            )
+            return self.run_collectives(lambda _: sum_by_groups(self, x, small, hosts), kind="all_reduce")
         return self._begin("all_reduce", lambda: self._sum(x, extras), nbytes)
 
     def _sum(self, x: Tensor, extras: Tensor | None) -> Op[Tensor]:
@@ -313,9 +306,7 @@ class ProcessEndpoint:
     ) -> Op[T]:
         """Start a collective, here or in the lane; `nbytes` is what each rank puts in."""
         if self._lane is not None and not self._lane.is_here():
-            return self._lane.ask(
-                kind, lambda: self._begin(kind, start, nbytes, root, sent_as).wait(), lambda value: value
-            )
+            return self._lane.ask(kind, lambda: self._begin(kind, start, nbytes, root, sent_as).wait())
         # Within one host of several nothing goes over a network.
         is_free = self._shared is not None and self._lane is not None
         cost = network.COLLECTIVES[sent_as or kind]("ring", len(self.ranks), 0 if is_free else nbytes, ANY_LINK)

@@ -198,12 +198,6 @@ class Replica:
         start: int = 0,
         ends_if_empty: bool = False,
     ) -> Op[Tensor]:
-        def conclude(total: SyncVote) -> Tensor:
-            self._take_result(vote, total, start)
-            if ends_if_empty and self.cursor.is_over and not total.weight:
-                raise Ended
-            return x
-
         async def exchange(endpoint: Endpoint) -> SyncVote:
             if len(endpoint.ranks) == 1:
                 return vote
@@ -213,7 +207,17 @@ class Replica:
                 return await collectives.mean_by_groups(endpoint, x, vote, codec_state, groups)
             return await collectives.mean_encoded(endpoint, x, vote, codec_state)
 
-        return endpoint.run_collectives(exchange, conclude, kind="mean")
+        in_flight = endpoint.run_collectives(exchange)
+        return endpoint.spawn(self._end_mean(x, in_flight, vote, start, ends_if_empty=ends_if_empty), kind="mean")
+
+    async def _end_mean(
+        self, x: Tensor, in_flight: Op[SyncVote], vote: SyncVote, start: int, *, ends_if_empty: bool
+    ) -> Tensor:
+        total = await in_flight
+        self._take_result(vote, total, start)
+        if ends_if_empty and self.cursor.is_over and not total.weight:
+            raise Ended
+        return x
 
     def _take_result(self, vote: SyncVote, total: SyncVote, start: int) -> None:
         """What the group's votes say: the samples behind the mean, faults, and whether any worker has more data."""
