@@ -20,7 +20,7 @@ from paceline.transport.heartbeat import FailureDetector
 from paceline.transport.mailbox import Mailbox
 from tests.dist.test_elastic import counting
 from tests.dist.test_mailbox import assert_serves, deliver, header, job
-from tests.dist.test_parcels import child
+from tests.dist.test_segments import child
 
 SILENT_S = 0.4
 
