@@ -39,7 +39,8 @@ from paceline.collectives import SyncVote, mean_by_stripes
 from paceline.endpoint import Layout
 from paceline.op import drive
 from paceline.transport.endpoint import Clock, ProcessEndpoint
-from paceline.transport.shared_memory import BLOCK, SharedMemory
+from paceline.transport.relay import BLOCK
+from paceline.transport.shared_memory import SharedMemory
 
 SHARED, ENDPOINT, GLOO, MPI, COPY, ONE_BIT = "shared memory", "endpoint", "gloo", "MPI", "one-core copy", "OneBit"
 ALONE = "no waiting"
