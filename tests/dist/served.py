@@ -175,7 +175,7 @@ def serving(
     keys = HashStore()
     with pytest.MonkeyPatch.context() as patch:
         if is_far:
-            patch.setattr(mailbox, "here", lambda: "")
+            patch.setattr(mailbox, "memory_domain", lambda: "")
         server = Server(keys, rule, gate, codec, pulls)
         good, bad = Good(keys, rule, codec, pulls, numel), [Rogue(rank, keys) for rank in rogues]
         absent = [Rogue(rank, keys) for rank in (ROGUE, OTHER) if rank not in rogues]

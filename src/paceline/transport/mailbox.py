@@ -31,13 +31,13 @@ from paceline.errors import ClusterError
 from paceline.op import Begun, Op, Ready
 from paceline.transport.authenticator import KEYS, Authenticator, Peer
 from paceline.transport.heartbeat import UNSENT, FailureDetector, Heartbeat, is_under_way
-from paceline.transport.segments import Location, OnTheWay, Receiver, Sender, here
+from paceline.transport.segments import InFlight, Location, SegmentReader, SegmentWriter, memory_domain
 from paceline.transport.wire import DTYPES, NAMES, Header, Name, Shape, check_form, flat_bytes, in_frame, typed
 
 # Smaller tensors are copied: up to here, lending a buffer to ZeroMQ and hearing of its return costs more.
 COPY_BELOW = 2**20
 # From here on it is worth telling a rank of the same host where a tensor lies, instead of sending it.
-PARCEL_FROM = 2**16
+SHARED_FROM = 2**16
 # Letters of one peer that may wait unread; then its awaited sends slow down to the reader's pace and spare its memory.
 UNREAD = 16
 # Bytes that one reader may have been told of and not opened, or that are on the way, before awaited sends to it do the same.
@@ -81,9 +81,9 @@ class Mailbox:
         self._arrived: deque[Message] = deque()
         self._peers: dict[int, Peer] = {}
         self._outboxes: dict[int, zmq.SyncSocket] = {}
-        self._here = here()
-        self._near: dict[int, Receiver | None] = {}  # How ranks of this host are read; None: it is elsewhere.
-        self._parcels, self._on_the_way = Sender(), OnTheWay()
+        self._domain = memory_domain()
+        self._near: dict[int, SegmentReader | None] = {}  # How ranks of this host are read; None: it is elsewhere.
+        self._segments, self._in_flight = SegmentWriter(), InFlight()
         self._watched: dict[int, int] = {}  # The ranks whose processes are watched, by their pidfds.
         self._gone: set[int] = set()
         self._heart: Heartbeat | None = None
@@ -110,7 +110,7 @@ class Mailbox:
                 raise ValueError(
                     f"Mailbox(bind={bind!r}): name the one address at which the other ranks reach this one"
                 )
-            entry = f"{self.address} {self._public.decode()} {os.getpid()} {self._here}"
+            entry = f"{self.address} {self._public.decode()} {os.getpid()} {self._domain}"
             if store.compare_set(f"mail/{rank}", "", entry) != entry.encode():
                 raise ValueError(
                     f"Mailbox(rank={rank}): the store has a mailbox of this rank; give each job a PrefixStore of its own"
@@ -128,7 +128,9 @@ class Mailbox:
         if dst in self._gone:
             return Ready("send", None)
         socket, is_near = self._outbox(dst), self._reader(dst) is not None
-        places = [self._parcels.pack(t, dst) if is_near and t.nbytes >= PARCEL_FROM else None for t in message.tensors]
+        places = [
+            self._segments.write(t, dst) if is_near and t.nbytes >= SHARED_FROM else None for t in message.tensors
+        ]
         forms = tuple[tuple[Name, Shape, Location | None], ...](
             (NAMES[tensor.dtype], tuple(tensor.shape), place)
             for tensor, place in zip(message.tensors, places, strict=True)
@@ -142,8 +144,8 @@ class Mailbox:
         for i, (raw, tensor) in enumerate(flat, start=1):
             tracker = socket.send(raw.numpy().data, zmq.SNDMORE if i < len(flat) else 0, copy=False, track=True)
             if raw.data_ptr() == tensor.data_ptr() and not tracker.done:
-                if self._parcels.has(tensor) and self._on_the_way.nbytes(dst) < UNREAD_NBYTES:
-                    self._on_the_way.add(tracker, dst, tensor)
+                if self._segments.has(tensor) and self._in_flight.nbytes(dst) < UNREAD_NBYTES:
+                    self._in_flight.add(tracker, dst, tensor)
                 else:
                     lent.append(tracker)
         # However large it is, a message need not be opened before its sender goes on, if all others have been.
@@ -165,15 +167,15 @@ class Mailbox:
     def send_buffer(self, like: Tensor) -> Tensor:
         """Memory for a tensor that ranks of this host read without a copy, and no send waits for: see `in_use`."""
         self._check_call("room")
-        if self._here and like.nbytes >= PARCEL_FROM:
+        if self._domain and like.nbytes >= SHARED_FROM:
             with suppress(OSError):  # There may be no memory for it that others can map.
-                return self._parcels.send_buffer(like.nbytes).view(like.dtype).view(like.shape)
+                return self._segments.send_buffer(like.nbytes).view(like.dtype).view(like.shape)
         return torch.empty(like.shape, dtype=like.dtype)
 
     def in_use(self, x: Tensor) -> bool:
         """Whether another rank may still read what was sent out of `room`, so that it must not be written to."""
         self._check_call("is_read")
-        return self._parcels.is_lent(x) or self._on_the_way.holds(x)
+        return self._segments.is_unread(x) or self._in_flight.overlaps(x)
 
     def watch(self, rank: int, pid: int) -> None:
         """Hear of it when a process of this host has ended that was, or is to be, a rank."""
@@ -210,12 +212,12 @@ class Mailbox:
         for socket in self._outboxes.values():
             socket.close(linger=math.ceil(1000 * linger_s))
         # A parcel can be opened only while its sender is there.  Who waits for this takes in what others wait to see opened.
-        while time.monotonic() < deadline and (self._take(0) or self._parcels.unread()):
+        while time.monotonic() < deadline and (self._take(0) or self._segments.unread_nbytes()):
             self._take(0.002)
         self._inbox.close(linger=0)
         for watched in self._watched:
             os.close(watched)
-        self._parcels.close()
+        self._segments.close()
         self._arrived.clear()
         self._near.clear()
         self._context.term()
@@ -281,19 +283,19 @@ class Mailbox:
         socket.connect(peer.address)
         return socket
 
-    def _reader(self, rank: int) -> Receiver | None:
+    def _reader(self, rank: int) -> SegmentReader | None:
         """How to read what lies in a rank's own memory, if it is on this host: and then it can read what lies in ours."""
         if rank not in self._near:
             peer = self._peer(rank)
-            is_near = bool(self._here) and peer.host == self._here
-            self._near[rank] = Receiver(peer.pid) if is_near else None
+            is_near = bool(self._domain) and peer.host == self._domain
+            self._near[rank] = SegmentReader(peer.pid) if is_near else None
             if is_near and self.is_open and rank != self.rank:
                 self.watch(rank, peer.pid)
         return self._near[rank]
 
     def _get_back(self, lent: zmq.MessageTracker, unread: float, dst: int, kind: str, deadline: float) -> None:
         self._check_call("send")
-        while not lent.done or self._parcels.unread(dst) > unread:
+        while not lent.done or self._segments.unread_nbytes(dst) > unread:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ClusterError(
@@ -384,7 +386,7 @@ class Mailbox:
         if self._silence is not None:
             self._silence.forget(rank)
         self._near[rank] = None
-        self._parcels.release(rank)
+        self._segments.release(rank)
         if rank in self._outboxes:
             self._outboxes.pop(rank).close(linger=0)
         self._arrived.append(Message("gone", src=rank))
@@ -398,24 +400,24 @@ class Mailbox:
         if not 0 <= header.src < self.size or str(header.src) != frames[0].get("User-Id"):
             raise ValueError(f"its header says that it is from rank {header.src}")
         if header.src in self._gone:
-            raise ValueError("it came after the end of its sender")
+            raise ValueError("it arrived after the death of its sender was reported")
         sent = [form for form in header.tensors if form[2] is None]
         if len(sent) != len(frames) - 1:
             raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
         rest = iter(frames[1:])
         reader = self._reader(header.src)  # Even if there is nothing to read: from now on it is watched.
         tensors = tuple(
-            in_frame(next(rest), name, shape) if place is None else self._in_parcel(reader, place, name, shape)
+            in_frame(next(rest), name, shape) if place is None else self._in_segment(reader, place, name, shape)
             for name, shape, place in header.tensors
         )
         return Message(header.kind, tensors, header.version, header.samples, header.serial, header.steps, header.src)
 
-    def _in_parcel(self, reader: Receiver | None, place: Location, name: Name, shape: tuple[int, ...]) -> Tensor:
+    def _in_segment(self, reader: SegmentReader | None, place: Location, name: Name, shape: tuple[int, ...]) -> Tensor:
         if reader is None:
-            raise ValueError("it tells of a tensor in memory of its sender, which is not on this host")
+            raise ValueError("its tensor is in memory of its sender, which is not on this host")
         if self.max_nbytes is not None and place.nbytes > self.max_nbytes:
             raise ValueError(
-                f"it tells of a tensor of {place.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
+                f"its tensor has {place.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
             )
         check_form(name, shape, place.nbytes)
         return typed(reader.open(place), name, shape)
