@@ -1,4 +1,4 @@
-"""The lane: one thread, one order, and nobody who waits for what is never done."""
+"""The communication thread: one thread, one order, and no wait for work that is never done."""
 
 from __future__ import annotations
 
@@ -10,34 +10,32 @@ from paceline import ClusterError
 from paceline.transport.comm_thread import CommThread
 
 
-def test_all_is_done_in_the_order_of_asking_and_in_one_other_thread():
-    lane, done = CommThread(), []
-    ops = [
-        lane.ask("work", lambda i=i: done.append((i, lane.is_here())), lambda _, i=i: (i, lane.is_here()))
-        for i in range(20)
-    ]
-    assert [op.wait() for op in reversed(ops)] == [(i, False) for i in reversed(range(20))]
+def test_work_is_done_in_the_order_of_submission_and_in_one_other_thread():
+    thread, done = CommThread(), []
+    ops = [thread.submit("work", lambda i=i: done.append((i, thread.is_current())) or i) for i in range(20)]
+    assert [op.wait() for op in reversed(ops)] == [*reversed(range(20))]
     assert done == [(i, True) for i in range(20)]
-    lane.close()
+    thread.close()
 
 
-def test_an_error_is_told_to_whoever_waits_and_to_nobody_else():
-    lane = CommThread()
-    bad, good = lane.ask("bad", lambda: 1 / 0, str), lane.ask("good", lambda: 1, str)
-    assert good.wait() == "1"
+def test_an_error_is_raised_where_its_own_work_is_awaited_and_nowhere_else():
+    thread = CommThread()
+    bad = thread.submit("bad", lambda: 1 / 0)
+    good = thread.submit("good", lambda: 1)
+    assert good.wait() == 1
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             bad.wait()
-    lane.close()
+    thread.close()
 
 
 @pytest.mark.parametrize("was_used", [False, True])
-def test_a_closed_lane_refuses_work_instead_of_never_doing_it(was_used: bool):
-    lane, before = CommThread(), threading.active_count()
+def test_a_closed_thread_refuses_work_instead_of_never_doing_it(was_used: bool):
+    thread, before = CommThread(), threading.active_count()
     if was_used:
-        lane.ask("work", lambda: None, lambda _: None).wait()
-    lane.close()
-    lane.close()
+        thread.submit("work", lambda: None).wait()
+    thread.close()
+    thread.close()
     assert threading.active_count() == before
-    with pytest.raises(ClusterError, match="'mean' was begun after the job was closed"):
-        lane.ask("mean", lambda: None, lambda _: None)
+    with pytest.raises(ClusterError, match="'mean' was started after the job was closed"):
+        thread.submit("mean", lambda: None)

@@ -268,7 +268,7 @@ class SyncRounds:
         own.losses, m.count = [0.0, 0.0], 0
         codec_state = self._codec_state and self._codec_state[where]
         self._pending = w.endpoint.run_collectives(
-            lambda endpoint: self._meet(endpoint, mine, vote, told, codec_state), lambda meeting: meeting, kind="mean"
+            lambda endpoint: self._meet(endpoint, mine, vote, told, codec_state), kind="mean"
         )
 
     async def _meet(

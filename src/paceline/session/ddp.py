@@ -182,7 +182,7 @@ class DdpHook:
             done.set_result(x)
             return done
         ready = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
-        self._lane.ask("mean", partial(_exchange, job, x, codec_state, ready, done), lambda _: None)
+        self._lane.submit("mean", partial(_exchange, job, x, codec_state, ready, done))
         # An error set to a future is a result like any other to DDP; one that a callback raises is an error.
         return done.then(lambda future: future.value())
 
@@ -324,7 +324,7 @@ def _exchange(
 
 
 def _close(lane: CommThread, job: Job) -> None:
-    if lane.is_here():  # Garbage is collected by any thread, and none can wait for itself.
+    if lane.is_current():  # Garbage is collected by any thread, and none can wait for itself.
         threading.Thread(target=_close, args=(lane, job), daemon=True).start()
         return
     lane.close()

@@ -16,13 +16,12 @@ from torch import Tensor
 from paceline import costs as network
 from paceline.endpoint import Endpoint, Message, SharedVector, check_summable
 from paceline.errors import ClusterError
-from paceline.op import Op, and_then
+from paceline.op import Op
 from paceline.sim.shared_vector import SimSharedVector
 from paceline.sim.simulator import SimOp
 from paceline.sim.world import Image, Participant, Receiver, Rendezvous, World
 from paceline.trace import Trace
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -64,16 +63,12 @@ class SimEndpoint:
         return self._simulator.spawn(self.rank, routine, kind)
 
     def run_collectives(
-        self,
-        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]],
-        then: Callable[[S], T],
-        *,
-        kind: str = "exchange",
+        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]], *, kind: str = "exchange"
     ) -> Op[T]:
         channel = SimEndpoint(self.world, self.rank, self.ranks)
         channel._channel = self._group.channels[self.rank]
         self._group.channels[self.rank] += 1
-        return self._simulator.spawn(self.rank, and_then(routine(channel), then), kind)
+        return self._simulator.spawn(self.rank, routine(channel), kind)
 
     def compute(self, work: Callable[[], T], *, kind: str = "compute", nbytes: int = 0) -> Op[T]:
         return self.busy(self.world.cluster.work_seconds(kind, nbytes), work(), kind=kind)
@@ -101,10 +96,11 @@ class SimEndpoint:
         return op
 
     def shared_vector(self, first: Tensor) -> Op[SharedVector]:
-        return self.spawn(and_then(self._common(first), lambda values: SimSharedVector(self, values)), kind="common")
+        return self.spawn(self._shared_vector(first), kind="common")
 
-    async def _common(self, first: Tensor) -> Tensor:
-        return await self._meet("common", (first.shape, first.dtype), (first,), 0)
+    async def _shared_vector(self, first: Tensor) -> SharedVector:
+        values = await self._meet("common", (first.shape, first.dtype), (first,), 0)
+        return SimSharedVector(self, values)
 
     def send(self, dst: int, message: Message) -> Op[None]:
         world, simulator, rank = self.world, self._simulator, self.rank

@@ -21,7 +21,7 @@ from paceline import costs as network
 from paceline.collectives import sum_by_groups
 from paceline.endpoint import Endpoint, Layout, Message, SharedVector, check_summable
 from paceline.errors import ClusterError
-from paceline.op import Op, Ready, Routine, and_then, drive
+from paceline.op import Op, Ready, Routine, drive
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.shared_memory import SharedMemory
@@ -31,7 +31,6 @@ from paceline.transport.torch_collectives import TorchCollectives
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 SPANS_KEPT = 100_000  # A session may take millions of steps; its trace keeps the newest spans, and the totals of all.
@@ -156,16 +155,12 @@ class ProcessEndpoint:
         return Routine(kind, routine)
 
     def run_collectives(
-        self,
-        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]],
-        then: Callable[[S], T],
-        *,
-        kind: str = "exchange",
+        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]], *, kind: str = "exchange"
     ) -> Op[T]:
-        if self._comm_thread is None or self._comm_thread.is_here():
+        if self._comm_thread is None or self._comm_thread.is_current():
             # It continues when it is awaited, and so in one order on every rank.
-            return Routine(kind, and_then(routine(self), then))
-        return self._comm_thread.ask(kind, lambda: drive(routine(self)), then)
+            return Routine(kind, routine(self))
+        return self._comm_thread.submit(kind, lambda: drive(routine(self)))
 
     def group(self, ranks: Sequence[int]) -> ProcessEndpoint:
         ranks = tuple(sorted(ranks))
@@ -233,9 +228,7 @@ class ProcessEndpoint:
 
     def _sum_by_host(self, x: Tensor, extras: Tensor | None, hosts: Sequence[Sequence[int]]) -> Op[Tensor]:
         small = torch.zeros(0, dtype=torch.float64) if extras is None else extras
-        return self.run_collectives(
-            lambda _: sum_by_groups(self, x, small, hosts), lambda total: total, kind="all_reduce"
-        )
+        return self.run_collectives(lambda _: sum_by_groups(self, x, small, hosts), kind="all_reduce")
 
     def reduce(self, x: Tensor, dst: int, extras: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)
@@ -284,10 +277,8 @@ class ProcessEndpoint:
         self, kind: str, start: Callable[[], Op[T]], nbytes: int, root: int = 0, sent_as: str | None = None
     ) -> Op[T]:
         """Start a collective, in the communication thread if there is one; `nbytes` is the input of each rank."""
-        if self._comm_thread is not None and not self._comm_thread.is_here():
-            return self._comm_thread.ask(
-                kind, lambda: self._begin(kind, start, nbytes, root, sent_as).wait(), lambda value: value
-            )
+        if self._comm_thread is not None and not self._comm_thread.is_current():
+            return self._comm_thread.submit(kind, lambda: self._begin(kind, start, nbytes, root, sent_as).wait())
         # A group within one of several hosts sends nothing over the network.
         is_local = self._shared is not None and self._comm_thread is not None
         index = (self.ranks.index(self.rank) - root) % len(self.ranks)

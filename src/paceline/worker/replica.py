@@ -268,24 +268,27 @@ class Replica:
         self._mean_was_taken = True
         bad = float(self._bad is not None)
         vote = SyncVote(self._since_mean, float(self.has_data(self.step_index + 1)), bad, bad * self.rank, self.rank)
-
-        def heard(total: SyncVote) -> Tensor:
-            self._behind_update = total.weight
-            if (complaint := vote.complaint) is not None:
-                if (at := complaint.at) is not None:
-                    self._note_bad(lambda: self.flat.locate(start + at))
-                elif self.nonfinite != "pass" and self._bad is None:
-                    self._bad, self._is_culprit = f"rank {self.rank} has a gradient beyond its codec: {complaint}", True
-            if total.bad and self._bad is None:
-                self._bad = f"{total.culprit()} had a gradient with NaN or infinity, or beyond its codec"
-            self._over = not total.going_on
-            if ends_if_empty and self._over and not total.weight:
-                raise Ended
-            return x
-
-        return self.endpoint.run_collectives(
-            lambda endpoint: self._exchange(endpoint, x, vote, codec_state, groups), heard, kind="mean"
+        exchange = self.endpoint.run_collectives(
+            lambda endpoint: self._exchange(endpoint, x, vote, codec_state, groups)
         )
+        return self.endpoint.spawn(self._end_mean(x, exchange, vote, start, ends_if_empty), kind="mean")
+
+    async def _end_mean(
+        self, x: Tensor, exchange: Op[SyncVote], vote: SyncVote, start: int, ends_if_empty: bool
+    ) -> Tensor:
+        total = await exchange
+        self._behind_update = total.weight
+        if (complaint := vote.complaint) is not None:
+            if (at := complaint.at) is not None:
+                self._note_bad(lambda: self.flat.locate(start + at))
+            elif self.nonfinite != "pass" and self._bad is None:
+                self._bad, self._is_culprit = f"rank {self.rank} has a gradient beyond its codec: {complaint}", True
+        if total.bad and self._bad is None:
+            self._bad = f"{total.culprit()} had a gradient with NaN or infinity, or beyond its codec"
+        self._over = not total.going_on
+        if ends_if_empty and self._over and not total.weight:
+            raise Ended
+        return x
 
     async def _exchange(
         self, endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state: CodecState | None, groups: Groups | None
