@@ -148,7 +148,7 @@ class Rogue:
 
     def throw(self, frames: list[bytes]) -> None:
         """Whatever this is."""
-        self.box._outbox(SERVER).send_multipart(frames)
+        self.box._outbox.socket(SERVER).send_multipart(frames)
 
     def take(self, until: int) -> None:
         """Count what the server has answered, up to the request with this serial."""

@@ -25,8 +25,9 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import drive
-from paceline.transport import mailbox
-from paceline.transport.mailbox import COPY_BELOW, UNREAD, Mailbox
+from paceline.transport import mailbox, outbox
+from paceline.transport.connections import COPY_BELOW, UNREAD
+from paceline.transport.mailbox import Mailbox
 from paceline.transport.wire import DTYPES
 
 DEADLINE_S = 10.0
@@ -196,7 +197,7 @@ def test_two_ranks_that_both_send_before_they_read_do_not_wait_for_each_other(
     is_far: bool, monkeypatch: pytest.MonkeyPatch
 ):
     x = torch.zeros(COPY_BELOW)
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", 4 * x.nbytes)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", 4 * x.nbytes)
     with job(2, is_far=is_far) as (a, b), ThreadPoolExecutor(2) as threads:
 
         def exchange(box: Mailbox) -> list[int]:
@@ -210,7 +211,7 @@ def test_two_ranks_that_both_send_before_they_read_do_not_wait_for_each_other(
 @both_ways
 def test_an_awaited_send_waits_for_a_reader_that_cannot_keep_up(is_far: bool, monkeypatch: pytest.MonkeyPatch):
     x = torch.zeros(COPY_BELOW)
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", UNREAD * x.nbytes)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", UNREAD * x.nbytes)
     with job(2, is_far=is_far, timeout_s=0.3) as (a, b):
         sent = 0
         with pytest.raises(ClusterError, match=r"^rank 0 could not send 'push' to rank 1 within 0\.3 s$"):
@@ -234,9 +235,9 @@ def test_a_rank_that_never_joins_is_named():
 def test_the_callers_mistakes_are_named(pair: list[Mailbox]):
     with pytest.raises(ValueError, match=r"Mailbox\(rank=2, size=2\)"):
         Mailbox(HashStore(), 2, 2)
-    with pytest.raises(ValueError, match="send: rank 2 is none of this job's, which are 0 to 1"):
+    with pytest.raises(ValueError, match="send: rank 2 is not in this job, whose ranks are 0 to 1"):
         pair[0].send(2, Message("push"))
-    with pytest.raises(ValueError, match="recv: rank -1 is none"):
+    with pytest.raises(ValueError, match="recv: rank -1 is not in this job"):
         pair[0].recv(src=-1)
     with pytest.raises(ValueError, match=r"send of a torch\.complex64 tensor: a mailbox carries float32, "):
         pair[0].send(1, Message("push", (torch.zeros(2, dtype=torch.complex64),)))
@@ -297,7 +298,7 @@ def test_a_frame_beyond_the_limit_is_not_read_into_memory():
         b.send(0, Message("push", (torch.zeros(1_000_000),)))
         with pytest.raises(TimeoutError):
             a.recv(timeout=0.2).wait()
-        b._outboxes.pop(0).close(linger=0)
+        b._outbox._sockets.pop(0).close(linger=0)
         assert_serves(a, b)
 
 
@@ -313,7 +314,7 @@ def test_a_rank_killed_within_a_message_does_not_stop_the_others(tmp_path: Path)
     a, c = Mailbox(store, 0, 3, timeout_s=DEADLINE_S), Mailbox(store, 2, 3)
     child = multiprocessing.get_context("fork").Process(target=send_much, args=(store,))
     child.start()
-    until(lambda: len(a._door._admitted) == 1)  # Two tensors of 200 MB take long enough.
+    until(lambda: len(a._connections.authenticator._admitted) == 1)  # Two tensors of 200 MB take long enough.
     child.kill()
     child.join()
     with pytest.raises(TimeoutError):
@@ -356,20 +357,30 @@ def test_a_stranger_with_an_unpublished_key_is_refused(pair: list[Mailbox]):
         with job(2) as fresh:
             box, peer = boxes or fresh
             public, secret = zmq.curve_keypair()
-            stranger(box, curve_publickey=public, curve_secretkey=secret, curve_serverkey=box._public)
+            stranger(box, curve_publickey=public, curve_secretkey=secret, curve_serverkey=box._connections.public_key)
             assert box.last_refusal == "a stranger at 127.0.0.1: no rank of this job has published its key"
             assert_serves(box, peer)
 
 
 def test_a_stranger_with_a_ranks_public_key_but_not_its_secret_is_refused(pair: list[Mailbox]):
     _, secret = zmq.curve_keypair()
-    stranger(pair[0], curve_publickey=pair[1]._public, curve_secretkey=secret, curve_serverkey=pair[0]._public)
+    stranger(
+        pair[0],
+        curve_publickey=pair[1]._connections.public_key,
+        curve_secretkey=secret,
+        curve_serverkey=pair[0]._connections.public_key,
+    )
     assert_serves(*pair)
 
 
 def test_a_stranger_that_expects_another_rank_is_refused(pair: list[Mailbox]):
     wrong, _ = zmq.curve_keypair()
-    stranger(pair[0], curve_publickey=pair[1]._public, curve_secretkey=pair[1]._secret, curve_serverkey=wrong)
+    stranger(
+        pair[0],
+        curve_publickey=pair[1]._connections.public_key,
+        curve_secretkey=pair[1]._connections.secret_key,
+        curve_serverkey=wrong,
+    )
     assert_serves(*pair)
 
 
@@ -378,9 +389,9 @@ def test_a_rank_of_another_job_is_refused():
     with job(2, PrefixStore("a", store)) as ours, job(2, PrefixStore("b", store)) as theirs:
         stranger(
             ours[0],
-            curve_publickey=theirs[1]._public,
-            curve_secretkey=theirs[1]._secret,
-            curve_serverkey=ours[0]._public,
+            curve_publickey=theirs[1]._connections.public_key,
+            curve_secretkey=theirs[1]._connections.secret_key,
+            curve_serverkey=ours[0]._connections.public_key,
         )
         assert_serves(*ours)
 
@@ -403,7 +414,7 @@ def deliver(pair: list[Mailbox], raw: list[list[bytes]]) -> list[Message]:
     a, b = pair
     before = a.refused
     for frames in raw:
-        b._outbox(0).send_multipart(frames)
+        b._outbox.socket(0).send_multipart(frames)
     b.send(0, Message("the end")).wait()
     came: list[Message] = []
     while (message := a.recv().wait()).kind != "the end":
@@ -629,7 +640,7 @@ def use_inherited(box: Mailbox) -> None:
     try:
         box.send(0, Message("push"))
     except RuntimeError as error:
-        os._exit(0 if "not of this process" in str(error) else 1)
+        os._exit(0 if "belongs to another process" in str(error) else 1)
     os._exit(2)
 
 

@@ -26,10 +26,12 @@ from zmq.utils import z85
 
 from paceline.endpoint import Message
 from paceline.errors import ClusterError
-from paceline.transport import mailbox, segments
+from paceline.transport import mailbox, outbox, segments
 from paceline.transport.authenticator import KEYS
-from paceline.transport.mailbox import COPY_BELOW, SHARED_FROM, UNREAD, Mailbox
+from paceline.transport.connections import COPY_BELOW, UNREAD
+from paceline.transport.mailbox import Mailbox
 from paceline.transport.memory import CACHE_LINE
+from paceline.transport.outbox import SHARED_FROM
 from paceline.transport.segments import (
     FIRST_NBYTES,
     NAME,
@@ -95,7 +97,7 @@ def mappings() -> list[str]:
 
 def unread(box: Mailbox) -> int:
     """How many allocations of a mailbox another rank may still read."""
-    return sum(segment.is_unread(a) for segment in box._segments._segments for a in segment.allocations)
+    return sum(segment.is_unread(a) for segment in box._outbox._segments._segments for a in segment.allocations)
 
 
 # Delivery
@@ -177,7 +179,7 @@ def test_a_sender_without_memory_for_segments_uses_the_socket(pair: list[Mailbox
     x = pair[0].send_buffer(torch.zeros(SHARED_FROM)).fill_(3)
     pair[0].send(1, Message("push", (x,))).wait()
     assert bool((pair[1].recv().wait().tensors[0] == 3).all())
-    assert not pair[0].in_use(x) and pair[0]._segments._segments == []
+    assert not pair[0].in_use(x) and pair[0]._outbox._segments._segments == []
     assert open_files() == before
 
 
@@ -222,7 +224,7 @@ def test_a_send_buffer_is_sent_without_a_copy_and_in_use_until_the_reader_releas
         x = box.send_buffer(torch.zeros(1000, 300)).fill_(1)
         assert not box.in_use(x)
         assert ask("hold", x.view(-1)) == [[1, 1]]
-        assert box.in_use(x) and len(box._segments._segments[0].allocations) == 1
+        assert box.in_use(x) and len(box._outbox._segments._segments[0].allocations) == 1
         x.fill_(2)  # Which its owner must not do: the reader sees it, because it is the same memory.
         assert ask("look") == [[2, 2]]
         assert ask("slice") == [[2, 2]] and box.in_use(x)  # A part of it is enough to keep it.
@@ -266,7 +268,7 @@ def test_one_reader_gets_one_part_of_a_send_buffer_without_a_copy_and_further_pa
 
 def test_a_send_buffer_goes_to_other_hosts_without_waiting(pair: list[Mailbox]):
     a, b = pair
-    a._near[1], b._near[0] = None, None
+    a._readers[1], b._readers[0] = None, None
     x = a.send_buffer(torch.zeros(MB)).fill_(1)
     began = time.monotonic()
     for i in range(3 * UNREAD):  # More than a receiver queues that does not read.
@@ -292,14 +294,14 @@ def test_a_send_buffer_is_kept_while_its_owner_or_a_reader_has_it(pair: list[Mai
     assert came[1:].eq(7).all() and part.tolist() == [8, 7, 7]
     del part, came, filled
     a.send_buffer(torch.zeros(SHARED_FROM))
-    assert [len(segment.allocations) for segment in a._segments._segments] == [1]
+    assert [len(segment.allocations) for segment in a._outbox._segments._segments] == [1]
 
 
 def test_a_small_or_empty_send_buffer_is_ordinary_memory(pair: list[Mailbox]):
     for like in (torch.zeros(0, 3), torch.zeros(5, dtype=torch.int8)):
         x = pair[0].send_buffer(like)
         assert (x.shape, x.dtype) == (like.shape, like.dtype) and not pair[0].in_use(x)
-    assert pair[0]._segments._segments == []
+    assert pair[0]._outbox._segments._segments == []
 
 
 def test_a_forked_child_that_drops_its_copy_does_not_release_its_parents_tensor(pair: list[Mailbox]):
@@ -332,10 +334,10 @@ def test_memory_sent_to_a_killed_reader_is_freed(tmp_path: Path):
         end(process)
         assert box.in_use(x)  # Until this rank has noticed the death.
         assert box.recv(kinds=["gone"]).wait().src == 1
-        assert not box.in_use(x) and unread(box) == 0 and box._segments.unread_nbytes() == 0
+        assert not box.in_use(x) and unread(box) == 0 and box._outbox._segments.unread_nbytes() == 0
         for _ in range(3 * UNREAD):  # There is no reader, so it is not even copied.
             box.send(1, Message("hold", (x,))).wait()
-        assert not box.in_use(x) and 1 not in box._outboxes
+        assert not box.in_use(x) and 1 not in box._outbox._sockets
 
 
 def pack_and_wait(pipe: int) -> None:
@@ -422,30 +424,31 @@ def test_memory_is_reused(pair: list[Mailbox]):
         a.send(1, Message("push", (x.fill_(i),))).wait()
         assert bool((b.recv().wait().tensors[0] == i).all())
     assert open_files() == before
-    (segment,) = a._segments._segments
-    assert (
-        len(segment.memory) == FIRST_NBYTES and os.fstat(segment.file).st_blocks * 512 <= MB + 2 * mailbox.SHARED_FROM
-    )
+    (segment,) = a._outbox._segments._segments
+    assert len(segment.memory) == FIRST_NBYTES and os.fstat(segment.file).st_blocks * 512 <= MB + 2 * SHARED_FROM
 
 
 def test_a_full_segment_is_followed_by_a_larger_one_and_closed_when_it_is_empty(pair: list[Mailbox]):
     a, b = pair
     before = open_files()
     kept = a.send_buffer(torch.zeros(MB // 4)).fill_(5)
-    old = a._segments._segments[0].file
+    old = a._outbox._segments._segments[0].file
     watching = os.dup(old)
     a.send(1, Message("push", (kept,))).wait()
     came = b.recv().wait().tensors
     for _ in range(2):
         a.send(1, Message("push", (torch.zeros(3 * MB),))).wait()
         assert b.recv().wait().nbytes == 12 * MB
-    assert [len(segment.memory) for segment in a._segments._segments] == [FIRST_NBYTES, 2 * (12 * MB + CACHE_LINE)]
+    assert [len(segment.memory) for segment in a._outbox._segments._segments] == [
+        FIRST_NBYTES,
+        2 * (12 * MB + CACHE_LINE),
+    ]
     del came
     a.send_buffer(kept)
-    assert len(a._segments._segments) == 2 and bool((kept == 5).all())  # Its owner still has it.
+    assert len(a._outbox._segments._segments) == 2 and bool((kept == 5).all())  # Its owner still has it.
     del kept
     a.send_buffer(torch.zeros(MB // 4))
-    assert [len(segment.memory) for segment in a._segments._segments] == [2 * (12 * MB + CACHE_LINE)]
+    assert [len(segment.memory) for segment in a._outbox._segments._segments] == [2 * (12 * MB + CACHE_LINE)]
     assert os.fstat(watching).st_blocks == 0  # Given back, though the reader has it mapped.
     os.close(watching)
     with pytest.raises(OSError):
@@ -481,7 +484,7 @@ def test_allocations_freed_in_any_order_keep_their_values():
 
 
 def test_a_message_beyond_the_bound_goes_and_the_next_one_waits_until_it_was_opened(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", MB)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", MB)
     with job(2, timeout_s=0.3) as (a, b):
         large, small = torch.zeros(MB), torch.zeros(SHARED_FROM)
         a.send(1, Message("large", (large,))).wait()
@@ -497,7 +500,7 @@ def test_a_message_beyond_the_bound_goes_and_the_next_one_waits_until_it_was_ope
 
 
 def test_what_a_reader_has_opened_does_not_count_as_unread(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", MB)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", MB)
     with job(2, timeout_s=0.3) as (a, b):
         came: list[Message] = []
         for i in range(10):
@@ -516,7 +519,7 @@ def test_sixty_four_ranks_share_memory_and_the_next_one_is_sent_a_copy():
         assert [rank for rank, t in came.items() if bool((t == 1).all())] == [65]
         assert unread(box) == 1
         del came[5]
-        box._segments.release(5)  # Its status byte is free for another reader.
+        box._outbox._segments.release(5)  # Its status byte is free for another reader.
         box.send(65, Message("push", (x,))).wait()
         came[65] = others[-1].recv().wait().tensors[0]
         x.fill_(3)
@@ -673,7 +676,7 @@ def test_a_location_of_another_form_is_refused(pair: list[Mailbox], location: ob
 
 
 def test_a_shared_bool_tensor_with_other_bytes_is_refused(pair: list[Mailbox]):
-    location = pair[1]._segments.write(torch.full((64,), 2, dtype=torch.uint8), reader=0)
+    location = pair[1]._outbox._segments.write(torch.full((64,), 2, dtype=torch.uint8), reader=0)
     assert deliver(pair, [[header(tensors=[form("bool", 64, location=location)])]]) == []
     assert "other than 0 and 1" in (pair[0].last_refusal or "")
 
@@ -695,7 +698,7 @@ def test_a_shared_tensor_beyond_the_limit_is_refused_before_it_is_mapped():
         assert (a.last_refusal or "").endswith(
             f"its tensor has {MB + 4} bytes: this mailbox was made with max_nbytes={MB}"
         )
-        reader = a._near[1]
+        reader = a._readers[1]
         assert a.refused == 1 and reader is not None and reader._files == {}
         b.send(0, Message("push", (torch.zeros(MB // 4),))).wait()
         assert a.recv().wait().nbytes == MB
@@ -760,7 +763,7 @@ def test_twenty_thousand_damaged_locations_do_not_stop_the_mailbox(pair: list[Ma
             for tensor in message.tensors:  # All of it can be read.
                 int(tensor.view(-1).view(torch.uint8).max())
     assert 1000 < came < 5000
-    reader = pair[0]._near[1]
+    reader = pair[0]._readers[1]
     assert (
         reader is not None and open_files() == before + len(reader._files) - 1
     )  # A damaged number may be that of the same file again.
@@ -839,7 +842,7 @@ def test_nothing_is_received_from_a_process_after_its_death_was_reported(tmp_pat
 
 def test_a_message_from_a_dead_rank_is_refused():
     with job(2, is_open=True) as boxes:
-        boxes[0]._gone.add(1)
+        boxes[0]._monitor.dead.add(1)
         boxes[1].send(0, Message("push")).wait()
         until(lambda: boxes[0]._inbox.poll(0) != 0)
         with pytest.raises(TimeoutError):
@@ -863,7 +866,7 @@ def test_the_death_of_a_process_that_was_never_a_rank_is_reported_too():
 
 @pytest.mark.dist
 def test_an_awaited_send_ends_when_its_reader_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", MB)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", MB)
     with holder(tmp_path / "store", timeout_s=60) as (box, process, ask):
         ask("hold", torch.zeros(MB))
         os.kill(process.pid or 0, signal.SIGSTOP)
@@ -879,7 +882,7 @@ def test_an_awaited_send_ends_when_its_reader_dies(tmp_path: Path, monkeypatch: 
 def test_a_mailbox_that_is_not_open_watches_no_process(pair: list[Mailbox]):
     pair[1].send(0, Message("hello")).wait()
     pair[0].recv().wait()
-    assert pair[0]._watched == {}
+    assert pair[0]._monitor._watched == {}
 
 
 def test_watching_leaves_no_file_behind():
@@ -889,7 +892,7 @@ def test_watching_leaves_no_file_behind():
             box.send(1 - box.rank, Message("hello")).wait()
         for box in boxes:
             box.recv().wait()
-        assert [list(box._watched.values()) for box in boxes] == [[1], [0]]
+        assert [list(box._monitor._watched.values()) for box in boxes] == [[1], [0]]
     assert open_files() == before
 
 
@@ -902,7 +905,7 @@ def test_a_late_rank_beyond_the_size_is_admitted_to_an_open_mailbox_alone():
         box.send(7, Message("welcome")).wait()
         assert late.recv().wait().src == 0
         public, secret = zmq.curve_keypair()
-        stranger(box, curve_publickey=public, curve_secretkey=secret, curve_serverkey=box._public)
+        stranger(box, curve_publickey=public, curve_secretkey=secret, curve_serverkey=box._connections.public_key)
         assert box.last_refusal == "a stranger at 127.0.0.1: no rank of this job has published its key"
         assert_serves(box, late)
     with pytest.raises(ValueError, match=r"Mailbox\(rank=7, size=2\)"):
@@ -916,7 +919,9 @@ def test_a_key_of_an_impossible_rank_is_refused(rank: str):
         public, secret = zmq.curve_keypair()
         store.set(KEYS + z85.decode(public).hex(), rank)
         store.set(f"mail/{rank}", f"tcp://127.0.0.1:1 {public.decode()} {os.getpid()} ")
-        stranger(boxes[0], curve_publickey=public, curve_secretkey=secret, curve_serverkey=boxes[0]._public)
+        stranger(
+            boxes[0], curve_publickey=public, curve_secretkey=secret, curve_serverkey=boxes[0]._connections.public_key
+        )
         assert_serves(*boxes)
 
 
@@ -925,7 +930,9 @@ def test_a_key_without_a_mailbox_is_refused():
     with job(2, store, is_open=True) as boxes:
         public, secret = zmq.curve_keypair()
         store.set(KEYS + z85.decode(public).hex(), "5")
-        stranger(boxes[0], curve_publickey=public, curve_secretkey=secret, curve_serverkey=boxes[0]._public)
+        stranger(
+            boxes[0], curve_publickey=public, curve_secretkey=secret, curve_serverkey=boxes[0]._connections.public_key
+        )
         assert_serves(*boxes)
 
 
