@@ -34,8 +34,8 @@ class PeerAddress(NamedTuple):
 class Authenticator(threading.Thread):
     """Answers ZeroMQ's question about each new connection (ZAP, RFC 27): is this key admitted, and which rank has it?
 
-    It is a thread, so that a rank that is busy computing still admits connections.  zmq.auth's authenticator is a thread
-    too, with an asyncio loop, and does not report strangers that offer no key.
+    It is a thread, so that a rank that is busy computing still admits connections.  zmq.auth's authenticator is a
+    thread too, with an asyncio loop, and does not report strangers that offer no key.
     """
 
     def __init__(

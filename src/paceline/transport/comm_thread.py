@@ -1,8 +1,8 @@
 """The one thread in which a rank communicates over the network, in the order of the calls.
 
-Every rank calls in the same order.  So the parts of an exchange of several collectives cannot meet the parts of another
-exchange, and no exchange waits for the training thread before it continues.  Collectives chained by callbacks have neither
-property.
+Every rank calls in the same order.  So the parts of an exchange of several collectives cannot meet the parts of
+another exchange, and no exchange waits for the training thread before it continues.  Collectives chained by callbacks
+have neither property.
 """
 
 from __future__ import annotations

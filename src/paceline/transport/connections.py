@@ -1,8 +1,8 @@
 """The sockets and keys of a mailbox: its inbox, its connections to other ranks, and their addresses in the store.
 
 Every rank binds one PULL socket, its inbox, and connects a PUSH socket to the inbox of each rank that it sends to.
-Connections are TCP, encrypted and authenticated by CURVE with a key pair made for this rank of this job.  A key that no rank
-has published in the store is refused.
+Connections are TCP, encrypted and authenticated by CURVE with a key pair made for this rank of this job.  A key that
+no rank has published in the store is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A rank's endpoint among real processes.
 
 Collectives go through shared memory where all ranks are on one host and the tensors are on the CPU.  Otherwise they go
-through torch.distributed: NCCL, or gloo in a communication thread, summing within each host first where hosts have several
-ranks.  Messages go through a ZeroMQ mailbox, which is opened for the first one.
+through torch.distributed: NCCL, or gloo in a communication thread, summing within each host first where hosts have
+several ranks.  Messages go through a ZeroMQ mailbox, which is opened for the first one.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Clock:
 class Backends:
     """What the collectives of one group of ranks run on.
 
-    `shared` serves tensors on the CPU if all ranks are on one host; `process_group` serves the others.  With a `comm_thread`
-    all collectives run in that thread.  `hosts` are the ranks by host: given if sums should be taken within each host first.
-    `is_ordered`: sums are taken in the order of the ranks.
+    `shared` serves tensors on the CPU if all ranks are on one host; `process_group` serves the others.  With a
+    `comm_thread` all collectives run in that thread.  `hosts` are the ranks by host: given if sums should be taken
+    within each host first.  `is_ordered`: sums are taken in the order of the ranks.
     """
 
     shared: SharedMemory | None = None
@@ -77,8 +77,8 @@ class Membership:
 class Recorded(Op[T]):
     """Another Op, whose span is added to the trace when it is finished.
 
-    Collectives are finished in the order in which they were started, whichever is awaited first: some have a second part
-    that starts when the first is awaited, and all ranks must start these in the same order.
+    Collectives are finished in the order in which they were started, whichever is awaited first: some have a second
+    part that starts when the first is awaited, and all ranks must start these in the same order.
     """
 
     __slots__ = ("_endpoint", "_inner", "_nbytes", "_start", "_value")
@@ -300,11 +300,12 @@ class ProcessEndpoint:
 
 
 def wire_nbytes(collective: str, members: int, nbytes: int, index: int) -> int:
-    """Bytes that a member would send over a network if the collective ran as a ring and every member's input had `nbytes`.
+    """Bytes that a member would send if the collective ran as a ring over a network.
 
-    `index` counts members from the root on.  The trace reports this number for every collective: it is computed, not
-    measured, and equals the simulator's, so that traces of both can be compared.  Through shared memory no byte is sent
-    over a network, and gloo and NCCL may use another algorithm than a ring.
+    Every member has an input of `nbytes` bytes; `index` counts members from the root on.  The trace reports this
+    number for every collective: it is computed, not measured, and equals the simulator's, so that traces of both can
+    be compared.  Through shared memory no byte is sent over a network, and gloo and NCCL may use another algorithm
+    than a ring.
 
     >>> wire_nbytes("all_reduce", 4, 1000, 0)
     1500

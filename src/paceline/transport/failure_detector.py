@@ -1,12 +1,12 @@
 """Failure detection: which ranks are dead, and which have stopped sending heartbeats.
 
-The process of a rank on the same host is watched, so its end is noticed at once.  A host that is cut off or without power
-sends nothing, and neither does a process that is stopped: their heartbeats are missing.
+The process of a rank on the same host is watched, so its end is noticed at once.  A host that is cut off or without
+power sends nothing, and neither does a process that is stopped: their heartbeats are missing.
 """
 
 from __future__ import annotations
 
-# Seconds without a message from an ended process after which no more is expected, even if messages of others are in flight.
+# Seconds after the last message of an ended process in which another one is still expected.
 DRAIN_S = 1.0
 
 
@@ -15,9 +15,9 @@ class FailureDetector:
 
     It has no socket, no clock and no thread: the caller reports what happens, with the time `now` in seconds.
 
-    - A rank is suspected if it has sent heartbeats and then none for `silent_s` seconds.  It may be alive: its next heartbeat
-      ends the suspicion.  None: no rank is ever suspected.
-    - A rank is dead once its process has ended and its last message has been received.  It stays dead.
+    A rank is suspected if it has sent heartbeats and then none for `silent_s` seconds; with None no rank ever is.  It
+    may be alive: its next heartbeat ends the suspicion.  A rank is dead once its process has ended and its last
+    message has been received.  It stays dead.
     """
 
     def __init__(self, now: float, *, silent_s: float | None = None, drain_s: float = DRAIN_S) -> None:

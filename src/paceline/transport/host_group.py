@@ -1,8 +1,8 @@
 """The ranks of one host that run collectives together: which collectives are in flight, and how each one progresses.
 
-A collective starts by copying its input into a slot of this rank's arena and sending every peer a notice of where it is.
-It continues whenever the notices that it waits for have arrived, and only while the caller starts, polls or waits: there is
-no thread.
+A collective starts by copying its input into a slot of this rank's arena and sending every peer a notice of where it
+is.  It continues whenever the notices that it waits for have arrived, and only while the caller starts, polls or
+waits: there is no thread.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.transport.mesh import CODES, HostPeer, Kind, Mesh, Notice
 
 T = TypeVar("T")
 
-# The work of a collective.  Up to its first yield it copies its input into its slot.  It yields a function that returns the
-# indices of the peers it still waits for; it continues when that is empty.
+# The work of a collective.  Up to its first yield it copies its input into its slot.  It yields a function that
+# returns the indices of the peers it still waits for; it continues when that is empty.
 Missing = Callable[[], list[int]]
 Steps = Generator[Missing, None, None]
 

@@ -1,9 +1,9 @@
 """Mailbox: a rank's messages to and from the other ranks of its job, over ZeroMQ.
 
-Messages travel over encrypted and authenticated TCP (`connections`).  Large tensors for a rank of the same host stay in
-memory that it can map (`segments`), and only their location is sent.  The mailbox is as trustworthy as its store: a process
-that can write to the store can join the job.  A message is delivered once or, if a connection breaks, not at all; messages
-between two ranks keep their order.
+Messages travel over encrypted and authenticated TCP (`connections`).  Large tensors for a rank of the same host stay
+in memory that it can map (`segments`), and only their location is sent.  The mailbox is as trustworthy as its store: a
+process that can write to the store can join the job.  A message is delivered once or, if a connection breaks, not at
+all; messages between two ranks keep their order.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Mailbox:
     """Receives what arrives for `rank` of `size`, and sends to the others; for the process and thread that made it.
 
     `store` has one mailbox for each rank: give each job a PrefixStore of its own.  `bind` is this machine's address or
-    interface.  `timeout_s` limits every wait without a limit of its own, and `max_nbytes` every tensor, the same on all
-    ranks.  If it `is_open`, other ranks may join the first ones, and the last message of a process of this host is of the
-    kind "gone".  A message of the kind "silent" says that a rank has sent no heartbeat for `silent_s` seconds.  With
-    `beat_s` the mailbox sends heartbeats to all ranks that it sends messages to.
+    interface.  `timeout_s` limits every wait without a limit of its own, and `max_nbytes` every tensor, the same on
+    all ranks.  If it `is_open`, other ranks may join the first ones, and the last message of a process of this host is
+    of the kind "gone".  A message of the kind "silent" says that a rank has sent no heartbeat for `silent_s` seconds.
+    With `beat_s` the mailbox sends heartbeats to all ranks that it sends messages to.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Mailbox:
         self._monitor = PeerMonitor(self._inbox, self.address, self._receive, silent_s=silent_s)
 
     def send(self, dst: int, message: Message) -> Op[None]:
-        """Start to send.  Once this was awaited the tensors may be overwritten, except in a send buffer: see `in_use`."""
+        """Start to send.  Once this was awaited the tensors may be overwritten; for send buffers see `in_use`."""
         self._check_call("send", dst)
         for tensor in message.tensors:
             self._check_tensor(tensor)

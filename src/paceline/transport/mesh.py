@@ -1,7 +1,7 @@
 """A mesh of unix sockets between the ranks of one host.
 
-The sockets carry notices, some with a file, and report which peers are lost.  They have abstract names, so nothing stays on
-a disk, however a rank ends.
+The sockets carry notices, some with a file, and report which peers are lost.  They have abstract names, so nothing
+stays on a disk, however a rank ends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Kind(IntEnum):
 
 
 class Notice(NamedTuple):
-    """The one message format of the mesh.  `finished` is the last collective whose slots the sender will not read again."""
+    """The one message format of the mesh.
+
+    `finished` is the last collective whose slots the sender will not read again.
+    """
 
     kind: int
     dtype: int = 0
@@ -248,7 +251,7 @@ def connect_peers(store: Store, rank: int, ranks: Sequence[int], *, timeout_s: f
 
 
 def _say_hello(connection: socket.socket, published: str, index: int) -> None:
-    """Connect to a rank by the name that it has published, and prove with its token that this is a rank of its group."""
+    """Connect to a rank by the name that it has published, and prove by its token that this is a rank of its job."""
     connection.connect(f"\0paceline-{published[:32]}")
     connection.send(HELLO.pack(bytes.fromhex(published[32:]), index))
 

@@ -17,7 +17,7 @@ from paceline.transport.wire import NAMES, Header, Name, Shape, flat_bytes
 
 # From this size on it is faster to send a rank of the same host the location of a tensor than the tensor.
 SHARED_FROM = 2**16
-# Bytes that one receiver may have been sent and not opened, or that are in flight to it, before awaited sends to it wait.
+# Bytes that may be in flight to a receiver, or not opened by it, before awaited sends to it wait.
 UNREAD_NBYTES = 2**29
 
 

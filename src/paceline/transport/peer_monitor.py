@@ -110,7 +110,7 @@ class PeerMonitor:
         return rank
 
     def _is_drained(self) -> bool:
-        # The inbox is polled again after the kernel: bytes that have left the kernel since the first poll are in the inbox.
+        # The inbox is polled again after the kernel: what has left the kernel since the first poll is in the inbox.
         return not (self._inbox.poll(0) or has_bytes_in_flight(self._address) or self._inbox.poll(0))
 
 

@@ -30,7 +30,7 @@ class SumLayout:
         return nbytes >= RELAYED_FROM
 
     def block_nbytes(self, nbytes: int) -> int:
-        """Bytes of a block.  Many ranks need many blocks; otherwise most would wait for the first and then for the last."""
+        """Bytes of a block.  Many ranks need many blocks; otherwise most ranks would wait for the first or the last."""
         return min(BLOCK, aligned(-(-nbytes // self._members)))
 
     def values_nbytes(self, index: int, nbytes: int) -> int:

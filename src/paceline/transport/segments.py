@@ -1,8 +1,8 @@
 """Tensors that travel between two processes of one host through segments of memory that both have mapped.
 
-The sender copies a tensor into a segment once and sends its location.  The receiver uses the tensor there, and marks it as
-read when it drops the last reference, so nothing is copied twice.  A segment has no name on any disk and cannot shrink while
-a reader has it mapped: a killed process leaves nothing behind, and its readers keep what they have opened.
+The sender copies a tensor into a segment once and sends its location.  The receiver uses the tensor there, and marks
+it as read when it drops the last reference, so nothing is copied twice.  A segment has no name on any disk and cannot
+shrink while a reader has it mapped: a killed process leaves nothing behind, and readers keep what they have opened.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_READERS = CACHE_LINE
 
 
 class Location(NamedTuple):
-    """Where a tensor is: in which file of its sender, of what size, from which byte on; and its reader's status byte."""
+    """Where a tensor is: in which file of its sender, of what size, from which byte on; and its status byte."""
 
     file: int
     size: int
@@ -208,7 +208,7 @@ class SegmentWriter:
         need = CACHE_LINE + aligned(nbytes)
         start = self._segments[-1].gap(need) if self._segments else None
         if start is None:
-            # At least twice the size of the last one: few segments, and no two of one size, by which readers tell them apart.
+            # At least twice the size of the last one: so there are few, and readers tell them apart by their sizes.
             last = len(self._segments[-1].memory) if self._segments else 0
             self._segments.append(Segment(max(FIRST_NBYTES, 2 * need, 2 * last)))
             start = 0
@@ -298,7 +298,10 @@ class SegmentReader:
 
 
 def memory_domain() -> str:
-    """A text that is equal in two processes exactly if each may map the other's memory; empty if no other may map this one's."""
+    """A text that two processes have in common exactly if each may map the other's memory.
+
+    Empty if no other process may map this one's.
+    """
     try:
         spaces = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("net", "pid", "user")]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

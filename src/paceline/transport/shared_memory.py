@@ -1,9 +1,9 @@
 """Collectives between the ranks of one host, through shared memory.
 
-A rank copies its input into its arena, memory that its peers have mapped, and notifies them by a small message on a unix
-socket; they sum or copy directly from there.  A large sum is relayed block by block through the first rank's arena.  Arenas
-and sockets have no name on any disk, so a killed rank leaves nothing behind, and its peers learn of its death from its socket.
-Every rank adds in the order of the ranks, so sums equal `((x0 + x1) + x2) + ...` to the last bit.
+A rank copies its input into its arena, memory that its peers have mapped, and notifies them by a small message on a
+unix socket; they sum or copy directly from there.  A large sum is relayed block by block through the first rank's
+arena.  Arenas and sockets have no name on any disk, so a killed rank leaves nothing behind, and its peers learn of its
+death from its socket.  Every rank adds in the order of the ranks: a sum is exactly `((x0 + x1) + x2) + ...`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_EXTRAS = torch.empty(0, dtype=torch.float64)
 
 
 class SharedMemory:
-    """One rank's collectives in a group on one host.  The caller's own thread does all the work, as it starts and waits."""
+    """One rank's collectives in a group on one host.  The caller's thread does all the work, as it starts and waits."""
 
     def __init__(self, rank: int, ranks: Sequence[int], peers: Sequence[HostPeer], *, timeout_s: float) -> None:
         self.rank = rank

@@ -38,8 +38,8 @@ class Work(Op[T]):
 class TorchCollectives:
     """One rank's collectives in a process group.
 
-    If `is_ordered`, all_reduce adds in the order of the ranks, so that the bits are those of the simulator.  It gathers all
-    inputs for that, which takes N times the memory.
+    If `is_ordered`, all_reduce adds in the order of the ranks, so that the bits are those of the simulator.  It
+    gathers all inputs for that, which takes N times the memory.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None, *, is_ordered: bool) -> None:
@@ -57,7 +57,7 @@ class TorchCollectives:
 
     async def _ordered_sum(self, x: Tensor, extras: Tensor | None) -> Tensor:
         given = [x] if extras is None else [x, extras.to(x.device)]
-        # In one collective: a second one would start when the first is awaited, at different moments on different ranks.
+        # In one collective: a second one would start when the first is awaited, which ranks do at different moments.
         messages = await self.all_gather(torch.cat([t.view(-1).view(torch.uint8) for t in given]))
         start = 0
         for t, into in zip(given, (x, extras), strict=False):
