@@ -22,7 +22,8 @@ from paceline.pipeline.stand_in import StandIn, count, model_input, split_for, u
 from paceline.session.backward import Each
 from paceline.session.same_model import everything
 from paceline.task import Batch, Task, Trainee
-from paceline.transport.endpoint import ProcessEndpoint, Work
+from paceline.transport.endpoint import ProcessEndpoint
+from paceline.transport.torch_collectives import Work
 from paceline.worker.learner import TaskLearner
 from paceline.worker.replica import Replica
 
