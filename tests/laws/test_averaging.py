@@ -409,7 +409,7 @@ def test_slow_mo_of_one_worker_without_momentum_is_lookahead():
 # What is refused
 
 REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
-    (PeriodicAveraging, {"period": 0}, r"PeriodicAveraging\(period=0\).*steps between synchronisations.*at least 1"),
+    (PeriodicAveraging, {"period": 0}, r"PeriodicAveraging\(period=0\).*steps between syncs.*at least 1"),
     (BlockMomentum, {"samples": -1}, r"BlockMomentum\(samples=-1\).*a worker's samples.*at least 1"),
     (PeriodicAveraging, {"period": 4, "samples": 9}, r"period=4, samples=9.*in steps or in samples, not in both"),
     (PeriodicAveraging, {"optimizer_state": "drop"}, r"optimizer_state='drop'.*one of 'keep', 'average' and 'reset'"),
