@@ -296,7 +296,7 @@ def test_scaled_gradients_give_the_same_steps_as_unscaled_ones(tmp_path):
             for x, y in session.shard(minibatches(job)):
                 optimizer.zero_grad()
                 scaler.scale(F.cross_entropy(model(x), y)).backward()
-                scaler.unscale_(session.optimizer) if session.loop.replica.step_index % 2 else None
+                scaler.unscale_(session.optimizer) if session.loop.replica.cursor.step % 2 else None
                 scaler.step(session.optimizer)
                 scaler.update()
         return vector(model).tolist()

@@ -258,7 +258,7 @@ def test_another_number_of_workers_resumes_from_the_states_of_all(tmp_path):
     forked.run(3, lambda rank: train(rank, minibatches(job)[:9]), tmp_path)
     states = [torch.load(tmp_path / f"state-{rank}") for rank in range(3)]
     fewer = pl.resized(states, 2)
-    assert all(state["replica"]["k"] == 9 for state in fewer)
+    assert all(state["step"] == 9 for state in fewer)
     (tmp_path / "fewer").mkdir()
     first, second = forked.run(2, lambda rank: train(rank, minibatches(job)[9:], fewer[rank]), tmp_path / "fewer")
     assert first == second and torch.tensor(first).isfinite().all()

@@ -571,7 +571,7 @@ def test_the_hooks_process_group_has_the_timeout_of_the_hook(tmp_path):
 
     def work(rank):
         hook = pl.ddp_hook(pl.OneBit(), ddp(net()), timeout_s=77.0)
-        return hook._job.endpoint._process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        return hook._job.endpoint._torch.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     assert forked.run(2, work, tmp_path) == [77.0, 77.0]
 

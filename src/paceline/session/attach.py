@@ -24,9 +24,10 @@ from paceline.session.optimizer import SessionOptimizer
 from paceline.session.same_model import check_like_first, check_same_model, everything
 from paceline.session.session import Session
 from paceline.strategy import Strategy
+from paceline.worker.batch import NonFinite
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
-from paceline.worker.replica import NonFinite, Replica
+from paceline.worker.run import WorkerRun
 
 Initial = Literal["equal", "broadcast"]
 
@@ -77,11 +78,11 @@ def attach(
         session_optimizer = SessionOptimizer(inner)
         on_failure.callback(session_optimizer.release)
         learner = LoopLearner(flat, session_optimizer)
-        replica = Replica(job.endpoint, learner, nonfinite=nonfinite, plan=plan)
-        replica.data_shard = job.rank
-        loop = Loop(replica, learner, session_optimizer, accumulate=accumulate)
+        run = WorkerRun(strategy, job.endpoint, learner, nonfinite=nonfinite, plan=plan)
+        run.replica.cursor.shard = job.rank
+        loop = Loop(run, learner, session_optimizer, accumulate=accumulate)
         session_optimizer.on_step = loop.on_step
-        loop.start(strategy)
+        loop.start()
         session = Session(job, loop, session_optimizer, strategy)
         on_failure.pop_all()
     return session

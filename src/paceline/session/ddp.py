@@ -99,7 +99,7 @@ class DdpHook:
             done.set_result(x)
             return done
         ready = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
-        self._thread.ask("mean", partial(_exchange, job, x, codec_state, ready, done), lambda _: None)
+        self._thread.submit("mean", partial(_exchange, job, x, codec_state, ready, done))
         # DDP takes an exception that is set on a future for a result.  An exception from a callback is raised.
         return done.then(lambda future: future.value())
 
@@ -210,7 +210,7 @@ def _exchange(
 
 
 def _close(thread: CommThread, job: Job) -> None:
-    if thread.is_here():  # Any thread may collect garbage, and a thread cannot wait for itself.
+    if thread.is_current():  # Any thread may collect garbage, and a thread cannot wait for itself.
         threading.Thread(target=_close, args=(thread, job), daemon=True).start()
         return
     thread.close()

@@ -5,6 +5,7 @@ The strategy waits at such a request until the user's next `backward()` or `step
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from paceline.op import Op
 from paceline.session.backward import Each
 from paceline.session.optimizer import SessionOptimizer
+from paceline.state import StateStore, per_worker
 from paceline.worker.flat import FlatModel
 from paceline.worker.replica import Replica
 
@@ -67,6 +69,15 @@ class LoopLearner:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer.inner
+
+    def bind_state(self, states: StateStore) -> None:
+        optimizer = self._optimizer
+        states.bind(
+            "optimizer",
+            rule=per_worker,
+            save=lambda: copy.deepcopy(optimizer.state_dict()),
+            load=optimizer.load_state_dict,
+        )
 
     def has_data(self, step: int) -> bool:
         return not self.has_ended

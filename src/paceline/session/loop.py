@@ -14,8 +14,7 @@ from paceline.session.gradients import Gradients
 from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, StepRequest
 from paceline.session.minibatch import Minibatch
 from paceline.session.optimizer import SessionOptimizer
-from paceline.strategy import Strategy
-from paceline.worker.replica import Replica
+from paceline.worker.run import WorkerRun
 
 
 class Loop:
@@ -24,23 +23,24 @@ class Loop:
     Each event fulfils the request at which the strategy waits, and runs the strategy to its next request.
     """
 
-    def __init__(self, replica: Replica, learner: LoopLearner, optimizer: SessionOptimizer, *, accumulate: int) -> None:
-        self.replica = replica
+    def __init__(self, run: WorkerRun, learner: LoopLearner, optimizer: SessionOptimizer, *, accumulate: int) -> None:
+        self.run = run
+        self.replica = run.replica
         self.learner = learner
         self.accumulate = accumulate
-        self.batch = Minibatch(replica, learner)
+        self.batch = Minibatch(run.replica, learner)
         self.is_paused = False  # Whether backward passes only add to the gradient.
         self.last_own_step = -1  # The last step for which this worker had data.
-        self._flat = replica.flat
+        self._flat = learner.flat
         self._optimizer = optimizer
-        self._gradients = Gradients(replica.flat)
+        self._gradients = Gradients(learner.flat)
         self._driver = StrategyDriver()
         self._hooks: BucketHooks | None = None
         self._passes = 0  # Backward passes since the last step.
 
-    def start(self, strategy: Strategy) -> None:
+    def start(self) -> None:
         """Run the strategy to its first request."""
-        self._driver.start(self.replica.run(strategy))
+        self._driver.start(self.run.run())
         self._prepare()
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Loop:
 
         `scale` is the factor by which the gradients were multiplied.  On `overflow` they must not be used.
         """
-        self.last_own_step = self.replica.step_index
+        self.last_own_step = self.replica.cursor.step
         request = self._driver.request
         if request is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")

@@ -28,16 +28,16 @@ class Minibatch:
 
     def begin(self) -> None:
         """Its gradient is computed now.  A minibatch whose samples are not counted weighs 1."""
-        self._replica.counts_samples = self.samples is not None
-        self._replica.begin(1.0 if self.samples is None else self.samples)
+        self._replica.batch.is_counted = self.samples is not None
+        self._replica.batch.begin(1.0 if self.samples is None else self.samples)
 
     def begin_empty(self) -> None:
         """This worker has no minibatch for the step."""
-        self._replica.begin(0.0)
+        self._replica.batch.begin(0.0)
 
     def is_empty(self) -> bool:
         """Whether it has no samples for this worker."""
-        return not self._replica.batch_samples
+        return not self._replica.batch.samples
 
     def accepts_gradient(self, first_nonfinite: Callable[[], str | None], *, overflow: bool) -> bool:
         """Whether its gradient may be used; if not, the minibatch counts as empty.
@@ -46,9 +46,9 @@ class Minibatch:
         user's gradient scaler has already found one.
         """
         if overflow:
-            self._replica.discard_batch()
+            self._replica.batch.discard()
             return False
-        return self._replica.accept_gradient(first_nonfinite)
+        return self._replica.batch.accept(first_nonfinite)
 
     def record(self) -> None:
         """Add it to the trace."""
@@ -56,8 +56,8 @@ class Minibatch:
         endpoint.trace.point(
             endpoint.now(),
             self._replica.rank,
-            self._replica.step_index,
-            int(self._replica.batch_samples),
+            self._replica.cursor.step,
+            int(self._replica.batch.samples),
             self._learner.loss,
         )
 

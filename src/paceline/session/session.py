@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -35,7 +34,7 @@ class Session:
         self._is_open = True
         self._passes = 0
         # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
-        self._to_skip = loop.replica.step_index * loop.accumulate
+        self._to_skip = loop.replica.cursor.step * loop.accumulate
 
     @property
     def rank(self) -> int:
@@ -53,7 +52,7 @@ class Session:
     @property
     def skipped(self) -> int:
         """The number of steps skipped because a gradient had NaN or infinity."""
-        return self.loop.replica.skipped
+        return self.loop.replica.batch.skipped
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """Take the step of this minibatch, and take part in what the strategy exchanges.
@@ -82,7 +81,7 @@ class Session:
                 yield batch
             return
         # The agreement below uses collectives.  An exchange in flight on some ranks only would disturb them.
-        drive(self.loop.replica.drain())
+        drive(self.loop.run.states.before_save())
         parts = Parts(
             loader,
             self.rank,
@@ -106,7 +105,7 @@ class Session:
             raise
 
     def _is_training(self) -> bool:
-        return self.loop.replica.flat.model.training and torch.is_grad_enabled()
+        return self.loop.learner.flat.model.training and torch.is_grad_enabled()
 
     def _agreement(self) -> Agreement:
         if self.strategy.needs.elastic:
@@ -144,28 +143,27 @@ class Session:
     # Save and resume.
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps: parameters, optimizer state, the strategy's state.
+        """This rank's state between two steps, in slots: parameters, optimizer state, the strategy's state.
 
         It waits for the exchange in flight, so the other ranks must still be training.  To resume with another number
         of workers, give the states of all ranks to `resized`.
         """
-        drive(self.loop.replica.drain())
-        return {
-            "strategy": type(self.strategy).__name__,
-            "replica": self.loop.replica.state_dict(),
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-        }
+        drive(self.loop.run.states.before_save())
+        return self.loop.run.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state; call it before the first step."""
+        """Resume from a saved state; call it before the first step.  A state that does not fit changes nothing."""
         check(self.strategy, Offers("session.load_state_dict", unbroken=False))
-        if state["strategy"] != type(self.strategy).__name__:
-            raise ValueError(
-                f"the state was saved under {state['strategy']}, but this session runs {type(self.strategy).__name__}"
-            )
-        self.loop.replica.load_state_dict(state["replica"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.loop.start(self.strategy)
+        run = self.loop.run
+        before = self.state_dict()
+        try:
+            run.load_state_dict(state)
+            self.loop.start()
+            run.states.check_complete()
+        except BaseException:
+            run.load_state_dict(before)
+            self.loop.start()
+            raise
 
     # The end.
 
@@ -193,7 +191,7 @@ class Session:
         last_steps = [int(t) for t in endpoint.all_gather(torch.tensor(self.loop.last_own_step)).wait()]
         if len(set(last_steps)) > 1:
             source = endpoint.ranks[last_steps.index(max(last_steps))]
-            for _, values in everything(self.loop.replica.flat.model):
+            for _, values in everything(self.loop.learner.flat.model):
                 endpoint.broadcast(values, source).wait()
 
     def _release(self, *, failed: bool) -> None:
