@@ -20,13 +20,12 @@ from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import SyncVote
 from paceline.endpoint import Endpoint
 from paceline.families.deltas import compute_delta, go_to, merge, squared_distance, wide
+from paceline.families.optimizer_state import add_optimizer_state, exchange_optimizer_state, set_optimizer_state
 from paceline.families.sync import PendingSync, SyncResult, SyncStats
 from paceline.op import Op, Ready
 from paceline.state import per_worker
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
-from paceline.worker.flat import carry_over
-from paceline.worker.learner import optimizer_vectors, set_optimizer_vectors
 from paceline.worker.replica import Replica
 
 OptimizerState = Literal["keep", "average", "reset"]
@@ -203,7 +202,8 @@ class SyncRounds:
         is_sound = compute_delta(w.params[where], m.anchor[where], delta, snapshot)
         weight = w.batch.mark_sync(fragment)
         pending = PendingSync(fragment, w.cursor.step, m.count, weight, delta, snapshot)
-        self._add_optimizer_state(pending, where)
+        if self.method.optimizer_state == "average":
+            add_optimizer_state(pending, w.learner, where)
         vote = SyncVote(weight, float(w.cursor.has_data(w.cursor.step + 1)), rank=w.rank)
         is_lost = w.batch.nonfinite != "pass" and not is_sound and not delta.isfinite().all()
         if any(await w.learner.sum_over_stages([float(is_lost)])):
@@ -219,12 +219,6 @@ class SyncRounds:
         self._pending = w.endpoint.run_collectives(
             lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state), kind="mean"
         )
-
-    def _add_optimizer_state(self, pending: PendingSync, where: slice) -> None:
-        if self.method.optimizer_state == "average":
-            vectors = optimizer_vectors(self.w.learner.flat, self.w.learner.optimizer)
-            pending.state_names = list(vectors)
-            pending.state = torch.cat([v[where] for v in vectors.values()]) if vectors else torch.empty(0)
 
     def _leave_out(self, pending: PendingSync, vote: SyncVote) -> None:
         """This worker's parameters are not finite: the mean of the others overwrites them, if these may go on without."""
@@ -267,19 +261,8 @@ class SyncRounds:
         stats = stats._replace(squared_distance=distance, state_vectors=float(len(pending.state_names)))
         message = stats.packed(buffers)
         pending.replies = [message] if is_alone else await endpoint.all_gather(message)
-        await self._exchange_optimizer_state(endpoint, pending, vote)
+        await exchange_optimizer_state(endpoint, pending, vote)
         return pending
-
-    async def _exchange_optimizer_state(self, endpoint: Endpoint, pending: PendingSync, vote: SyncVote) -> None:
-        vectors = int(max(SyncStats.unpacked(reply)[0].state_vectors for reply in pending.replies))
-        if not vectors:
-            return
-        # A worker that has had no sample yet has no state, and adds nothing.
-        numel = vectors * pending.vector.numel()
-        has_state = pending.state is not None and pending.state.numel() == numel
-        pending.state_mean = pending.state.clone() if has_state else pending.vector.new_zeros(numel)  # pyright: ignore
-        if len(endpoint.ranks) > 1:
-            await collectives.mean(endpoint, pending.state_mean, SyncVote(vote.weight, rank=vote.rank))
 
     # Merging.
 
@@ -292,7 +275,9 @@ class SyncRounds:
         self._pending = None
         if not pending.going_on:
             w.cursor.finish()
-        result = None if pending.bad or not pending.weight else self._result(pending)
+        result = None if pending.bad or not pending.weight else pending.result()
+        if result is not None and len(self.fragments) == 1:
+            self._m.per_step = result.samples / result.workers / result.steps
         numbers = [0.0, 0.0] if result is None else [result.divergence, result.time]
         bad, divergence, time, stages = await w.learner.sum_over_stages([float(bool(pending.bad)), *numbers, 1.0])
         if bad:
@@ -320,47 +305,14 @@ class SyncRounds:
             anchor.add_(pending.vector)
         else:  # What was learnt while the sync was in flight stays on top of it.
             merge(anchor, pending.vector, params, snapshot)
-        if not is_alone or self.method.optimizer_state == "reset":
-            self._set_optimizer_state(where, pending)
+        if self.method.optimizer_state == "reset":
+            w.learner.optimizer.state.clear()
+        elif not is_alone:
+            set_optimizer_state(pending, w.learner, where)
         if not is_alone:
             received = [SyncStats.unpacked(reply) for reply in pending.replies]
             since = None if pending.is_lost else pending.buffers
             w.learner.flat.set_buffers([b for _, b in received], [stats.weight for stats, _ in received], since=since)
-
-    def _result(self, pending: PendingSync) -> SyncResult:
-        """Sum what all workers sent, in the order of ranks in plain Python: the same bits on every machine."""
-        stats = [SyncStats.unpacked(reply)[0] for reply in pending.replies]
-        weight = sum(s.weight for s in stats)
-        losses = sum(s.loss_sum for s in stats)
-        steps = sum(s.loss_steps for s in stats)
-        if len(self.fragments) == 1:
-            self._m.per_step = weight / len(stats) / pending.steps
-        return SyncResult(
-            step=pending.step,
-            steps=pending.steps,
-            samples=weight,
-            workers=self.w.workers,
-            lr=max(s.lr for s in stats if s.weight),  # A worker without data may no longer follow its schedule.
-            divergence=sum(s.weight * s.squared_distance for s in stats) / weight,
-            loss=losses / steps if steps else None,
-            time=stats[0].time,
-        )
-
-    def _set_optimizer_state(self, where: slice, pending: PendingSync) -> None:
-        flat = self.w.learner.flat
-        optimizer = self.w.learner.optimizer
-        if self.method.optimizer_state == "reset" or (pending.is_lost and pending.state_mean is None):
-            optimizer.state.clear()
-        elif pending.state_mean is not None and pending.state is not None and pending.state_names:
-            vectors = optimizer_vectors(flat, optimizer)
-            numel = where.stop - where.start
-            means = pending.state_mean.split(numel)
-            sent = pending.state.split(numel)
-            for name, mean, before in zip(pending.state_names, means, sent, strict=True):
-                now = vectors[name][where]
-                is_at_once = pending.snapshot is None or pending.is_lost
-                now.copy_(mean if is_at_once else carry_over(mean, now, before))
-            set_optimizer_vectors(flat, optimizer, vectors)
 
     def _refuse(self, pending: PendingSync) -> None:
         """A worker's parameters, or its delta, could not be sent."""

@@ -65,6 +65,23 @@ class PendingSync:
     complaint: str = ""  # the reason, if it was this worker's.
     replies: Sequence[Tensor] = ()  # Each worker's packed SyncStats and buffers.
 
+    def result(self) -> SyncResult:
+        """Sum what all workers sent, in the order of ranks in plain Python: the same bits on every machine."""
+        stats = [SyncStats.unpacked(reply)[0] for reply in self.replies]
+        weight = sum(s.weight for s in stats)
+        losses = sum(s.loss_sum for s in stats)
+        steps = sum(s.loss_steps for s in stats)
+        return SyncResult(
+            step=self.step,
+            steps=self.steps,
+            samples=weight,
+            workers=len(stats),
+            lr=max(s.lr for s in stats if s.weight),  # A worker without data may no longer follow its schedule.
+            divergence=sum(s.weight * s.squared_distance for s in stats) / weight,
+            loss=losses / steps if steps else None,
+            time=stats[0].time,
+        )
+
     def saved(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
