@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from paceline.needs import Offers, check
 from paceline.pipeline.split import Split, split
 from paceline.strategy import Strategy
 from paceline.task import Batch, Task
@@ -121,9 +122,4 @@ def check_stages(call: str, strategy: Strategy, stages: int | Sequence[str], mic
     """Raise ValueError if these stages are impossible, or impossible with this strategy."""
     if count(stages) < 1 or (microbatches is not None and microbatches < 1):
         raise ValueError(f"{call}(stages={stages!r}, microbatches={microbatches}): both must be at least 1")
-    if count(stages) > 1 and (strategy.servers or not strategy.needs.ordered):
-        raise ValueError(
-            f"{call}({type(strategy).__name__}, stages={stages!r}): its workers do not wait for each other, "
-            "and the stages of one would receive updates in different orders; "
-            "use AllReduceSGD or a method that averages, or stages=1"
-        )
+    check(strategy, Offers(call, stages=count(stages)))

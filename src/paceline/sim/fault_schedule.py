@@ -10,7 +10,7 @@ from paceline.op import Op
 from paceline.sim.faults import Faults
 from paceline.sim.world import World
 from paceline.strategy import Strategy
-from paceline.worker.replica import Replica
+from paceline.worker.run import WorkerRun
 
 
 class FaultSchedule:
@@ -23,35 +23,35 @@ class FaultSchedule:
     def __init__(
         self,
         world: World,
-        replicas: Sequence[Replica],
-        role: Callable[[Replica], Coroutine[Op[Any], Any, Any]],
+        runs: Sequence[WorkerRun],
+        role: Callable[[WorkerRun], Coroutine[Op[Any], Any, Any]],
     ) -> None:
-        """`replicas` are the workers of the beginning and after them those that join; `role` is what each runs."""
+        """`runs` are the workers of the beginning and after them those that join; `role` is what each runs."""
         self._world = world
         self._simulator = world.simulator
-        self._replicas = replicas
+        self._runs = runs
         self._role = role
-        self._shards = {r.rank: r.rank for r in replicas}  # The data shard of each worker.
+        self._shards = {r.rank: r.rank for r in runs}  # The data shard of each worker.
         self._free_shards: list[int] = []  # The shards of dead workers.
-        self._spare: list[Replica] = []  # New workers without a shard.
+        self._spare: list[WorkerRun] = []  # New workers without a shard.
 
     def start(self) -> None:
         """Schedule every event.  Events at the same time happen in the order of these lines."""
         faults = self._world.faults
-        joining = self._replicas[self._world.layout.workers :]
-        for replica, time in zip(joining, faults.joins, strict=True):
-            self._simulator.at(time, self._join, replica)
+        joining = self._runs[self._world.layout.workers :]
+        for run, time in zip(joining, faults.joins, strict=True):
+            self._simulator.at(time, self._join, run)
         for rank, time in faults.deaths.items():
             self._simulator.at(time, self._die, rank)
         for rank, time in faults.suspicions:
             self._simulator.at(time, self._world.suspect, rank)
 
-    def _join(self, replica: Replica) -> None:
+    def _join(self, run: WorkerRun) -> None:
         if not self._world.layout.servers:
-            self._spare.append(replica)
+            self._spare.append(run)
             self._replace_dead()
         elif self._is_running():
-            self._begin(replica)
+            self._begin(run)
 
     def _die(self, rank: int) -> None:
         if self._world.kill(rank):
@@ -60,28 +60,24 @@ class FaultSchedule:
 
     def _replace_dead(self) -> None:
         while self._spare and self._free_shards and self._is_running():
-            replica = self._spare.pop(0)
+            run = self._spare.pop(0)
             shard = self._free_shards.pop(0)
-            replica.data_shard = shard
-            self._shards[replica.rank] = shard
-            self._world.members_ever.append(replica.rank)
-            self._begin(replica)
+            run.replica.cursor.shard = shard
+            self._shards[run.rank] = shard
+            self._world.members_ever.append(run.rank)
+            self._begin(run)
 
-    def _begin(self, replica: Replica) -> None:
-        self._simulator.begin(replica.rank, self._role(replica), self._simulator.now)
+    def _begin(self, run: WorkerRun) -> None:
+        self._simulator.begin(run.rank, self._role(run), self._simulator.now)
 
     def _is_running(self) -> bool:
         """Whether any worker still runs."""
-        return any(self._simulator.is_running(r.rank) for r in self._replicas)
+        return any(self._simulator.is_running(r.rank) for r in self._runs)
 
 
 def check_faults(faults: Faults, strategy: Strategy, workers: int) -> None:
     """Refuse faults that this strategy cannot survive, and ranks that do not exist."""
     name = type(strategy).__name__
-    if faults.has_any and not strategy.needs.elastic:
-        raise ValueError(
-            f"simulate({faults}): workers of {name} wait for each other, and cannot continue without one of them"
-        )
     if faults.suspicions and not strategy.servers:
         raise ValueError(f"simulate({faults}): only servers suspect workers, and {name} has no servers")
     layout = Layout(workers, strategy.servers)

@@ -50,7 +50,7 @@ class SimLearner(TaskLearner):
         flat.collect_all()
         if each is None:
             await self.endpoint.busy(seconds, kind="gradient")
-            if not replica.accept_gradient(flat.first_nonfinite):
+            if not replica.batch.accept(flat.first_nonfinite):
                 flat.grads.zero_()
         elif self.pipeline is not None:  # A stage's gradient is complete only after the last microbatch.
             await self.endpoint.busy(seconds, kind="gradient")
@@ -72,7 +72,7 @@ class SimLearner(TaskLearner):
         batch = self._begin(replica)
         if batch is not None:
             await self.endpoint.busy(self._backward(batch), kind="gradient")
-            if replica.accept_gradient(self.flat.first_nonfinite_grad):
+            if replica.batch.accept(self.flat.first_nonfinite_grad):
                 await self._step()
             self._note(replica, batch)
 
@@ -83,8 +83,8 @@ class SimLearner(TaskLearner):
             self.trainee.optimizer.step()
 
     def _begin(self, replica: Replica) -> Batch | None:
-        batch = self.trainee.draw(replica.step_index, replica.data_shard)
-        replica.begin(0 if batch is None else len(batch[0]))
+        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
+        replica.batch.begin(0 if batch is None else len(batch[0]))
         return batch
 
     def _backward(self, batch: Batch) -> float:
@@ -101,7 +101,7 @@ class SimLearner(TaskLearner):
 
     def _note(self, replica: Replica, batch: Batch) -> None:
         self.endpoint.trace.point(
-            self.endpoint.now(), replica.rank, replica.step_index, len(batch[0]), self.trainee.loss
+            self.endpoint.now(), replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss
         )
         if replica.rank == 0 and self.progress:
-            self.progress(replica.step_index)
+            self.progress(replica.cursor.step)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.endpoint import Layout
+from paceline.needs import Offers, check
 from paceline.op import Op
 from paceline.pipeline.stand_in import check_stages, count
 from paceline.pipeline.timing import pipelined
@@ -25,7 +26,9 @@ from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Task, Trainee
-from paceline.worker.replica import NonFinite, Replica
+from paceline.worker.batch import NonFinite
+from paceline.worker.replica import Replica
+from paceline.worker.run import WorkerRun
 
 State = dict[str, Any]
 
@@ -47,11 +50,9 @@ def simulate(
     `stop_at` stops the run before that step.  `resume` takes the states of a stopped run; use `resized` if the number
     of workers has changed.  `faults` says which failures happen, and when.
     """
-    if (resume is not None or stop_at is not None) and not strategy.needs.ordered:
-        raise ValueError(
-            f"simulate({type(strategy).__name__}, stop_at or resume): messages in flight are not part of a state, "
-            "so a strategy whose workers do not run in step cannot be stopped and resumed"
-        )
+    is_unbroken = resume is None and stop_at is None
+    offers = Offers.of_task("simulate", task)
+    check(strategy, replace(offers, fixed_workers=not faults.has_any, unbroken=is_unbroken))
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "
@@ -76,21 +77,18 @@ def simulate(
 
 @dataclass(frozen=True)
 class SimWorker:
-    """A worker: its replica, and the model, data and optimizer behind it."""
+    """A worker: its run, and the model, data and optimizer behind it."""
 
-    replica: Replica
+    run: WorkerRun
     trainee: Trainee
 
     @property
     def rank(self) -> int:
-        return self.replica.rank
+        return self.run.rank
 
-    def state(self) -> State:
-        return {"replica": self.replica.state_dict(), "trainee": self.trainee.state_dict()}
-
-    def load(self, state: State) -> None:
-        self.replica.load_state_dict(state["replica"])
-        self.trainee.load_state_dict(state["trainee"])
+    @property
+    def replica(self) -> Replica:
+        return self.run.replica
 
 
 class Simulation:
@@ -128,19 +126,19 @@ class Simulation:
         trainee = Trainee(self.task, model, rank, self.cluster.workers)
         endpoint = SimEndpoint(self.world, rank)
         learner = SimLearner(trainee, endpoint, self.cluster, self.pipeline, self.progress)
-        replica = Replica(endpoint, learner, nonfinite=self.nonfinite, plan=self.task.plan)
-        worker = SimWorker(replica, trainee)
-        replica.on_step = partial(self._before_step, worker)
+        run = WorkerRun(self.strategy, endpoint, learner, nonfinite=self.nonfinite, plan=self.task.plan)
+        worker = SimWorker(run, trainee)
+        run.on_step = partial(self._before_step, worker)
         return worker
 
     def load(self, states: list[State]) -> None:
         """Continue from the states of a stopped run."""
         for worker, state in zip(self.workers, states, strict=True):
-            worker.load(state)
+            worker.run.load_state_dict(state)
 
     def run(self) -> Run:
         """Run every rank to its end."""
-        FaultSchedule(self.world, [w.replica for w in self.workers], self._run_worker).start()
+        FaultSchedule(self.world, [w.run for w in self.workers], self._run_worker).start()
         self.simulator.run(self._roles())
         first = self._first_alive()
         if first is not self.workers[0]:
@@ -149,7 +147,7 @@ class Simulation:
             first.trainee.flat.model,
             first.replica.params.clone(),
             self.simulator.trace,
-            [worker.state() for worker in self.workers],
+            [worker.run.state_dict() for worker in self.workers],
             self.simulator.waits,
         )
 
@@ -157,7 +155,7 @@ class Simulation:
         """The coroutine of every rank that starts at time 0."""
         layout = self.world.layout
         roles: dict[int, Coroutine[Op[Any], Any, Any]] = {
-            rank: self._run_worker(self.workers[rank].replica) for rank in layout.worker_ranks
+            rank: self._run_worker(self.workers[rank].run) for rank in layout.worker_ranks
         }
         for rank in layout.server_ranks:
             endpoint = SimEndpoint(self.world, rank)
@@ -165,9 +163,9 @@ class Simulation:
             roles[rank] = self.strategy.server(shard)
         return roles
 
-    async def _run_worker(self, replica: Replica) -> None:
-        has_finished = await replica.run(self.strategy)
-        if has_finished and replica is self.workers[0].replica:
+    async def _run_worker(self, run: WorkerRun) -> None:
+        has_finished = await run.run()
+        if has_finished and run is self.workers[0].run:
             self._evaluate(self.task.total_steps)
 
     def _before_step(self, worker: SimWorker, step: int) -> None:
@@ -188,6 +186,6 @@ class Simulation:
         vector = first.replica.published
         if vector is None and step < self.task.total_steps:
             replicas = [w.replica for w in self.workers if w.rank not in self.world.dead]
-            vector = torch.stack([r.params for r in replicas if r.has_begun]).mean(0)
+            vector = torch.stack([r.params for r in replicas if r.cursor.has_started]).mean(0)
         values = first.trainee.evaluate(vector)
         self.simulator.trace.evaluation(self.simulator.now, step * self.task.batch, values)
