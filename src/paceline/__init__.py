@@ -24,7 +24,8 @@ from paceline.codecs import (
     TopK,
 )
 from paceline.errors import ClusterError, PeerLost
-from paceline.families.averaging import Averaging, NonFiniteReplica, SyncResult, SyncRounds
+from paceline.families.averaging import Averaging, NonFiniteReplica, SyncRounds
+from paceline.families.sync import SyncResult
 from paceline.families.topology import Exponential, RandomPairs, Ring
 from paceline.needs import Needs
 from paceline.op import Op
@@ -52,7 +53,7 @@ from paceline.server import (
     Turns,
 )
 from paceline.sim import Cluster, Compute, Constant, Faults, Link, LogNormal, Measured, Stragglers, simulate
-from paceline.state import Memory, resized
+from paceline.state import Slot, resized
 from paceline.strategies import (
     ASGD,
     EAMSGD,
@@ -85,12 +86,14 @@ from paceline.strategies import (
 from paceline.strategy import Strategy
 from paceline.task import Task
 from paceline.trace import Trace
+from paceline.worker.batch import NonFiniteGradient
 from paceline.worker.plan import Plan
-from paceline.worker.replica import NonFiniteGradient, Replica
+from paceline.worker.replica import Replica
 
 if TYPE_CHECKING:
-    from paceline.session.attach import Session, attach
+    from paceline.session.attach import attach
     from paceline.session.ddp import ddp_hook
+    from paceline.session.session import Session
     from paceline.session.train import train
 
 __version__ = "0.1.0"
@@ -142,7 +145,6 @@ __all__ = [
     "Link",
     "LogNormal",
     "Measured",
-    "Memory",
     "Momentum",
     "NBit",
     "Needs",
@@ -172,6 +174,7 @@ __all__ = [
     "Session",
     "Sgd",
     "Shard",
+    "Slot",
     "SlowMo",
     "SoftSync",
     "Split",
@@ -199,7 +202,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "Session": "paceline.session.attach",
+    "Session": "paceline.session.session",
     "attach": "paceline.session.attach",
     "ddp_hook": "paceline.session.ddp",
     "train": "paceline.session.train",

@@ -298,7 +298,7 @@ def calling_twice(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[], pl.Run], str]] = {
     "servers": (
         lambda: pl.train(task(), pl.ASGD(), 2, stages=2),
-        r"train\(ASGD, stages=2\): its workers do not wait for each other",
+        r"train\(ASGD\): it needs the whole model in each worker .*, which stages=2 does not offer",
     ),
     "no such layer": (
         lambda: pl.train(task(), pl.AllReduceSGD(), 2, stages=["3", "9"]),
@@ -335,11 +335,11 @@ def masking(model: Any, batch: Any) -> Tensor:
 
 
 ODD: dict[Any, str] = {
-    penalising: "asks its model for 'parameters'",
+    penalising: "reads 'parameters' of its model",
     masking: "draws random numbers before it calls its model",
-    asking: "asks its model for '0'",
+    asking: "reads '0' of its model",
     calling_twice: "calls its model more than once",
-    casting: "under autocast, which stages do not see",
+    casting: "under autocast, which other stages do not enter",
 }
 
 

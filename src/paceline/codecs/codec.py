@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.codecs.noise import seed_of
-from paceline.state import ResizeRule, resize_rule
+from paceline.state import Resize, ResizeRule, resize_rule
 
 
 class Unencodable(ValueError):
@@ -139,13 +139,13 @@ class Remember(Protocol):
 
 
 @resize_rule("codec residuals")
-def resize_residuals(values: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
+def resize_residuals(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """Preserve what the next mean delivers: the mean of all residuals plus the sum of the owners' residuals.
 
     Stripes have new owners.  So each worker adds all owners' residuals to its own residual, which counts for its
     share of the mean, and owners start at zero.
     """
-    result = resize_by_mean(values, workers)
+    result = resize_by_mean(values, resize)
     if "owner_residual" in result:
         result["residual"] = result["residual"] + sum(v["owner_residual"] for v in values)
         result["owner_residual"] = torch.zeros_like(result["owner_residual"])
@@ -153,19 +153,19 @@ def resize_residuals(values: Sequence[dict[str, Any]], workers: int) -> dict[str
 
 
 @resize_rule("codec mean")
-def resize_by_mean(values: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
+def resize_by_mean(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """The mean of each floating-point tensor."""
     return {name: _mean([v[name] for v in values]) for name in values[0]}
 
 
 @resize_rule("codec message count")
-def resize_counts(values: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
+def resize_counts(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """The largest count: no worker draws the random numbers of an earlier message again."""
     return {name: torch.stack([v[name] for v in values]).amax(0) for name in values[0]}
 
 
 @resize_rule("codec settings")
-def drop_settings(values: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
+def drop_settings(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """Drop adapted settings: the stripes that they belong to no longer exist."""
     return {name: {} for name in values[0]}
 

@@ -59,13 +59,13 @@ class ServerStrategy(Strategy):
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
-        w.flat.sparse_rows = self.sparse
+        w.learner.flat.sparse_rows = self.sparse
         await store.pull(into=w.params)
         room: Tensor | None = None
         while await store.next():
-            w.flat.rebind_grads(room := store.send_buffer(room))
+            w.learner.flat.rebind_grads(room := store.send_buffer(room))
             g = await w.gradient()
-            await store.exchange(g, into=w.params, runs=w.flat.touched_runs() if self.sparse else None)
+            await store.exchange(g, into=w.params, runs=w.learner.flat.touched_runs() if self.sparse else None)
         await store.leave(into=w.params)
 
     async def server(self, s: Shard) -> None:

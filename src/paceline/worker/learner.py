@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.op import Op, Ready
+from paceline.state import StateStore
 from paceline.task import Trainee
 from paceline.worker.flat import Bucket, FlatModel
 
@@ -43,6 +44,10 @@ class Learner(Protocol):
         """Let the step pass without a change."""
         ...
 
+    def bind_state(self, states: StateStore) -> None:
+        """Declare what outlives a step here: the optimizer's state, random numbers."""
+        ...
+
     def has_data(self, step: int) -> bool:
         """Whether there is a minibatch for that step."""
         ...
@@ -59,10 +64,9 @@ class Learner(Protocol):
 class TaskLearner:
     """What our own training loops have in common, on real processes and in the simulator: the task's data and optimizer."""
 
-    has_global_data = True
-
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
+        self.has_global_data = not trainee.task.has_own_data
         self.flat = trainee.flat
 
     @property
@@ -72,6 +76,9 @@ class TaskLearner:
     @property
     def loss(self) -> float | None:
         return self.trainee.loss
+
+    def bind_state(self, states: StateStore) -> None:
+        self.trainee.bind_state(states)
 
     def has_data(self, step: int) -> bool:
         return self.trainee.has_data(step)
