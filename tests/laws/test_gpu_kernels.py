@@ -130,10 +130,10 @@ def test_without_triton_a_gpu_uses_plain_torch_and_warns_once():
 import sys, warnings
 sys.modules["triton"] = None
 from paceline.codecs import kernels
-with warnings.catch_warnings(record=True) as decoded:
+with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     assert [kernels.kernels_of("cuda") for _ in range(2)] == [{}, {}]
-assert [w.category for w in decoded] == [kernels.SlowCodec] and "pip install triton" in str(decoded[0].message), decoded
+assert [w.category for w in seen] == [kernels.SlowCodec] and "pip install triton" in str(seen[0].message), seen
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
