@@ -1,4 +1,4 @@
-"""Passes over whole vectors: differences and sums with the bits of plain torch, in every length and type, with any number of threads."""
+"""Passes over whole vectors: the bits of plain torch, for any length, dtype and number of threads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ every_length = pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, BLOCK - 1, BL
 @every_dtype
 @every_length
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_setting_out_has_the_bits_of_a_subtraction(numel: int, dtype: torch.dtype, is_kept: bool) -> None:
+def test_a_delta_has_the_bits_of_a_subtraction(numel: int, dtype: torch.dtype, is_kept: bool) -> None:
     params, start, _ = vectors(numel, dtype)
-    way, sent = torch.full((numel,), torch.nan), torch.full((numel,), torch.nan) if is_kept else None
-    assert compute_delta(params, start, way, sent)
-    assert torch.equal(way, params.float() - start)
+    delta, sent = torch.full((numel,), torch.nan), torch.full((numel,), torch.nan) if is_kept else None
+    assert compute_delta(params, start, delta, sent)
+    assert torch.equal(delta, params.float() - start)
     assert sent is None or torch.equal(sent, params.float())
 
 
@@ -46,7 +46,7 @@ def test_merging_has_the_bits_of_the_sums(numel: int, dtype: torch.dtype, is_kep
 @pytest.mark.parametrize("numel", [7, BLOCK + 3])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("at", [0, -1])
-def test_setting_out_finds_what_is_not_finite(numel: int, bad: float, at: int) -> None:
+def test_a_delta_finds_nonfinite_values(numel: int, bad: float, at: int) -> None:
     params, start, _ = vectors(numel, torch.float32)
     params[at] = bad
     assert not compute_delta(params, start, torch.empty(numel), None)
@@ -54,7 +54,7 @@ def test_setting_out_finds_what_is_not_finite(numel: int, bad: float, at: int) -
 
 @every_dtype
 @every_length
-def test_distance_is_that_of_double_precision(numel: int, dtype: torch.dtype) -> None:
+def test_distance_equals_that_in_double_precision(numel: int, dtype: torch.dtype) -> None:
     params, start, mean = vectors(numel, dtype)
     exact = (params.double() - start.double() - mean.double()).square().sum()
     assert squared_distance(params, start, mean) == pytest.approx(float(exact), rel=1e-5)
@@ -71,16 +71,16 @@ def threads(request: pytest.FixtureRequest) -> Generator[int]:
 LONG = 1_000_003  # Long enough to be shared out.
 
 
-def test_setting_out_with_any_number_of_threads(threads: int) -> None:
+def test_a_delta_does_not_depend_on_the_number_of_threads(threads: int) -> None:
     params, start, _ = vectors(LONG, torch.float32)
-    way, sent = torch.full((2, LONG), torch.nan)
-    assert compute_delta(params, start, way, sent)
-    assert torch.equal(way, params - start) and torch.equal(sent, params)
+    delta, sent = torch.full((2, LONG), torch.nan)
+    assert compute_delta(params, start, delta, sent)
+    assert torch.equal(delta, params - start) and torch.equal(sent, params)
     params[LONG // 2] = torch.nan
-    assert not compute_delta(params, start, way, sent)
+    assert not compute_delta(params, start, delta, sent)
 
 
-def test_merging_with_any_number_of_threads(threads: int) -> None:
+def test_merging_does_not_depend_on_the_number_of_threads(threads: int) -> None:
     params, start, mean = vectors(LONG, torch.float32)
     sent = params.roll(1)
     expected = (start + mean) + (params - sent)
@@ -88,7 +88,7 @@ def test_merging_with_any_number_of_threads(threads: int) -> None:
     assert torch.equal(params, expected)
 
 
-def test_distance_with_any_number_of_threads(threads: int) -> None:
+def test_distance_does_not_depend_on_the_number_of_threads(threads: int) -> None:
     given = vectors(LONG, torch.float32)
     found = squared_distance(*given)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Sums round a ring and by groups, and which codecs may be summed: on every kind of endpoint."""
+"""Sums by a ring and by groups, and sums of encoded values, on every kind of endpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from torch import Tensor
 
 from paceline import Cluster, OneBit, Task, codecs, simulate
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32
-from paceline.collectives import SyncVote, groups_of, mean, mean_by_groups, mean_by_stripes, ring_sum, sum_by_groups
+from paceline.collectives import (
+    REDUCTIONS,
+    SyncVote,
+    groups_of,
+    mean,
+    mean_by_groups,
+    mean_by_stripes,
+    mean_encoded,
+    reduction,
+    ring_sum,
+    sum_by_groups,
+)
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
 from tests.laws.every import ENDPOINTS
@@ -35,8 +46,8 @@ def agree(results: list[Any]) -> bool:
 
 
 @every_endpoint
-def test_a_ring_sums_whatever_the_size_and_gives_all_the_same_bits(ranks: Ranks, tmp_path: Path):
-    """Fewer values than ranks make empty chunks; a size that the ranks do not divide makes unequal ones."""
+def test_a_ring_sums_any_size_and_gives_all_ranks_the_same_bits(ranks: Ranks, tmp_path: Path):
+    """Fewer values than ranks give empty chunks; other sizes give unequal chunks."""
 
     async def law(endpoint: Any) -> Any:
         return [await ring_sum(endpoint, mine(endpoint.rank, numel)) for numel in SIZES]
@@ -58,7 +69,7 @@ def test_one_rank_is_a_ring_without_messages(ranks: Ranks, tmp_path: Path):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
-def test_a_ring_sends_its_formulas_bytes(workers: int, tmp_path: Path):
+def test_a_ring_sends_the_bytes_of_its_formula(workers: int, tmp_path: Path):
     numel = 840  # which all of these divide
 
     async def law(endpoint: Any) -> Any:
@@ -70,8 +81,8 @@ def test_a_ring_sends_its_formulas_bytes(workers: int, tmp_path: Path):
 
 @every_endpoint
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_sums_by_groups_equal_flat_sums_and_have_the_same_bits_everywhere(ranks: Ranks, size: int, tmp_path: Path):
-    """Groups of 1 are a flat all-reduce, one group of all is a reduction and a broadcast; with 3 of 4 the last is smaller."""
+def test_sums_by_groups_equal_flat_sums_and_have_the_same_bits_on_all_ranks(ranks: Ranks, size: int, tmp_path: Path):
+    """Groups of 1 are a flat all-reduce; one group is a reduction and a broadcast; with 3 of 4 the last is smaller."""
 
     async def law(endpoint: Any) -> Any:
         groups = groups_of(endpoint.ranks, size)
@@ -90,7 +101,7 @@ def test_sums_by_groups_equal_flat_sums_and_have_the_same_bits_everywhere(ranks:
 
 
 def test_uneven_groups_have_the_true_mean_and_not_the_mean_of_means(tmp_path: Path):
-    """Seven ranks in groups of 4: were means to travel, those of the smaller group would count for more."""
+    """Seven ranks in groups of 4: if means were sent, those of the smaller group would count for more."""
 
     async def law(endpoint: Any) -> Any:
         x = torch.full((3,), float(endpoint.rank**2))
@@ -116,7 +127,7 @@ class Grouped(Strategy):
 
 
 @pytest.mark.parametrize(("workers", "size"), [(8, 4), (6, 2), (7, 4)])
-def test_between_groups_go_the_bytes_of_a_ring_of_their_leaders(workers: int, size: int):
+def test_groups_exchange_the_bytes_of_a_ring_of_their_leaders(workers: int, size: int):
     """A member sends its values once; a leader sends them to its members and takes part in the ring of leaders."""
     numel, groups = 840, groups_of(range(workers), size)
     task = Task(
@@ -130,7 +141,7 @@ def test_between_groups_go_the_bytes_of_a_ring_of_their_leaders(workers: int, si
         assert all(run.trace.bytes_sent(rank=r) == 4 * numel for r in group[1:])
 
 
-def test_groups_must_hold_every_rank_once(tmp_path: Path):
+def test_groups_must_contain_every_rank_once(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         for wrong in ([[0, 1]], [[0, 1], [1, 2]], [[0], [1], [2], [3]]):
             with pytest.raises(ValueError, match=r"exactly one"):
@@ -145,33 +156,33 @@ def test_groups_must_hold_every_rank_once(tmp_path: Path):
 
 @every_endpoint
 @pytest.mark.parametrize("codec", [Fp32(), OneBit()], ids=str)
-def test_within_groups_nothing_is_encoded(ranks: Ranks, codec: Codec, tmp_path: Path):
-    """Only first members have anything left to say, and with them all that was meant is conserved."""
+def test_nothing_is_encoded_within_groups(ranks: Ranks, codec: Codec, tmp_path: Path):
+    """Only the first ranks of groups have residuals, and with these the sum is conserved."""
     weights, rounds, numel = [3.0, 5.0, 0.0, 8.0], 5, 1030
 
     async def law(endpoint: Any) -> Any:
         codec_state = ErrorFeedback(codec, torch.zeros(numel), torch.zeros(numel))
-        heard = torch.zeros(numel)
+        received = torch.zeros(numel)
         for t in range(rounds):
             x = mine(endpoint.rank + 10 * t, numel)
             total = await mean_by_groups(
                 endpoint, x, SyncVote(weights[endpoint.rank], going_on=1.0), codec_state, groups_of(endpoint.ranks, 3)
             )
             assert (total.weight, total.going_on, total.bad) == (16.0, 4.0, 0.0)
-            heard += x
-        return heard, codec_state.residual, codec_state.owner_residual
+            received += x
+        return received, codec_state.residual, codec_state.owner_residual
 
     results = ranks(tmp_path, 4, law)
-    assert all(same(results[0][0], heard) for heard, _, _ in results)
+    assert all(same(results[0][0], received) for received, _, _ in results)
     assert not any(residual.count_nonzero() for _, residual, _ in results[1:3])
-    meant = sum(w * mine(r + 10 * t, numel).double() for r, w in enumerate(weights) for t in range(rounds)) / 16
-    owed = results[0][2] + results[3][2]
-    remembered = (8 * results[0][1].double() + 8 * results[3][1].double()) / 16 + owed
-    assert torch.allclose(results[0][0] + remembered, meant, atol=1e-5)
+    expected = sum(w * mine(r + 10 * t, numel).double() for r, w in enumerate(weights) for t in range(rounds)) / 16
+    owner_residuals = results[0][2] + results[3][2]
+    residuals = (8 * results[0][1].double() + 8 * results[3][1].double()) / 16 + owner_residuals
+    assert torch.allclose(results[0][0] + residuals, expected, atol=1e-5)
 
 
 @every_endpoint
-def test_a_nan_or_no_weight_at_all_goes_through_groups_too(ranks: Ranks, tmp_path: Path):
+def test_groups_handle_a_nan_and_a_total_weight_of_0(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         codec_state, groups = ErrorFeedback(OneBit(), torch.zeros(70), torch.zeros(70)), groups_of(endpoint.ranks, 2)
         x, y = mine(endpoint.rank, 70), mine(endpoint.rank, 70)
@@ -190,8 +201,8 @@ def test_a_nan_or_no_weight_at_all_goes_through_groups_too(ranks: Ranks, tmp_pat
 
 
 @pytest.mark.parametrize("codec", [Fp32(), OneBit(), Fp16()], ids=str)
-def test_whose_nan_it_was_is_known_across_groups(codec: Codec, tmp_path: Path):
-    """Its group's first member is the one to find it in the sum, and not the one to blame."""
+def test_the_rank_with_a_nan_is_known_across_groups(codec: Codec, tmp_path: Path):
+    """The first rank of its group finds it in the sum, but the vote names the rank that had it."""
 
     async def law(endpoint: Any) -> Any:
         codec_state = ErrorFeedback(codec, torch.zeros(70), torch.zeros(70))
@@ -207,7 +218,7 @@ def test_whose_nan_it_was_is_known_across_groups(codec: Codec, tmp_path: Path):
     ]
 
 
-def test_a_ring_refuses_what_its_sum_would_ruin(tmp_path: Path):
+def test_a_ring_rejects_dtypes_that_it_cannot_sum(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         with pytest.raises(ValueError, match="encoded values cannot be summed"):
             await ring_sum(endpoint, torch.full((4,), 200, dtype=torch.uint8))
@@ -222,7 +233,7 @@ LINEAR = [c() for c in codecs.CODECS if c.wire is not None]
 
 @every_endpoint
 @pytest.mark.parametrize("codec", LINEAR, ids=str)
-def test_a_linear_codecs_values_are_summed_as_they_are(ranks: Ranks, codec: Codec, tmp_path: Path):
+def test_a_codec_with_a_wire_dtype_is_summed_on_the_wire(ranks: Ranks, codec: Codec, tmp_path: Path):
     weights = [3.0, 5000.0, 0.0, 8.0]
 
     async def law(endpoint: Any) -> Any:
@@ -239,7 +250,7 @@ def test_a_linear_codecs_values_are_summed_as_they_are(ranks: Ranks, codec: Code
 
 
 @pytest.mark.parametrize("codec", [c() for c in codecs.CODECS if c.wire is None and c.__name__ != "Threshold"], ids=str)
-def test_a_codec_whose_values_cannot_be_summed_is_refused_by_a_linear_mean(codec: Codec, tmp_path: Path):
+def test_a_codec_without_a_wire_dtype_cannot_be_summed(codec: Codec, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         x = mine(endpoint.rank, 64)
         with pytest.raises(
@@ -251,7 +262,7 @@ def test_a_codec_whose_values_cannot_be_summed_is_refused_by_a_linear_mean(codec
     ENDPOINTS["simulator"](tmp_path, 2, law)
 
 
-def test_what_16_bits_cannot_hold_spoils_a_linear_mean_for_all_alike(tmp_path: Path):
+def test_a_value_beyond_16_bits_voids_the_mean_on_all_ranks(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         x = torch.full((4,), 1e5 if endpoint.rank else 1.0)
         total = await mean(endpoint, x, SyncVote(1.0, rank=endpoint.rank), Fp16())
@@ -261,8 +272,8 @@ def test_what_16_bits_cannot_hold_spoils_a_linear_mean_for_all_alike(tmp_path: P
         assert x.isnan().all() and culprit == "rank 1"
 
 
-def test_a_mean_beyond_the_format_is_told_to_all(tmp_path: Path):
-    """Owners encode sums with what they still owe: together they may be beyond a format that each alone was within."""
+def test_a_mean_beyond_the_format_is_bad_on_all_ranks(tmp_path: Path):
+    """Owners encode means plus residuals: the sum may be out of the format's range though each part is within it."""
 
     async def law(endpoint: Any) -> Any:
         x = torch.full((2000,), 6e4)
@@ -277,8 +288,31 @@ def test_a_mean_beyond_the_format_is_told_to_all(tmp_path: Path):
 
 
 def test_stripes_are_whole_buckets():
-    """Were a bucket cut in two, it would have two pairs of means."""
+    """A bucket that is cut in two would have two pairs of means."""
     for unit in (32, 512, OneBit().unit):
         stripes = [stripe_of(j, 10_000, 3, unit=unit) for j in range(3)]
         assert all(s.start % unit == 0 for s in stripes) and stripes[-1].stop == 10_000
         assert Fp32().unit % 32 == 0
+
+
+# Reductions.
+
+
+def test_a_reduction_is_found_by_the_name_that_a_codec_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Mine(Fp32):
+        reduction = "mine"
+
+    async def law(endpoint: Any) -> Any:
+        x = torch.full((4,), float(endpoint.rank))
+        with pytest.raises(
+            ValueError, match=r"Mine\(\) has the reduction 'mine', which is none of \['factors', 'gather'"
+        ):
+            await mean_encoded(endpoint, x, SyncVote(1.0), ErrorFeedback(Mine(), None))
+        with monkeypatch.context() as patch:
+            patch.setitem(REDUCTIONS, "mine", REDUCTIONS["gather"])
+            await mean_encoded(endpoint, x, SyncVote(1.0), ErrorFeedback(Mine(), None))
+        return x.tolist()
+
+    with pytest.raises(ValueError, match=r"reduction\('gather'\)"):
+        reduction("gather")
+    assert ENDPOINTS["simulator"](tmp_path, 1, law) == [[0.0] * 4]

@@ -1,4 +1,4 @@
-"""PerTensor and Chunked: each piece is what the inner codec makes of it, at a straight address, and its kernels are used."""
+"""PerTensor and Chunked: each piece is the inner codec's message, aligned, and encoded by its kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def up(nbytes: int) -> int:
 # What a message is.
 
 
-def test_each_tensor_is_encoded_on_its_own():
+def test_each_tensor_is_encoded_separately():
     a, b = numbers(1203, dtype=torch.float32), numbers(2000, seed=1, dtype=torch.float32)
     data = PerTensor(OneBit()).fitted([a.shape, b.shape]).encode(torch.cat([a, b]))
     first, second = OneBit().encode(a), OneBit().encode(b)
@@ -68,7 +68,7 @@ def test_each_tensor_is_encoded_on_its_own():
     assert padding.numel() == 1 and same(data, torch.cat([first, padding, second]))
 
 
-def test_tensors_of_few_values_travel_as_they_are():
+def test_small_tensors_are_sent_as_fp32():
     x = numbers(NUMEL, dtype=torch.float32)
     codec = PerTensor(OneBit(), raw_below=1203).fitted(SHAPES)
     values = codec.decode(codec.encode(x), NUMEL)
@@ -83,7 +83,7 @@ def test_tensors_of_few_values_travel_as_they_are():
 
 @every_inner
 @pytest.mark.parametrize(("numel", "chunk"), [(20, 1), (51, 7), (NUMEL, 1000), (NUMEL, NUMEL), (NUMEL, 2 * NUMEL)])
-def test_each_chunk_is_encoded_on_its_own(inner: Codec, numel: int, chunk: int):
+def test_each_chunk_is_encoded_separately(inner: Codec, numel: int, chunk: int):
     x = numbers(numel, dtype=torch.float32)
     data = Chunked(inner, chunk=chunk).encode(x, random())
     # A message's one seed is that of a generator, from which each piece takes its own.
@@ -101,7 +101,7 @@ def test_each_chunk_is_encoded_on_its_own(inner: Codec, numel: int, chunk: int):
 
 
 @every_one
-def test_size_is_as_announced(codec: Codec):
+def test_encoded_length_equals_nbytes(codec: Codec):
     for numel in (NUMEL,) if isinstance(codec, PerTensor) and codec.cuts else (0, 1, 9, 1001, NUMEL):
         data = codec.encode(numbers(numel, dtype=torch.float32), random())
         assert codec.nbytes(numel) in (None, data.numel()) and data.numel() <= codec.most_nbytes(numel)
@@ -115,7 +115,7 @@ def test_size_is_as_announced(codec: Codec):
 @every_one
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_residual", [True, False])
-def test_fused_is_plain_to_the_bit(codec: Codec, dtype: torch.dtype, with_residual: bool):
+def test_kernels_equal_the_definition_to_the_bit(codec: Codec, dtype: torch.dtype, with_residual: bool):
     x, residual = numbers(NUMEL, dtype=dtype), numbers(NUMEL, seed=1, dtype=torch.float32)
     rests = [residual.clone() if with_residual else None for _ in range(2)]
     sums = [numbers(NUMEL, seed=2, dtype=torch.float32) for _ in range(2)]
@@ -132,7 +132,7 @@ def test_fused_is_plain_to_the_bit(codec: Codec, dtype: torch.dtype, with_residu
 
 @every_one
 @pytest.mark.parametrize("shift", [0, 1, 8])
-def test_a_message_is_written_where_it_is_wanted_and_nowhere_else(codec: Codec, shift: int):
+def test_a_message_is_written_into_the_given_buffer_only(codec: Codec, shift: int):
     x = numbers(NUMEL, dtype=torch.float32)
     data = kernels.encode(codec, x, None, random())
     memory = torch.full((data.numel() + 16,), 77, dtype=torch.uint8)
@@ -144,7 +144,7 @@ def test_a_message_is_written_where_it_is_wanted_and_nowhere_else(codec: Codec, 
     assert same(into, codec.decode(data, NUMEL) + 0.0)
 
 
-def test_pieces_draw_different_numbers():
+def test_pieces_draw_different_random_numbers():
     x = torch.full((2000,), 0.5)
     x[::1000] = 1.0
     first, second = (
@@ -161,7 +161,9 @@ def test_pieces_draw_different_numbers():
 @every_one
 @pytest.mark.parametrize("at", [0, 1200, 1202, 3207, NUMEL - 1])
 @pytest.mark.parametrize("plain", [True, False])
-def test_what_is_not_finite_is_refused_with_its_place_and_not_remembered(codec: Codec, at: int, plain: bool):
+def test_a_nonfinite_value_raises_an_error_with_its_index_and_is_not_in_the_residual(
+    codec: Codec, at: int, plain: bool
+):
     x, residual = numbers(NUMEL, dtype=torch.float32), numbers(NUMEL, seed=1, dtype=torch.float32)
     x[at] = math.nan
     rest = residual.clone()
@@ -175,7 +177,7 @@ def test_what_is_not_finite_is_refused_with_its_place_and_not_remembered(codec: 
     assert torch.allclose(rest, residual, rtol=0, atol=4 * 10 * 2**-24)
 
 
-def test_a_finite_value_beyond_the_inner_format_is_refused_with_its_place():
+def test_a_finite_value_beyond_the_inner_format_raises_an_error_with_its_index():
     x = torch.zeros(3000)
     x[2500] = 1e5
     for refused in (
@@ -192,7 +194,7 @@ def test_a_finite_value_beyond_the_inner_format_is_refused_with_its_place():
 
 
 @every_one
-def test_bytes_of_a_wrong_length_are_refused(codec: Codec):
+def test_bytes_of_a_wrong_length_raise(codec: Codec):
     data = codec.encode(numbers(NUMEL, dtype=torch.float32), random())
     for wrong in (data[:-1], torch.cat([data, data[:1]]), data[:3], data[:0]):
         for read in (lambda: codec.decode(wrong, NUMEL), lambda: kernels.add(codec, wrong, torch.zeros(NUMEL))):  # noqa: B023
@@ -201,7 +203,7 @@ def test_bytes_of_a_wrong_length_are_refused(codec: Codec):
 
 
 @pytest.mark.parametrize("lie", [-1, 1, 2**40, -(2**63), 2**63 - 1])
-def test_a_table_that_lies_is_refused(lie: int):
+def test_a_wrong_table_of_sizes_raises(lie: int):
     codec = Chunked(Threshold(tau=1.0), chunk=1000)
     data = codec.encode(numbers(3500, dtype=torch.float32))
     data[8:16] = torch.tensor([lie]).view(torch.uint8)
@@ -211,7 +213,7 @@ def test_a_table_that_lies_is_refused(lie: int):
 
 
 @given(noise=st.binary(min_size=0, max_size=300), numel=st.integers(0, 300))
-def test_noise_is_refused_or_read_as_so_many_values(noise: bytes, numel: int):
+def test_random_bytes_raise_or_decode_to_the_right_number_of_values(noise: bytes, numel: int):
     data = torch.frombuffer(bytearray(noise), dtype=torch.uint8) if noise else torch.zeros(0, dtype=torch.uint8)
     for codec in (
         Chunked(Threshold(tau=1.0), chunk=64),
@@ -230,12 +232,12 @@ def test_noise_is_refused_or_read_as_so_many_values(noise: bytes, numel: int):
 
 
 @every_inner
-def test_what_is_asked_of_the_inner_codec_is_its_answer(inner: Codec):
+def test_capabilities_are_those_of_the_inner_codec(inner: Codec):
     for codec in (PerTensor(inner), Chunked(inner), PerTensor(Chunked(inner))):
         assert (codec.feedback, codec.is_random, codec.reduction) == (inner.feedback, inner.is_random, inner.reduction)
 
 
-def test_vectors_are_best_cut_at_chunks():
+def test_the_unit_is_the_chunk():
     assert PerTensor(OneBit(bucket=64)).unit == 64 and Chunked(OneBit(), chunk=1000).unit == 1000
 
 
@@ -258,19 +260,19 @@ def test_settings_survive_as_plain_data(codec: Codec):
     assert "cuts" not in repr(after) and "each" not in repr(after)
 
 
-def test_each_chunk_adapts_to_what_it_said():
+def test_each_chunk_adapts_to_its_own_messages():
     codec = Chunked(AdaptiveThreshold(tau=0.5, limit=math.inf), chunk=1000)
     x = torch.cat([torch.zeros(1000), torch.full((1000,), 0.7)])
     codec_state = ErrorFeedback(codec, torch.zeros(2000))
     alone = [ErrorFeedback(codec.codec, torch.zeros(1000)) for _ in range(2)]
     for _ in range(20):
-        said = codec.decode(codec_state.encode(x), 2000)
+        decoded = codec.decode(codec_state.encode(x), 2000)
         parts = [codec.codec.decode(one.encode(part), 1000) for one, part in zip(alone, x.chunk(2), strict=True)]
-        assert same(said, torch.cat(parts))
+        assert same(decoded, torch.cat(parts))
     assert same(codec_state.residual, torch.cat([one.residual for one in alone]))
 
 
-def test_what_adapted_to_one_length_is_not_used_for_another():
+def test_a_codec_adapted_to_one_length_raises_for_another():
     codec = Chunked(AdaptiveThreshold(tau=0.5, limit=math.inf), chunk=10)
     after = codec.adapted(codec.encode(torch.ones(30)), 30)
     assert after is not codec
@@ -278,13 +280,13 @@ def test_what_adapted_to_one_length_is_not_used_for_another():
         after.encode(torch.ones(40))
 
 
-def test_a_link_remembers_by_tensor():
+def test_error_feedback_works_per_tensor():
     x, codec = numbers(NUMEL, dtype=torch.float32), PerTensor(OneBit()).fitted(SHAPES)
     codec_state = codec.codec_state(Slots(), x)
-    heard = torch.zeros(NUMEL)
+    received = torch.zeros(NUMEL)
     for _ in range(100):
-        codec_state.add(codec_state.encode(x), heard, 0.01)
-    assert (heard - x).norm() < x.norm() / 10
+        codec_state.add(codec_state.encode(x), received, 0.01)
+    assert (received - x).norm() < x.norm() / 10
 
 
 # Settings that make no sense.
@@ -304,12 +306,12 @@ def test_a_link_remembers_by_tensor():
         lambda: PerTensor(DGC()),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(refused: object):
+def test_invalid_settings_raise_an_error_with_the_codecs_name(refused: object):
     with pytest.raises(ValueError, match=r"^(Chunked|PerTensor)\(codec=.*\): "):
         refused()  # type: ignore
 
 
-def test_a_vector_of_another_length_than_the_tensors_is_refused():
+def test_a_vector_of_another_length_than_the_tensors_raises():
     codec = PerTensor(OneBit()).fitted([torch.Size((20, 30))])
     for wrong in (lambda: codec.encode(torch.zeros(599)), lambda: codec.nbytes(601)):
         with pytest.raises(
@@ -320,7 +322,7 @@ def test_a_vector_of_another_length_than_the_tensors_is_refused():
 
 @every_one
 def test_settings_are_plain_data_and_make_the_same_codec_again(codec: Codec):
-    """What has adapted is saved so, and comes back through a file."""
+    """Adapted settings are saved like this, and restored from a file."""
     codec = codec.fitted([torch.Size([40, 30]), torch.Size([7])])
     for _ in range(3):
         codec = codec.adapted(codec.encode(numbers(1207, dtype=torch.float32), random()), 1207)

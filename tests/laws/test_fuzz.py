@@ -1,6 +1,6 @@
-"""Whatever bytes arrive, a codec reads a vector of the right length or refuses them by a ValueError, and never touches more.
+"""For any bytes a codec decodes a vector of the right length or raises ValueError, and never writes out of bounds.
 
-Bytes are cut off, added, flipped bit by bit, set to extreme numbers, or drawn at random; through the definition and the kernels.
+Bytes are removed, added, flipped bit by bit, set to extreme numbers, or drawn at random, for definitions and kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXTREME = [0, 1, 0x7F, 0xFF, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x8
 
 
 def spoiled(message: bytes, rng: random.Random) -> bytes:
-    """A message as no sender has sent it, except by chance."""
+    """A corrupted message."""
     data = bytearray(message)
     match rng.randrange(6):
         case 0:
@@ -42,12 +42,12 @@ def spoiled(message: bytes, rng: random.Random) -> bytes:
             return bytes(data)
 
 
-def test_there_are_so_many_inputs():
+def test_there_are_at_least_this_many_inputs():
     assert sum(SHARES.values()) == INPUTS
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_any_bytes_are_read_or_refused(name: str):
+def test_any_bytes_decode_or_raise(name: str):
     codec, rng = CODECS[name], random.Random(name)
     messages = [(n, bytes(codec.encode(x, generator()).tolist())) for n in LENGTHS for x in vectors(n)]
     for _ in range(SHARES[name]):
@@ -76,7 +76,7 @@ def check(codec: Codec, data: torch.Tensor, numel: int) -> None:
 
 
 def vectors(numel: int) -> list[torch.Tensor]:
-    """Of many values and of few, so that an entropy coder has something to do."""
+    """Messages of many values and of few, so that an entropy coder can compress some."""
     x = numbers(numel, dtype=torch.float32)
     return [x, x.round(), 9 * (x / 2).round()]
 

@@ -1,7 +1,7 @@
-"""The GPU kernels agree with the definitions bit for bit: on a GPU if there is one, and otherwise as Triton interprets them.
+"""The GPU kernels agree with the definitions bit for bit: on a GPU if there is one, otherwise in Triton's interpreter.
 
-Triton decides when it is imported whether it compiles or interprets, so interpreting happens in a process of its own, which runs
-the very same tests.
+Triton decides at import whether it compiles or interprets, so the interpreter runs in a separate process, with the same
+tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE = "cuda" if HAS_GPU and not IS_INTERPRETED else "cpu"
 
 here = pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU: runs in a process where Triton interprets")
 on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="no GPU with Triton")
-# What the interpreter divides by zero or adds to infinity, numpy tells; a GPU does not.
+# numpy, under the interpreter, warns of divisions by zero and overflows; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 SMALL: dict[str, Codec] = {
@@ -62,7 +62,7 @@ def bucket_of(codec: Codec) -> int:
 
 
 def values(numel: int, seed: int = 0) -> Tensor:
-    """Of all sizes and both signs, zeros and denormals among them."""
+    """Values of all magnitudes and both signs, with zeros and denormals."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=rng) * torch.randn(numel, generator=rng).exp()
     x[torch.rand(numel, generator=rng) < 0.05] = 0.0
@@ -78,7 +78,7 @@ def defined(codec: Codec, x: Tensor, residual: Tensor | None, seed: int) -> Tens
 def encoded(
     codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None = None
 ) -> tuple[Tensor, bool]:
-    """By the kernel; where Triton interprets, that is one for tensors of the CPU."""
+    """By the kernel; under the interpreter it works on CPU tensors."""
     from paceline.codecs.kernels import gpu
 
     drawn = kernels.draw(torch.Generator().manual_seed(seed)) if codec.is_random else 0
@@ -115,7 +115,7 @@ def check(
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.skipif(HAS_GPU or IS_INTERPRETED, reason="the tests below run here")
-def test_all_of_this_holds_where_triton_interprets():
+def test_these_tests_pass_in_the_triton_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -125,21 +125,21 @@ def test_all_of_this_holds_where_triton_interprets():
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="runs where no Triton is needed")
-def test_a_gpu_without_triton_is_served_by_plain_torch_and_that_is_said_once():
+def test_without_triton_a_gpu_uses_plain_torch_and_warns_once():
     program = """
 import sys, warnings
 sys.modules["triton"] = None
 from paceline.codecs import kernels
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     assert [kernels.kernels_of("cuda") for _ in range(2)] == [{}, {}]
-assert [w.category for w in said] == [kernels.SlowCodec] and "pip install triton" in str(said[0].message), said
+assert [w.category for w in seen] == [kernels.SlowCodec] and "pip install triton" in str(seen[0].message), seen
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 @here
-def test_every_kernel_is_among_these():
+def test_every_kernel_is_tested_here():
     from paceline.codecs.kernels import gpu
 
     assert {type(c) for c in (SMALL | WHOLE).values()} == set(gpu.KERNELS)
@@ -155,7 +155,7 @@ def test_small_buckets_at_every_edge(codec: Codec):
 
 @here
 @pytest.mark.parametrize("codec", WHOLE.values(), ids=WHOLE)
-def test_buckets_as_they_are_used(codec: Codec):
+def test_buckets_of_the_usual_sizes(codec: Codec):
     check(codec, 2 * bucket_of(codec) + 41)
     if DEVICE == "cuda":
         check(codec, 1000 * bucket_of(codec), feedback=False)
@@ -172,7 +172,7 @@ def test_half_precision_with_a_residual_of_float32(codec: Codec, dtype: torch.dt
 
 @here
 @pytest.mark.parametrize("codec", [OneBit(32), NBit(4, 32), TernGrad()], ids=repr)
-def test_it_does_not_matter_where_vectors_and_messages_lie(codec: Codec):
+def test_the_alignment_of_vectors_and_messages_does_not_matter(codec: Codec):
     x, residual = values(101).to(DEVICE), values(101, 1).to(DEVICE)
     kept = residual.clone()
     data, _ = encoded(codec, x[1:], residual[1:], 5)
@@ -191,7 +191,7 @@ def test_it_does_not_matter_where_vectors_and_messages_lie(codec: Codec):
 
 @here
 @pytest.mark.parametrize("codec", [OneBit(32), NBit(4, 32), TernGrad()], ids=repr)
-def test_room_of_another_size_is_refused_and_not_overrun(codec: Codec):
+def test_a_buffer_of_the_wrong_size_raises_and_is_not_overrun(codec: Codec):
     buffer = torch.zeros(16, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match=r"101 values .* buffer of shape \(8,\)"):
         encoded(codec, values(101).to(DEVICE), None, 5, buffer[:8])
@@ -201,7 +201,7 @@ def test_room_of_another_size_is_refused_and_not_overrun(codec: Codec):
 @here
 @pytest.mark.parametrize("codec", [OneBit(32), OneBit(1056), NBit(4, 32), QSGD(7, 32, "max")], ids=repr)
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_a_bucket_without_a_code_is_marked_and_keeps_its_residual(codec: Codec, bad: float):
+def test_a_bucket_that_cannot_be_encoded_gets_a_nan_scale_and_keeps_its_residual(codec: Codec, bad: float):
     bucket = bucket_of(codec)
     numel = 2 * bucket + 7
     # One that is not kept in registers takes long to interpret.
@@ -212,9 +212,9 @@ def test_a_bucket_without_a_code_is_marked_and_keeps_its_residual(codec: Codec, 
         after = residual.clone().to(DEVICE)
         data, is_good = encoded(codec, x.to(DEVICE), after, 3)
         assert not is_good
-        said = torch.empty(numel, device=DEVICE)
-        add(codec, data, said, 1.0, True)
-        assert torch.equal(said.cpu().isnan(), spoilt), "its scale is NaN, and no other"
+        decoded = torch.empty(numel, device=DEVICE)
+        add(codec, data, decoded, 1.0, True)
+        assert torch.equal(decoded.cpu().isnan(), spoilt), "only its scale is NaN"
         assert same(after.cpu()[spoilt], residual[spoilt])
         defined(codec, torch.where(spoilt, 0.0, x), residual, 3)
         assert same(after.cpu()[~spoilt], residual[~spoilt]), "the others are encoded as ever"
@@ -229,7 +229,7 @@ def test_sums_beyond_float32_are_found():
 
 
 @here
-def test_a_vector_without_one_finite_scale_leaves_its_residual():
+def test_a_vector_without_a_finite_scale_keeps_its_residual():
     x, residual = values(600), values(600, 1)
     x[555] = math.nan
     after = residual.clone().to(DEVICE)
@@ -240,7 +240,7 @@ def test_a_vector_without_one_finite_scale_leaves_its_residual():
 
 @here
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_threshold_refuses_what_is_not_finite_and_takes_back_what_it_did(bad: float):
+def test_a_threshold_raises_for_a_nonfinite_value_and_restores_the_residual(bad: float):
     x, residual = values(300).to(DEVICE), values(300, 1).to(DEVICE)
     x[250] = bad
     before = residual.clone()
@@ -250,7 +250,7 @@ def test_a_threshold_refuses_what_is_not_finite_and_takes_back_what_it_did(bad: 
 
 
 @here
-def test_words_of_a_threshold_that_do_not_ascend_within_the_vector_are_refused():
+def test_a_threshold_message_with_wrong_indices_raises():
     codec, x = Threshold(8.0), torch.zeros(3000, device=DEVICE)
     x[[5, 2999]] = 9.0
     data, _ = encoded(codec, x, None, 0)
@@ -263,7 +263,7 @@ def test_words_of_a_threshold_that_do_not_ascend_within_the_vector_are_refused()
 
 @here
 @pytest.mark.parametrize("codec", [OneBit(), NBit(), QSGD(), TernGrad()], ids=repr)
-def test_nothing_is_encoded_as_nothing(codec: Codec):
+def test_an_empty_vector_is_an_empty_message(codec: Codec):
     nothing = torch.empty(0, device=DEVICE)
     data, is_good = encoded(codec, nothing, nothing, 0)
     assert is_good and data.numel() == codec.nbytes(0) == 0
@@ -272,7 +272,7 @@ def test_nothing_is_encoded_as_nothing(codec: Codec):
 
 @on_gpu
 @pytest.mark.parametrize("codec", [OneBit(), NBit(), QSGD()], ids=repr)
-def test_what_is_not_finite_is_refused_with_its_place(codec: Codec):
+def test_a_nonfinite_value_raises_an_error_with_its_index(codec: Codec):
     x, residual = values(5121).to(DEVICE), values(5121, 1).to(DEVICE)
     before = residual.clone()
     x[700] = math.inf

@@ -1,4 +1,4 @@
-"""Every kernel for the CPU equals its codec's definition in plain torch: the same bytes, the same residual, the same sums, bit for bit."""
+"""Every CPU kernel equals its codec's definition in plain torch: the same bytes, residuals and sums, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of float32 values, all NaNs alike."""
+    """The bits of float32 values, with the same bits for all NaNs."""
     return torch.where(x.isnan(), torch.nan, x).view(torch.int32)
 
 
 def wild(numel: int, seed: int = 0) -> Tensor:
-    """Values over many powers of ten, zeros of both signs and ties among them, none beyond what fp16 holds."""
+    """Values over many powers of ten, with zeros of both signs and ties, and none beyond fp16's range."""
     x = numbers(numel, seed=seed) * torch.exp2(12 * numbers(numel, seed=seed + 1)).clamp(max=2.0**12)
     x[::7], x[3::11], x[5::13] = 0.0, -0.0, 1.5
     return x.to(torch.float32)
@@ -53,7 +53,7 @@ def encoded(codec: Codec, x: Tensor, residual: Tensor | None, seed: int = 3, out
 
 
 def assert_alike(codec: Codec, x: Tensor, residual: Tensor | None) -> Tensor:
-    """Encode both ways, compare all that comes of it, and give the bytes."""
+    """Encode with the kernel and by the definition, compare all results, and return the bytes."""
     other = None if residual is None else residual.clone()
     given = x.clone()
     data = encoded(codec, x, residual)
@@ -86,7 +86,7 @@ def test_a_kernel_encodes_as_defined(codec: Codec, dtype: torch.dtype, has_resid
 @every_kernel
 @pytest.mark.parametrize("scale", [1e-45, 1e-42, 1e-38, 1e-36, 1e-30, 1e-22, 1e-19, 1e15])
 def test_a_kernel_encodes_very_small_and_very_large_values_as_defined(codec: Codec, scale: float):
-    """Where squares, means and reciprocals underflow, or overflow and are refused."""
+    """Where squares, means and reciprocals underflow, or overflow and raise."""
     x = (numbers(700) * scale).to(torch.float32)
     try:
         with kernels.plain():
@@ -99,7 +99,7 @@ def test_a_kernel_encodes_very_small_and_very_large_values_as_defined(codec: Cod
 
 
 @every_kernel
-def test_a_kernel_refuses_what_the_definition_refuses_near_the_end_of_the_range(codec: Codec):
+def test_a_kernel_raises_where_the_definition_raises_near_the_end_of_the_range(codec: Codec):
     top = torch.finfo(torch.float32).max
     for value in (65504.0, 65519.0, 65520.0, 1.3e19, 1e20, 3.38e38, 3.396e38, top * (1 - 2**-20), top):
         for place in (0, 40, 699):
@@ -117,7 +117,9 @@ def test_a_kernel_refuses_what_the_definition_refuses_near_the_end_of_the_range(
 
 @every_kernel
 @with_residual
-def test_threads_do_not_show(codec: Codec, has_residual: bool, threads: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_number_of_threads_does_not_change_the_result(
+    codec: Codec, has_residual: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(cpu_parts, "SHARED_FROM", 1024)
     numel = 5000
     x = numbers(numel, dtype=torch.float32)
@@ -132,7 +134,7 @@ def test_threads_do_not_show(codec: Codec, has_residual: bool, threads: int, mon
 
 @pytest.mark.parametrize("codec", [OneBit(), QSGD(), TernGrad(), Fp16()], ids=str)
 def test_a_kernel_encodes_a_long_vector_as_defined(codec: Codec, threads: int):
-    """Of more than 512 rows of 512, so that their sums are more than a row, too."""
+    """More than 512 rows of 512, so that their sums are more than a row too."""
     assert_alike(codec, numbers(2**19 + 700, dtype=torch.float32), numbers(2**19 + 700, seed=1, dtype=torch.float32))
 
 
@@ -140,7 +142,7 @@ def test_a_kernel_encodes_a_long_vector_as_defined(codec: Codec, threads: int):
 @pytest.mark.parametrize("weight", [1.0, 0.3, -2.0, 0.0])
 @pytest.mark.parametrize("fresh", [False, True], ids=["added", "fresh"])
 def test_a_kernel_adds_as_defined(codec: Codec, weight: float, fresh: bool):
-    """But for the sign of a zero: what is not said may be put there as 0, and not as weight times 0."""
+    """Except for the sign of a zero: a value that is not sent may be added as 0, not as weight times 0."""
     for numel in SIZES:
         data = encoded(codec, wild(numel), None)
         into = numbers(numel, seed=5, dtype=torch.float32)
@@ -156,7 +158,7 @@ def test_a_kernel_adds_as_defined(codec: Codec, weight: float, fresh: bool):
 
 
 @every_kernel
-def test_a_kernel_puts_the_bytes_where_they_are_wanted(codec: Codec):
+def test_a_kernel_writes_into_the_given_buffer(codec: Codec):
     x = numbers(1300, dtype=torch.float32)
     wanted = encoded(codec, x, None)
     for shift in (0, 1, 4, 8):
@@ -170,8 +172,8 @@ def test_a_kernel_puts_the_bytes_where_they_are_wanted(codec: Codec):
 @every_kernel
 @with_residual
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused_wherever_it_is(codec: Codec, has_residual: bool, bad: float):
-    """With the definition's words; the residual is as before, up to the rounding of what was said and taken back."""
+def test_a_nonfinite_value_raises_an_error_at_any_index(codec: Codec, has_residual: bool, bad: float):
+    """With the definition's error text; the residual is restored up to rounding."""
     x, before = numbers(1300, dtype=torch.float32), numbers(1300, seed=1, dtype=torch.float32)
     slack = 4 * 2**-23 * (x.abs().max() + before.abs().max()).item()
     for place in [*range(0, 1300, 61), 31, 32, 63, 64, 511, 512, 1279, 1280, 1299]:
@@ -189,7 +191,7 @@ def test_what_is_not_finite_is_refused_wherever_it_is(codec: Codec, has_residual
 
 
 @every_kernel
-def test_bytes_that_nobody_encoded_mean_the_same_or_are_refused_both_ways(codec: Codec):
+def test_random_bytes_decode_equally_or_raise_with_and_without_kernels(codec: Codec):
     rng = torch.Generator().manual_seed(1)
     for numel in (1, 33, 512, 700):
         honest = encoded(codec, numbers(numel, dtype=torch.float32), None)
@@ -216,7 +218,7 @@ def test_bytes_that_nobody_encoded_mean_the_same_or_are_refused_both_ways(codec:
 
 
 @every_kernel
-def test_vectors_and_messages_that_may_not_be_written_to_are_read(codec: Codec):
+def test_read_only_vectors_and_messages_are_accepted(codec: Codec):
     values = numbers(700, dtype=torch.float32).numpy()
     values.flags.writeable = False
     with warnings.catch_warnings():
@@ -230,7 +232,7 @@ def test_vectors_and_messages_that_may_not_be_written_to_are_read(codec: Codec):
 
 
 @pytest.mark.parametrize("codec", [OneBit(), Fp16()], ids=str)
-def test_memory_of_another_size_is_refused_and_not_overrun(codec: Codec):
+def test_a_buffer_of_the_wrong_size_raises_and_is_not_overrun(codec: Codec):
     x = numbers(700, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"700 values .* buffer of shape \(8,\)"):
         encoded(codec, x, None, out=torch.empty(8, dtype=torch.uint8))
@@ -240,7 +242,7 @@ def test_memory_of_another_size_is_refused_and_not_overrun(codec: Codec):
 
 @pytest.mark.parametrize("codec", [OneBit(), NBit(), QSGD(), Fp8(), TernGrad()], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_scale_that_is_not_finite_is_refused_by_its_place(codec: Codec, bad: float):
+def test_a_nonfinite_scale_raises_an_error_with_its_index(codec: Codec, bad: float):
     data, place, into = encoded(codec, numbers(1300), None), 0 if isinstance(codec, TernGrad) else 2, torch.ones(1300)
     data[4 * place : 4 * place + 4] = torch.tensor([bad]).view(torch.uint8)
     for read in (lambda: codec.decode(data, 1300), lambda: kernels.add(codec, data, into)):
@@ -250,15 +252,15 @@ def test_a_scale_that_is_not_finite_is_refused_by_its_place(codec: Codec, bad: f
 
 
 @pytest.mark.parametrize("codec", [OneBit(32), Threshold(0.5), TopK(0.1)], ids=str)
-def test_what_is_no_vector_is_not_added_to_row_by_row(codec: Codec):
+def test_adding_to_a_matrix_raises(codec: Codec):
     data, into = encoded(codec, numbers(1024, dtype=torch.float32), None), torch.zeros(32, 32)
     with pytest.raises(RuntimeError, match="size"):
         kernels.add(codec, data, into)
     assert not into.any()
 
 
-def test_what_is_compiled_into_functions_of_other_files_is_part_of_their_names():
-    """numba would take a function from its cache although what it calls, or a number in it, has changed."""
+def test_the_version_of_shared_files_is_part_of_compiled_names():
+    """numba would use a cached function although a function that it calls, or a constant, has changed."""
     folder = Path(cpu_parts.__file__).parents[1]
     for path in (folder / "kernels").glob("[!g_]*.py"):
         tree = ast.parse(path.read_text())
@@ -274,7 +276,7 @@ def test_what_is_compiled_into_functions_of_other_files_is_part_of_their_names()
                 assert {origin[name] for name in names} <= {*cpu_parts.SHARED}, (path.name, function.name)
 
 
-def test_a_function_without_a_place_for_a_cache_is_compiled_all_the_same():
+def test_a_function_that_cannot_be_cached_is_compiled():
     names: dict[str, Any] = {}
     exec("def double(x):\n    return x + x", names)  # No file, so that there is nothing that a cache could lie beside.
     assert cpu_parts.compiled(names["double"])(np.float32(2)) == 4

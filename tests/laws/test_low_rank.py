@@ -1,4 +1,4 @@
-"""The mean by low-rank factors against its paper in numpy, what it conserves and remembers, and when it comes to nothing."""
+"""The mean by low-rank factors: against the paper in numpy, what it conserves, and when there is no mean."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHARED_MEMORY = Ranks(on_shared_memory, is_ordered=True)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 
 
-def linked(dtype: torch.dtype = torch.float64, slots: Slots | None = None) -> FactorState:
+def factor_state(dtype: torch.dtype = torch.float64, slots: Slots | None = None) -> FactorState:
     return PowerSGD(rank=RANK).fitted(SHAPES).codec_state(slots or Slots(), torch.zeros(NUMEL, dtype=dtype))
 
 
@@ -57,15 +57,15 @@ def matrices() -> list[tuple[slice, int, int]]:
 
 
 def in_numpy(steps: int, weights: Sequence[float]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The means and the last residuals, as the paper has it: float64, and LAPACK's QR for Gram and Schmidt's method."""
+    """The means and the last residuals by the paper: in float64, with LAPACK's QR instead of Gram-Schmidt."""
     q = [first_guess(RANK, cols, torch.device("cpu")).double().numpy().T for _, _, cols in matrices()]
     total, residuals = sum(weights), [np.zeros(NUMEL) for _ in weights]
     means: list[np.ndarray] = []
     for t in range(steps):
-        meant = [gradient(i, t).numpy() + r for i, r in enumerate(residuals)]
-        mean = sum(w * m for w, m in zip(weights, meant, strict=True)) / total
+        expected = [gradient(i, t).numpy() + r for i, r in enumerate(residuals)]
+        mean = sum(w * m for w, m in zip(weights, expected, strict=True)) / total
         for k, (where, rows, cols) in enumerate(matrices()):
-            each = [m[where].reshape(rows, cols) for m in meant]
+            each = [m[where].reshape(rows, cols) for m in expected]
             p, _ = np.linalg.qr(sum(w * m @ q[k] for w, m in zip(weights, each, strict=True)))
             q[k] = sum(w * m.T @ p for w, m in zip(weights, each, strict=True)) / total
             mean[where] = (p @ q[k].T).reshape(-1)
@@ -79,9 +79,9 @@ def in_numpy(steps: int, weights: Sequence[float]) -> tuple[list[np.ndarray], li
 # The mean over workers.
 
 
-def test_the_mean_is_the_one_of_the_paper(tmp_path: Path):
+def test_the_mean_equals_the_papers(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        codec_state = linked()
+        codec_state = factor_state()
         return await trained(endpoint, range(6), codec_state), codec_state.residual
 
     means, residuals = in_numpy(6, WEIGHTS)
@@ -95,7 +95,7 @@ def test_the_mean_is_the_one_of_the_paper(tmp_path: Path):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_all_ranks_have_the_same_bits_and_processes_those_of_the_simulator(workers: int, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        codec_state = linked(torch.float32)
+        codec_state = factor_state(torch.float32)
         return *await trained(endpoint, range(5), codec_state), *codec_state.factors
 
     simulated, real = SIMULATOR(tmp_path, workers, law), SHARED_MEMORY(tmp_path, workers, law)
@@ -104,11 +104,11 @@ def test_all_ranks_have_the_same_bits_and_processes_those_of_the_simulator(worke
 
 
 @every_dtype
-def test_residuals_and_result_add_up_to_what_was_meant(dtype: torch.dtype, tmp_path: Path):
-    """Up to some ten roundings, of values no larger than the norm of a column: those of 40 values, or fewer."""
+def test_residuals_and_result_add_up_to_the_given_values(dtype: torch.dtype, tmp_path: Path):
+    """Up to about ten roundings of values no larger than the norm of a column of at most 40 values."""
 
     async def law(endpoint: Any) -> Any:
-        codec_state, steps = linked(dtype), []
+        codec_state, steps = factor_state(dtype), []
         for t in range(6):
             g, before = gradient(endpoint.rank, t, dtype), codec_state.residual.clone()
             x = g.clone()
@@ -129,7 +129,7 @@ def test_residuals_and_result_add_up_to_what_was_meant(dtype: torch.dtype, tmp_p
 
 def test_means_of_low_rank_are_exact(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        codec_state, out = linked(), []
+        codec_state, out = factor_state(), []
         left = [numbers(rows, 1, seed=9) for _, rows, _ in matrices()]
         for t in range(4):
             x = gradient(endpoint.rank, t)
@@ -147,8 +147,8 @@ def test_means_of_low_rank_are_exact(tmp_path: Path):
         assert torch.allclose(steps[0][1], mean, rtol=0, atol=1e-10)
 
 
-def test_by_warm_start_the_best_approximation_is_found(tmp_path: Path):
-    """Eckart and Young: none of rank r is nearer than the r largest singular values make it.  Without feedback here."""
+def test_warm_starts_find_the_best_approximation(tmp_path: Path):
+    """Eckart-Young: the r largest singular values give the best approximation of rank r.  Without feedback here."""
     u, _ = torch.linalg.qr(numbers(40, 25, seed=1))
     v, _ = torch.linalg.qr(numbers(25, 25, seed=2))
     values = 2.0 ** -torch.arange(25, dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_by_warm_start_the_best_approximation_is_found(tmp_path: Path):
     best = values[RANK:].norm().item()
 
     async def law(endpoint: Any) -> Any:
-        codec_state, errors = linked(), []
+        codec_state, errors = factor_state(), []
         for _ in range(12):
             x = torch.zeros(NUMEL, dtype=torch.float64)
             x[796:1796] = m.reshape(-1)
@@ -170,25 +170,25 @@ def test_by_warm_start_the_best_approximation_is_found(tmp_path: Path):
     assert errors[-1] == pytest.approx(best, rel=1e-6)
 
 
-def test_a_constant_gradient_is_said_on_average(tmp_path: Path):
+def test_the_average_of_means_equals_a_constant_gradient(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        codec_state, means = linked(), []
+        codec_state, means = factor_state(), []
         for _ in range(300):
             x = gradient(endpoint.rank, 0)
             await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
             means.append(x)
-        meant = (gradient(0, 0) + gradient(1, 0)) / 2
-        return (means[0] - meant).norm().item(), (torch.stack(means).mean(0) - meant).norm().item()
+        expected = (gradient(0, 0) + gradient(1, 0)) / 2
+        return (means[0] - expected).norm().item(), (torch.stack(means).mean(0) - expected).norm().item()
 
     first, last = SIMULATOR(tmp_path, 2, law)[0]
     assert last < first / 10
 
 
 def test_residuals_stay_bounded_where_ranks_differ_and_weights_change(tmp_path: Path):
-    """What a rank alone has to say must not pile up, to be heard at once in a step in which another has less weight."""
+    """Differences between ranks must not accumulate, or they would count once another rank has less weight."""
 
     async def law(endpoint: Any) -> Any:
-        codec_state, norms = linked(), []
+        codec_state, norms = factor_state(), []
         for t in range(400):
             x = (-1) ** endpoint.rank * gradient(0, 0) + gradient(endpoint.rank, t) / 3
             await mean_by_factors(
@@ -201,11 +201,11 @@ def test_residuals_stay_bounded_where_ranks_differ_and_weights_change(tmp_path: 
         assert max(norms[100:]) < 1.5 * max(norms[:100])
 
 
-def test_matrices_that_were_zero_once_are_not_given_up(tmp_path: Path):
-    """A Q of zeros would give a P of zeros, and that zeros again, for ever."""
+def test_a_matrix_that_was_zero_is_sent_again_later(tmp_path: Path):
+    """A Q of zeros would give a P of zeros, which gives a Q of zeros again."""
 
     async def law(endpoint: Any) -> Any:
-        codec_state = linked()
+        codec_state = factor_state()
         for _ in range(2):
             x = torch.zeros(NUMEL, dtype=torch.float64)
             await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
@@ -219,14 +219,14 @@ def test_matrices_that_were_zero_once_are_not_given_up(tmp_path: Path):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_the_size_of_values_does_not_matter(scale: float, tmp_path: Path):
-    """Their squares are no float32, and the product of M, M^T and M even less."""
+def test_the_scale_of_values_does_not_matter(scale: float, tmp_path: Path):
+    """Their squares overflow float32, and so does the product of M, M^T and M."""
 
     async def law(endpoint: Any) -> Any:
-        links = linked(torch.float32), linked(torch.float32)
+        states = factor_state(torch.float32), factor_state(torch.float32)
         for t in range(4):
             xs = gradient(endpoint.rank, t, torch.float32), gradient(endpoint.rank, t, torch.float32) * scale
-            for x, codec_state in zip(xs, links, strict=True):
+            for x, codec_state in zip(xs, states, strict=True):
                 await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
             assert torch.allclose(xs[0], xs[1] / scale, rtol=1e-3, atol=1e-3)
 
@@ -234,7 +234,7 @@ def test_the_size_of_values_does_not_matter(scale: float, tmp_path: Path):
 
 
 class Counting:
-    """An endpoint that notes how much is summed at a time."""
+    """An endpoint that records the size of each all-reduce."""
 
     def __init__(self, endpoint: Any) -> None:
         self.endpoint, self.sizes = endpoint, []
@@ -250,7 +250,7 @@ class Counting:
 def test_all_factors_travel_in_two_exchanges_and_small_tensors_with_the_first(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         counting = Counting(endpoint)
-        await trained(counting, [0], linked())
+        await trained(counting, [0], factor_state())
         small = PowerSGD(rank=RANK).codec_state(Slots(), torch.zeros(9))
         x = torch.full((9,), endpoint.rank + 1.0)
         await mean_by_factors(counting, x, SyncVote(1.0, rank=endpoint.rank), small)
@@ -262,7 +262,7 @@ def test_all_factors_travel_in_two_exchanges_and_small_tensors_with_the_first(tm
         assert x == [1.5] * 9
 
 
-def test_a_link_without_factors_is_refused(tmp_path: Path):
+def test_a_codec_state_without_factors_raises(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         with pytest.raises(TypeError, match=r"ErrorFeedback of OneBit\(bucket=512\): only PowerSGD's"):
             await mean_by_factors(endpoint, torch.zeros(9), SyncVote(1.0), ErrorFeedback(OneBit(), torch.zeros(9)))
@@ -273,9 +273,9 @@ def test_a_link_without_factors_is_refused(tmp_path: Path):
 # Exchanges that come to nothing.
 
 
-def test_where_nobody_has_weight_everything_stays(tmp_path: Path):
+def test_without_any_weight_nothing_changes(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        codec_state = linked(torch.float32)
+        codec_state = factor_state(torch.float32)
         await trained(endpoint, range(2), codec_state)
         before = [codec_state.residual.clone(), *(q.clone() for q in codec_state.factors)]
         x = gradient(endpoint.rank, 3, torch.float32)
@@ -292,9 +292,9 @@ def test_where_nobody_has_weight_everything_stays(tmp_path: Path):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [5, 610, 1795], ids=["in a matrix", "in a vector", "in the last matrix"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_value_that_is_not_finite_voids_the_exchange_for_all(bad: float, at: int, dtype: torch.dtype, tmp_path: Path):
+def test_a_nonfinite_value_voids_the_mean_on_all_ranks(bad: float, at: int, dtype: torch.dtype, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        codec_state = linked(torch.float32)
+        codec_state = factor_state(torch.float32)
         await trained(endpoint, range(2), codec_state, [1.0] * 3)
         before = [codec_state.residual.clone(), *(q.clone() for q in codec_state.factors)]
         x = gradient(endpoint.rank, 3, dtype)
@@ -308,7 +308,7 @@ def test_a_value_that_is_not_finite_voids_the_exchange_for_all(bad: float, at: i
         return await trained(endpoint, range(4, 6), codec_state, [1.0] * 3)
 
     async def without(endpoint: Any) -> Any:
-        codec_state = linked(torch.float32)
+        codec_state = factor_state(torch.float32)
         await trained(endpoint, range(2), codec_state, [1.0] * 3)
         return await trained(endpoint, range(4, 6), codec_state, [1.0] * 3)
 
@@ -316,11 +316,11 @@ def test_a_value_that_is_not_finite_voids_the_exchange_for_all(bad: float, at: i
         assert all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_rank_that_is_known_to_be_bad_says_nothing(tmp_path: Path):
-    """Its values may be finite: whoever found a NaN elsewhere in its gradient has said so."""
+def test_a_rank_with_a_bad_vote_sends_zeros(tmp_path: Path):
+    """Its values here may be finite: the NaN was found elsewhere in its gradient."""
 
     async def law(endpoint: Any) -> Any:
-        codec_state, x, bad = linked(), gradient(endpoint.rank, 0), float(endpoint.rank == 2)
+        codec_state, x, bad = factor_state(), gradient(endpoint.rank, 0), float(endpoint.rank == 2)
         total = await mean_by_factors(endpoint, x, SyncVote(1.0, 1.0, bad, 2 * bad, endpoint.rank), codec_state)
         assert total.culprit() == "rank 2" and x.isnan().all() and not codec_state.residual.count_nonzero()
 
@@ -328,9 +328,9 @@ def test_a_rank_that_is_known_to_be_bad_says_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("at", [slice(0, 600), slice(600, 630)], ids=["matrix", "vector"])
-def test_finite_values_whose_sums_are_not_void_the_exchange_for_all(at: slice, tmp_path: Path):
+def test_finite_values_with_nonfinite_sums_void_the_mean_on_all_ranks(at: slice, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        codec_state, x = linked(torch.float32), torch.zeros(NUMEL)
+        codec_state, x = factor_state(torch.float32), torch.zeros(NUMEL)
         x[at] = 3e36
         total = await mean_by_factors(endpoint, x, SyncVote(200.0, rank=endpoint.rank), codec_state)
         assert total.bad == 2 and x.isnan().all() and not codec_state.residual.count_nonzero()
@@ -340,9 +340,9 @@ def test_finite_values_whose_sums_are_not_void_the_exchange_for_all(at: slice, t
     assert all(same(x, y) and x.isfinite().all() for x, y in zip(a, b, strict=True))
 
 
-def test_a_mean_beyond_half_precision_is_seen_and_not_remembered(tmp_path: Path):
+def test_a_mean_beyond_half_precision_is_infinite_and_not_in_the_residual(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        codec_state, x = linked(torch.float16), torch.zeros(NUMEL, dtype=torch.float16)
+        codec_state, x = factor_state(torch.float16), torch.zeros(NUMEL, dtype=torch.float16)
         codec_state.residual[600] = 60000.0
         x[600] = 60000.0
         await mean_by_factors(endpoint, x, SyncVote(1.0, rank=endpoint.rank), codec_state)
@@ -354,12 +354,12 @@ def test_a_mean_beyond_half_precision_is_seen_and_not_remembered(tmp_path: Path)
 # Memory.
 
 
-def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path):
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        unbroken = await trained(endpoint, range(6), linked(torch.float32))
+        unbroken = await trained(endpoint, range(6), factor_state(torch.float32))
         slots = Slots()
-        before = await trained(endpoint, range(3), linked(torch.float32, slots))
-        resumed = linked(torch.float32, Slots(saved=slots.slots))
+        before = await trained(endpoint, range(3), factor_state(torch.float32, slots))
+        resumed = factor_state(torch.float32, Slots(saved=slots.slots))
         return unbroken, before + await trained(endpoint, range(3, 6), resumed)
 
     for unbroken, resumed in SIMULATOR(tmp_path, 4, law):
@@ -367,9 +367,9 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path):
 
 
 @pytest.mark.parametrize("edges", [[0, 600, 774, NUMEL], [0, 630, NUMEL]])
-def test_buckets_between_tensors_say_what_the_whole_would(edges: list[int], tmp_path: Path):
+def test_buckets_cut_between_tensors_give_the_same_mean_as_the_whole(edges: list[int], tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        whole, cut = linked(torch.float32), linked(torch.float32)
+        whole, cut = factor_state(torch.float32), factor_state(torch.float32)
         for t in range(4):
             x, parts = gradient(endpoint.rank, t, torch.float32), gradient(endpoint.rank, t, torch.float32)
             await mean_by_factors(endpoint, x, SyncVote(WEIGHTS[endpoint.rank]), whole)

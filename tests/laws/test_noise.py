@@ -1,4 +1,4 @@
-"""What random codecs draw from, and how values are packed and summed: the ground that quantisers stand on."""
+"""Random numbers, packing and sums, which the quantisers use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_uniform_numbers_are_multiples_of_a_step_from_0_to_below_1():
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**63 - 1])
 def test_uniform_numbers_are_uniform(seed: int):
-    """Within 4 standard errors: their mean, their square, every bit of theirs, neighbours, and how often each 256th comes up."""
+    """Within 4 standard errors: the mean, the square, each bit, neighbours, and a histogram of 256 bins."""
     n = 2**17
     u = uniform(seed, n).double()
     assert abs(u.mean().item() - 1 / 2) < 4 * math.sqrt(1 / 12 / n)
@@ -44,19 +44,19 @@ def test_uniform_numbers_are_uniform(seed: int):
 
 
 @pytest.mark.parametrize("other", [1, 2**31, 2**32, 2**40])
-def test_uniform_numbers_of_two_seeds_have_nothing_in_common(other: int):
+def test_uniform_numbers_of_two_seeds_are_uncorrelated(other: int):
     n = 2**17
     a, b = uniform(0, n).double() - 0.5, uniform(other, n).double() - 0.5
     assert abs((a * b).mean().item()) < 4 / 12 / math.sqrt(n)
 
 
 @given(start=st.integers(0, 2**33), seed=st.integers(0, 2**63 - 1))
-def test_a_number_follows_from_its_seed_and_place_alone(start: int, seed: int):
+def test_a_number_depends_only_on_its_seed_and_index(start: int, seed: int):
     assert torch.equal(uniform(seed, 8, start=start)[5:], uniform(seed, 3, start=start + 5))
 
 
 def test_seeds_of_different_keys_and_counts_differ():
-    """torch takes only the lower 32 bits of a seed: a key in the upper ones would be no key."""
+    """torch uses only the lower 32 bits of a seed: a key in the upper bits would have no effect."""
     assert len({seed_of(key, count) for key in range(200) for count in range(200)}) == 200 * 200
     assert all(0 <= seed_of(key, 2**40) < 2**32 for key in range(9))
     assert not torch.equal(
@@ -68,7 +68,7 @@ def test_seeds_of_different_keys_and_counts_differ():
 
 
 @given(bits=st.sampled_from([2, 4, 8, 16]), codes=st.lists(st.integers(0, 2**16 - 1), max_size=90))
-def test_packed_codes_come_back_in_their_places(bits: int, codes: list[int]):
+def test_packed_codes_round_trip_in_order(bits: int, codes: list[int]):
     padded = torch.tensor([c % 2**bits for c in codes] + [0] * (-len(codes) % 32), dtype=torch.int32)
     data = packed(padded, bits, len(codes))
     assert data.numel() == -(-len(codes) * bits // 8)
@@ -82,8 +82,8 @@ def test_totals_are_sums(numel: int):
     assert row_sums(bucketed(x, 32)).sum().item() == x.sum().item()
 
 
-def test_roots_are_rounded_to_the_nearest():
-    """Which torch's own are not on every processor."""
+def test_roots_are_correctly_rounded():
+    """On some processors torch's own are not."""
     x = uniform(1, 100_000) * 1000
     near = root(x)
     step = torch.nextafter(near, torch.tensor(torch.inf)).double() - near

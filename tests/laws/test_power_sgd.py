@@ -1,4 +1,4 @@
-"""PowerSGD as a codec: which parts of a vector are matrices, the arithmetic of factors, and what is read of what was sent."""
+"""PowerSGD as a codec: which parts of a vector are matrices, the arithmetic of factors, and decoded values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STARTS = [sum(s.numel() for s in SHAPES[:i]) for i in range(len(SHAPES) + 1)]
 RANK = 2
 
 
-def test_of_a_matrix_that_is_cut_the_whole_rows_stay_one():
+def test_a_slice_through_a_matrix_keeps_its_whole_rows_as_a_matrix():
     codec = PowerSGD(rank=1).fitted([torch.Size((20, 30)), torch.Size((8,))])
     assert codec.part(slice(0, 608)) == codec
     assert codec.part(slice(60, 605)).blocks == ((18, 30), (5, 1))
@@ -95,7 +95,7 @@ def read(codec: PowerSGD, x: Tensor) -> Tensor:
 
 
 @given(rank=st.integers(1, 4), rows=st.integers(1, 30), cols=st.integers(1, 30), seed=st.integers(0, 2**20))
-def test_a_matrix_of_low_rank_is_read_as_it_was(rank: int, rows: int, cols: int, seed: int):
+def test_a_matrix_of_low_rank_is_exact(rank: int, rows: int, cols: int, seed: int):
     m = (numbers(rows, rank, seed=seed) @ numbers(rank, cols, seed=seed + 1)).float()
     codec = PowerSGD(rank=rank).fitted([m.shape])
     assert torch.allclose(read(codec, m.view(-1)).view(rows, cols), m, rtol=0, atol=1e-5 * m.abs().max().item())
@@ -103,7 +103,7 @@ def test_a_matrix_of_low_rank_is_read_as_it_was(rank: int, rows: int, cols: int,
 
 
 @pytest.mark.parametrize("numel", [0, 1, 8, 64, 1000, 1024, 1055, 1056])
-def test_a_vector_of_unknown_shape_is_a_square_and_a_rest(numel: int):
+def test_a_vector_of_unknown_shape_is_a_square_matrix_and_a_rest(numel: int):
     side = math.isqrt(numel)
     factors = 0 if not numel else 4 * (side + numel // side)
     rest = 0 if not numel else numel % side
@@ -111,7 +111,7 @@ def test_a_vector_of_unknown_shape_is_a_square_and_a_rest(numel: int):
     assert same(read(PowerSGD(), torch.ones(numel)).round(decimals=5), torch.ones(numel))
 
 
-def test_what_is_too_small_for_factors_is_read_to_the_bit():
+def test_tensors_too_small_for_factors_are_exact():
     codec = PowerSGD(rank=RANK).fitted(SHAPES)
     x = numbers(NUMEL, dtype=torch.float32)
     values = read(codec, x)
@@ -120,7 +120,7 @@ def test_what_is_too_small_for_factors_is_read_to_the_bit():
     assert codec.nbytes(NUMEL) == 4 * (RANK * (20 + 30 + 12 + 12 + 40 + 25) + 30 + 15 + 7)
 
 
-def test_what_is_read_is_the_projection_onto_the_columns_that_are_sent():
+def test_decoded_values_are_the_projection_onto_the_columns_that_are_sent():
     codec = PowerSGD(rank=3).fitted([torch.Size((20, 30))])
     m = numbers(20, 30, dtype=torch.float32)
     p = codec.encode(m.view(-1)).view(torch.float32)[:60].view(3, 20)
@@ -128,30 +128,30 @@ def test_what_is_read_is_the_projection_onto_the_columns_that_are_sent():
     assert torch.allclose(read(codec, m.view(-1)).view(20, 30), p.T @ p @ m, atol=1e-5)
 
 
-def test_what_is_left_out_is_heard_later():
-    """All that P leaves out of M is orthogonal to the Q it came from, so that the same Q again would never find it."""
+def test_feedback_sends_later_what_a_message_leaves_out():
+    """What P leaves out of M is orthogonal to the Q before, so the same Q would never find it."""
     g = numbers(1023)
-    codec_state, said = (
+    codec_state, decoded = (
         ErrorFeedback(PowerSGD(), torch.zeros(1023, dtype=torch.float64)),
         torch.zeros(1023, dtype=torch.float64),
     )
     for _ in range(200):
-        said += PowerSGD().decode(codec_state.encode(g), 1023)
-    assert (said / 200 - g).norm() < (read(PowerSGD(), g) - g).norm() / 10
+        decoded += PowerSGD().decode(codec_state.encode(g), 1023)
+    assert (decoded / 200 - g).norm() < (read(PowerSGD(), g) - g).norm() / 10
 
 
-def test_settings_survive_as_plain_data_and_the_shapes_with_them():
+def test_settings_and_shapes_survive_as_plain_data():
     codec = PowerSGD(rank=3).fitted(SHAPES)
     assert registry.from_plain(registry.to_plain(codec)) == codec and repr(codec) == "PowerSGD(rank=3)"
 
 
 @pytest.mark.parametrize("rank", [0, -1])
-def test_a_rank_below_1_is_refused(rank: int):
+def test_a_rank_below_1_raises(rank: int):
     with pytest.raises(ValueError, match=rf"PowerSGD\(rank={rank}\): .*rank 1 or more"):
         PowerSGD(rank=rank)
 
 
-def test_a_vector_of_another_length_than_the_tensors_is_refused():
+def test_a_vector_of_another_length_than_the_tensors_raises():
     codec = PowerSGD().fitted([torch.Size((20, 30))])
     for wrong in (lambda: codec.encode(torch.zeros(599)), lambda: codec.nbytes(601)):
         with pytest.raises(
@@ -161,13 +161,13 @@ def test_a_vector_of_another_length_than_the_tensors_is_refused():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_factors_that_are_not_finite_are_refused(bad: float):
+def test_nonfinite_factors_raise(bad: float):
     data = PowerSGD().encode(numbers(1023, dtype=torch.float32))
     data[:4] = torch.tensor([bad]).view(torch.uint8)
     with pytest.raises(ValueError, match=rf"PowerSGD\(rank=4\) .* {bad:g} "):
         PowerSGD().decode(data, 1023)
 
 
-def test_values_whose_products_are_beyond_float32_are_refused():
+def test_values_whose_products_are_beyond_float32_raise():
     with pytest.raises(Unencodable, match=r"PowerSGD\(rank=4\) cannot encode 1024 values up to 3e\+38"):
         PowerSGD().encode(torch.full((1024,), 3e38))

@@ -1,4 +1,4 @@
-"""Rows: what a minibatch touched of an embedding is all that travels, and nothing else comes of it than of the whole."""
+"""Rows: only the touched rows of an embedding are sent, with the same result as sending all rows."""
 
 from __future__ import annotations
 
@@ -63,27 +63,27 @@ def run(rule: Rule, sparse: bool, **more: Any) -> Run:
 
 
 @pytest.mark.parametrize("rule", [Sgd(lr=0.3), Adagrad(lr=0.1), Scaled(Adagrad(lr=0.1))], ids=str)
-def test_rows_alone_give_what_all_give(rule: Rule):
-    """For rules by which a gradient of zero changes nothing."""
+def test_touched_rows_give_the_same_result_as_all_rows(rule: Rule):
+    """For rules with which a gradient of zero changes nothing."""
     whole, sparse = run(rule, False), run(rule, True)
     assert close(sparse.params, whole.params, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rule", [Momentum(lr=0.1), Adam(lr=0.02)], ids=str)
-def test_what_a_rule_remembers_of_a_row_changes_only_when_it_is_touched(rule: Rule):
-    """As with torch's SparseAdam; so a run is another one, and learns as well."""
+def test_the_state_of_a_row_changes_only_when_it_is_touched(rule: Rule):
+    """As with torch's SparseAdam; so the run differs, and learns as well."""
     trained = simulate(bags(True, steps=120), ParameterServer(rule=rule, sparse=True), Cluster(workers=3))
     losses = [p.loss for p in trained.trace.points if p.loss is not None]
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
-def test_only_touched_rows_travel():
+def test_only_touched_rows_are_sent():
     whole, sparse = run(Sgd(lr=0.3), False), run(Sgd(lr=0.3), True)
     for rank in (1, 4):  # A worker that did not bring the model, and a shard.
         assert sparse.trace.bytes_sent(rank) < whole.trace.bytes_sent(rank) / 3
 
 
-def test_a_sparse_gradient_is_refused_where_it_cannot_travel():
+def test_a_sparse_gradient_raises_where_it_cannot_be_sent():
     with pytest.raises(ValueError, match=r"'words.weight' has a sparse gradient"):
         simulate(bags(True), ParameterServer(), Cluster(workers=2))
 
@@ -96,7 +96,7 @@ def test_a_sparse_gradient_is_refused_where_it_cannot_travel():
         (lambda: SoftSync(sparse=True), "cannot be applied to some rows alone"),
     ],
 )
-def test_what_rows_cannot_do_is_refused(make: Any, named: str):
+def test_unsupported_uses_of_rows_raise(make: Any, named: str):
     with pytest.raises(ValueError, match=named):
         make()
 
@@ -117,7 +117,7 @@ def random_runs(chance: Random, numel: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_what_lies_in_slices_is_all_there_is(seed: int):
+def test_the_parts_in_slices_make_up_the_whole(seed: int):
     chance = Random(seed)
     numel = chance.randrange(1, 60)
     runs = random_runs(chance, numel)
@@ -128,7 +128,7 @@ def test_what_lies_in_slices_is_all_there_is(seed: int):
     assert sorted(found) == sorted(positions(runs).tolist()) and len(set(found)) == len(found)
 
 
-def test_the_union_of_rows_has_each_once():
+def test_the_union_of_rows_has_each_row_once():
     a, b = rows(10, 4, torch.tensor([5, 1, 3])), rows(10, 4, torch.tensor([3, 2]))
     assert union([a, b]).tolist() == rows(10, 4, torch.tensor([1, 2, 3, 5])).tolist()
 
@@ -144,7 +144,7 @@ def test_the_union_of_rows_has_each_once():
         ([0, 1], "pairs of int64"),
     ],
 )
-def test_runs_that_cannot_be_are_named(runs: Any, named: str):
+def test_invalid_runs_raise_an_error_with_their_values(runs: Any, named: str):
     assert named in (refusal(torch.tensor(runs, dtype=torch.int64), 10) or "")
     assert "pairs of int64" in (refusal(torch.tensor(runs, dtype=torch.float32), 10) or "")
     assert Downpour().sparse is False

@@ -1,4 +1,4 @@
-"""What thresholds and top-k promise beside the laws of all codecs."""
+"""Thresholds and top-k: what they guarantee beyond the laws for every codec."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def feedback(codec: Codec, numel: int, dtype: torch.dtype = torch.float32) -> Er
     return ErrorFeedback(codec, torch.zeros(numel, dtype=dtype))
 
 
-def heard(codec_state: Any, data: Tensor, numel: int) -> Tensor:
+def received(codec_state: Any, data: Tensor, numel: int) -> Tensor:
     values = torch.zeros(numel)
     codec_state.add(data, values, fresh=True)
     return values
 
 
 def hits(numel: int, count: int, seed: int = 0) -> Tensor:
-    """So many values of 1 or -1 at random places among zeros."""
+    """`count` values of 1 or -1 at random indices among zeros."""
     x = torch.zeros(numel)
     places = torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:count]
     x[places] = numbers(count, seed=seed, dtype=torch.float32).sign()
@@ -56,13 +56,13 @@ def hits(numel: int, count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", [TopK(ratio=0.5), Threshold(tau=5.0, limit=math.inf)], ids=str)
-def test_small_values_beside_large_ones_of_both_signs_are_never_said_without_feedback(codec: Codec):
-    """Of (10, 1) and (-10, 1) the mean is (0, 1), and without feedback only the part that cancels out is ever sent."""
+def test_small_values_beside_large_ones_are_sent_only_with_feedback(codec: Codec):
+    """The mean of (10, 1) and (-10, 1) is (0, 1); without feedback only the values that cancel are sent."""
     for remembers in (False, True):
-        links = [ErrorFeedback(codec, torch.zeros(2) if remembers else None) for _ in range(2)]
+        states = [ErrorFeedback(codec, torch.zeros(2) if remembers else None) for _ in range(2)]
         total = torch.zeros(2)
         for _ in range(40):
-            for codec_state, g in zip(links, ([10.0, 1.0], [-10.0, 1.0]), strict=True):
+            for codec_state, g in zip(states, ([10.0, 1.0], [-10.0, 1.0]), strict=True):
                 codec_state.add(codec_state.encode(torch.tensor(g)), total)
         assert total[0] == 0
         assert (total[1] > 40) == remembers and (total[1] == 0) != remembers
@@ -72,21 +72,19 @@ def test_small_values_beside_large_ones_of_both_signs_are_never_said_without_fee
 
 
 @given(values=VALUES, entropy=st.booleans(), steps=st.integers(1, 5))
-def test_all_that_is_read_is_tau_or_nothing_and_the_rest_is_kept_exactly(
-    values: list[float], entropy: bool, steps: int
-):
+def test_decoded_values_are_tau_or_zero_and_the_residual_is_exact(values: list[float], entropy: bool, steps: int):
     """Multiples of a quarter add up exactly, so no mass is lost, to the bit."""
     x, codec = torch.tensor(values), Threshold(tau=0.5, entropy=entropy, limit=math.inf)
     codec_state, total = feedback(codec, len(values)), torch.zeros(len(values))
     for _ in range(steps):
-        said = codec.decode(codec_state.encode(x), len(values))
-        assert set(said.tolist()) <= {-0.5, 0.0, 0.5}
-        total += said
+        decoded = codec.decode(codec_state.encode(x), len(values))
+        assert set(decoded.tolist()) <= {-0.5, 0.0, 0.5}
+        total += decoded
     assert torch.equal(total + codec_state.residual, x * steps)
 
 
 @given(values=VALUES)
-def test_with_nothing_new_a_residual_drains_by_tau_a_message(values: list[float]):
+def test_each_message_of_zeros_drains_tau_from_the_residual(values: list[float]):
     codec_state = feedback(Threshold(tau=0.5, limit=math.inf), len(values))
     codec_state.residual.copy_(torch.tensor(values))
     for _ in range(math.ceil(max(abs(v) for v in values) / 0.5)):
@@ -99,7 +97,7 @@ def test_values_of_many_tau_take_as_many_messages_and_arrive_exactly():
         feedback(Threshold(tau=2.0**-10, limit=math.inf), 3),
         torch.tensor([7 * 2.0**-10, -(2.0**-10), 0.0]),
     )
-    total = heard(codec_state, codec_state.encode(x), 3)
+    total = received(codec_state, codec_state.encode(x), 3)
     for _ in range(6):
         assert not torch.equal(total, x)
         codec_state.add(codec_state.encode(torch.zeros(3)), total)
@@ -125,7 +123,7 @@ def test_a_message_is_a_header_and_words_or_bitmaps_from_one_value_in_16_on(nume
         assert codec.encode(torch.ones(numel)).numel() == codec.most_nbytes(numel), "and no message is larger"
 
 
-def test_all_formats_of_the_same_values_are_read_alike():
+def test_all_formats_of_the_same_values_decode_equally():
     x = numbers(100, dtype=torch.float32)
     data = {
         BITMAP: Threshold(tau=1.0).encode(x),
@@ -137,14 +135,14 @@ def test_all_formats_of_the_same_values_are_read_alike():
         numel = 100 if form == BITMAP else 10_100
         for values in (
             Threshold(tau=7.0).decode(message, numel),
-            heard(feedback(Threshold(tau=7.0), 1), message, numel),
+            received(feedback(Threshold(tau=7.0), 1), message, numel),
         ):
             assert torch.equal(values[:100], x.sign() * (x.abs() >= 1.0)) and not values[100:].count_nonzero()
 
 
 @pytest.mark.parametrize("density", [0.005, 0.02, 0.05, 0.3])
 def test_gaps_take_little_more_than_their_entropy(density: float):
-    """Geometric gaps have -log2(p) - (1-p)/p log2(1-p) bits each, signs one; a Rice code of them, 0.15 bits more at most."""
+    """Geometric gaps have -log2(p) - (1-p)/p log2(1-p) bits each, signs 1; a Rice code has at most 0.15 more."""
     count = int(200_000 * density)
     data = Threshold(tau=1.0, entropy=True).encode(hits(200_000, count))
     bits = 1 - math.log2(density) - (1 - density) / density * math.log2(1 - density)
@@ -173,13 +171,13 @@ def test_indices_up_to_31_bits_come_back_from_words_and_from_gaps(indices: set[i
 
 
 @pytest.mark.parametrize("codec", [Threshold(tau=1.0), TopK()], ids=str)
-def test_more_values_than_31_bits_can_number_are_refused(codec: Codec):
+def test_a_vector_too_long_for_31_bit_indices_raises(codec: Codec):
     with pytest.raises(ValueError, match=rf"{type(codec).__name__}.*{2**31 + 1} values"):
         codec.encode(torch.zeros(1).expand(2**31 + 1))
 
 
-def test_a_residual_beyond_what_tau_can_say_grows_and_is_reported():
-    """A constant 4 tau gains 3 tau a step."""
+def test_a_residual_that_grows_beyond_tau_warns():
+    """With a constant gradient of 4 tau the residual gains 3 tau per step."""
     codec_state = feedback(Threshold(tau=0.5), 100)
     x = torch.zeros(100)
     x[33] = 2.0
@@ -196,7 +194,7 @@ def test_a_residual_beyond_what_tau_can_say_grows_and_is_reported():
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_what_is_below_tau_is_no_overload(entropy: bool):
+def test_values_below_tau_are_no_overload(entropy: bool):
     codec = Threshold(tau=5.0, entropy=entropy)
     assert codec.overload(codec.encode(numbers(500, dtype=torch.float32))) == 0.0
 
@@ -211,7 +209,7 @@ def test_tau_doubles_in_20_messages_above_the_band_halves_below_and_stays_inside
         assert after.tau == codec.tau if factor == 1.0 else after.tau == pytest.approx(codec.tau * factor, rel=1e-12)
 
 
-def test_tau_follows_a_band_of_dense_messages():
+def test_tau_adapts_to_dense_messages():
     codec = AdaptiveThreshold(tau=1.0, low=0.1, high=0.3, limit=math.inf)
     for count, factor in ((1000, 1 / codec.decay), (200, 1.0), (70, codec.decay)):
         data = codec.encode(hits(1000, count))
@@ -221,7 +219,7 @@ def test_tau_follows_a_band_of_dense_messages():
     assert codec.adapted(codec.encode(torch.empty(0)), 0) is codec
 
 
-def test_tau_follows_each_part_of_a_vector_by_itself_and_receivers_need_not_know():
+def test_tau_adapts_separately_for_each_part_and_receivers_need_not_know():
     codec_state = feedback(AdaptiveThreshold(tau=1.0, limit=math.inf), 2000)
     reader = AdaptiveThreshold(tau=123.0)
     for _ in range(20):
@@ -241,7 +239,7 @@ def test_a_band_is_reached_and_kept():
     assert all(1e-4 / 2 < d < 2 * 1e-2 for d in densities[-50:])
 
 
-def test_a_tau_that_follows_nothing_stays_a_number():
+def test_tau_stays_finite_when_nothing_is_sent():
     codec: Any = AdaptiveThreshold()
     for _ in range(5000):
         codec = codec.adapted(b := codec.encode(torch.zeros(8)), 8)
@@ -253,7 +251,7 @@ def test_a_tau_that_follows_nothing_stays_a_number():
     [{"tau": 0.0}, {"tau": -1.0}, {"tau": math.nan}, {"tau": math.inf}, {"tau": 1e-60}, {"tau": 1.0, "limit": 0.0}],
     ids=str,
 )
-def test_a_threshold_that_is_none_is_refused(settings: dict[str, float]):
+def test_an_invalid_threshold_raises(settings: dict[str, float]):
     for cls in (Threshold, AdaptiveThreshold):
         with pytest.raises(ValueError, match=rf"{cls.__name__}\(tau={settings['tau']}.*\): "):
             cls(**settings)
@@ -262,7 +260,7 @@ def test_a_threshold_that_is_none_is_refused(settings: dict[str, float]):
 @pytest.mark.parametrize(
     "settings", [{"low": 0.5}, {"high": 2.0}, {"low": -1.0}, {"decay": 1.0}, {"decay": 0.1}], ids=str
 )
-def test_a_band_that_is_none_is_refused(settings: dict[str, float]):
+def test_an_invalid_band_raises(settings: dict[str, float]):
     with pytest.raises(ValueError, match=r"AdaptiveThreshold\(.*\): "):
         AdaptiveThreshold(**settings)
 
@@ -329,7 +327,7 @@ def test_top_k_is_the_largest_and_the_first_among_equals(values: list[float], ra
 
 @pytest.mark.parametrize("ratio", [1e-9, 0.001, 0.01, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["normal", "ascending", "descending", "few values", "equal", "tiny and huge"])
-def test_the_kernel_chooses_as_the_definition_does_whatever_the_distribution(ratio: float, kind: str):
+def test_the_kernel_chooses_as_the_definition_does_for_any_distribution(ratio: float, kind: str):
     x = numbers(LARGE, dtype=torch.float32)
     x = {
         "normal": x,
@@ -348,8 +346,8 @@ def test_the_kernel_chooses_as_the_definition_does_whatever_the_distribution(rat
     assert same(fast, slow)
 
 
-def test_top_k_keeps_within_its_memory_where_denormals_count_as_zeros():
-    """In a process of its own, which memory written to by mistake may end."""
+def test_top_k_stays_within_its_buffers_when_denormals_count_as_zeros():
+    """In a separate process, which a write out of bounds may crash."""
     program = """
 import torch
 from paceline.codecs import TopK, kernels
@@ -363,20 +361,20 @@ if torch.set_flush_denormal(True):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
-def test_all_of_the_values_are_the_values():
+def test_a_ratio_of_1_is_lossless():
     x = numbers(777, dtype=torch.float32)
     assert same(TopK(1.0).decode(TopK(1.0).encode(x), 777), x)
 
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.1, math.nan])
-def test_a_ratio_that_is_none_is_refused(ratio: float):
+def test_an_invalid_ratio_raises(ratio: float):
     for cls in (TopK, DGC):
         with pytest.raises(ValueError, match=rf"{cls.__name__}\(ratio={ratio}"):
             cls(ratio)
 
 
 @pytest.mark.parametrize("wrong", [[5, 5], [6, 5], [-1, 5], [5, 20]], ids=str)
-def test_pairs_out_of_order_or_place_are_refused_and_add_nothing(wrong: list[int]):
+def test_wrong_indices_raise_and_add_nothing(wrong: list[int]):
     data = torch.cat([torch.tensor(wrong, dtype=torch.int32).view(torch.uint8), torch.ones(2).view(torch.uint8)])
     into = torch.ones(20)
     for read in (lambda: TopK(0.1).decode(data, 20), lambda: kernels.add(TopK(0.1), data, into)):
@@ -387,7 +385,7 @@ def test_pairs_out_of_order_or_place_are_refused_and_add_nothing(wrong: list[int
 
 @pytest.mark.parametrize("codec", SPARSE, ids=str)
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_change_nothing(codec: Codec, threads: int):
+def test_the_number_of_threads_does_not_change_the_result(codec: Codec, threads: int):
     numel, before = 3 * 2**18 + 5, torch.get_num_threads()
     x, one, more = numbers(numel, dtype=torch.float32), torch.zeros(numel), torch.zeros(numel)
     expected = kernels.encode(codec, x, one)

@@ -23,10 +23,10 @@ REDUCTIONS: dict[str, Reduction] = {}
 
 def reduction(name: str) -> Callable[[R], R]:
     """Register a function as the reduction for codecs with `reduction = name`."""
+    if name in REDUCTIONS:
+        raise ValueError(f"reduction({name!r}): this name is in use already")
 
     def register(function: R) -> R:
-        if name in REDUCTIONS:
-            raise ValueError(f"reduction({name!r}): {REDUCTIONS[name]} has this name already")
         REDUCTIONS[name] = function
         return function
 
