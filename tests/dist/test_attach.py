@@ -433,7 +433,7 @@ def test_states_that_cannot_be_resumed_are_refused():
         state = averaging.state_dict()
     with (
         session(pl.BlockMomentum()) as blocks,
-        pytest.raises(ValueError, match="saved under PeriodicAveraging, but this session runs BlockMomentum"),
+        pytest.raises(ValueError, match="saved under PeriodicAveraging, and this run uses BlockMomentum"),
     ):
         blocks.load_state_dict(state)
     server = pl.ParameterServer(servers=1)

@@ -146,7 +146,7 @@ def test_a_period_in_samples_needs_counted_samples():
     with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(samples=64)) as session:
         model(torch.ones(1, 1)).sum().backward()
         with pytest.raises(
-            ValueError, match=r"PeriodicAveraging\(samples=64\): nobody counts the samples; .*session.count\(n\)"
+            ValueError, match=r"PeriodicAveraging\(samples=64\): the samples are not counted; .*session.count\(n\)"
         ):
             session.step()
 

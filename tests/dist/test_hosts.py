@@ -49,6 +49,7 @@ def test_ordered_sums_across_hosts_give_the_simulators_bits(two_hosts, tmp_path)
 COUNTED = """
 import json, time
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 import paceline as pl
 from paceline import codecs
@@ -61,8 +62,6 @@ def on_the_wire():
     count = lambda what: int(Path(f"/sys/class/net/eth0/statistics/tx_{what}").read_text())
     names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
     return count("bytes") - 66 * count("packets") - 1448 * int(values[names.index("RetransSegs")])
-class Kept:
-    def __init__(self, **values): self.__dict__.update(values)
 numel = 1_000_000
 with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
     e = job.endpoint
@@ -70,7 +69,8 @@ with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
         # Messages large enough for their headers, some 5 kB for ten of them, not to count.
         settings = {"threshold": {"tau": 1.5}, "power-sgd": {"rank": 64}}.get(name, {})
         codec = None if name == "none" else pl.registry.codec(name, **settings)
-        link = codec and codec.codec_state(lambda **initial: Kept(**initial), torch.zeros(numel), key=e.rank)
+        remember = lambda slot, *, rule, version=1, **initial: SimpleNamespace(**initial)
+        link = codec and codec.codec_state(remember, torch.zeros(numel), key=e.rank)
         def once(seed):
             x = torch.randn(numel, generator=torch.Generator().manual_seed(seed + e.rank))
             vote = SyncVote(1.0, rank=e.rank)
