@@ -31,6 +31,7 @@ from paceline.codecs.threshold import AdaptiveThreshold, Threshold
 from paceline.codecs.top_k import TopK
 from paceline.collectives import SyncVote, mean_encoded
 from paceline.engines.job import Job
+from paceline.needs import Needs
 from paceline.op import drive
 from paceline.session.ddp import BucketState, DdpHook
 from paceline.stripes import stripe_of
@@ -263,7 +264,7 @@ def test_buckets_are_exchanged_as_by_the_collective_itself(codec, tmp_path):
         for batch in batches(rank, 3):
             step(model, optimizer, batch)
         links: dict[tuple[int, ...], Any] = {}
-        with Job(pl.AllReduceSGD(), device=torch.device("cpu"), apart=True) as job:
+        with Job(Needs(), device=torch.device("cpu"), apart=True) as job:
             for x, shapes, key in given:
                 if key not in links:
                     fresh = lambda **initial: pl.Memory(**{n: v.clone() for n, v in initial.items()})  # noqa: E731

@@ -64,7 +64,7 @@ def on_the_wire():
 class Kept:
     def __init__(self, **values): self.__dict__.update(values)
 numel = 1_000_000
-with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
+with Job(pl.Needs(), device=torch.device("cpu")) as job:
     e = job.endpoint
     for name in ["none", *json.loads(Path(__file__).with_name("codecs.json").read_text())]:
         # Messages large enough for their headers, some 5 kB for ten of them, not to count.

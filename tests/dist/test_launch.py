@@ -208,7 +208,9 @@ def test_train_names_the_worker_whose_task_failed():
 
     job = task()
     broken = pl.Task(model=job.model, loss=loss, data=job.data, batch=8, optimizer=job.optimizer, steps=3)
-    with pytest.raises(pl.ClusterError, match=r"worker \d failed: ZeroDivisionError: nothing to divide by"):
+    with pytest.raises(
+        pl.ClusterError, match=r"rank \d \(process \d+\) failed: ZeroDivisionError: nothing to divide by"
+    ):
         pl.train(broken, pl.AllReduceSGD(), 2)
 
 

@@ -246,7 +246,12 @@ def attach(
     flat = FlatModel(model, bucket_bytes=bucket_bytes)
     optimizer = _checked_optimizer(optimizer, flat, strategy)
     job = Job(
-        strategy, device=flat.params.device, ordered=ordered, timeout_s=timeout_s, takes_nonfinite=nonfinite == "pass"
+        strategy.needs,
+        device=flat.params.device,
+        served=strategy,
+        ordered=ordered,
+        timeout_s=timeout_s,
+        takes_nonfinite=nonfinite == "pass",
     )
     wrapped: SessionOptimizer | None = None
     try:

@@ -25,9 +25,9 @@ from paceline.codecs.codec import Codec, CodecState
 from paceline.codecs.power_sgd import FactorState
 from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
+from paceline.needs import Needs
 from paceline.op import drive
 from paceline.state import Memory
-from paceline.strategies import AllReduceSGD
 from paceline.stripes import stripe_of
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
@@ -190,7 +190,7 @@ class DdpHook:
         """This process's place among the ranks; they all open it together."""
         if self._job is None:
             # A group of its own: DDP's other collectives may run on the model's at the same time.
-            job = Job(AllReduceSGD(), device=device, apart=True, timeout_s=self._timeout_s)
+            job = Job(Needs(), device=device, apart=True, timeout_s=self._timeout_s)
             self._lane = lane = job.lane or self._lane
             weakref.finalize(self, _close, lane, job)
             self._agree(job)
