@@ -49,7 +49,7 @@ def meet_on_this_host(job_id: str, rank: int, world: int, timeout_s: float) -> d
     """A store on loopback, served by rank 0 of the job, all of whose ranks are on this host."""
     if not hasattr(socket, "SO_PEERCRED"):
         raise ValueError("ranks meet through abstract unix sockets on Linux alone: set MASTER_ADDR and MASTER_PORT")
-    name = f"\0paceline-{os.getuid()}-{hashlib.sha256(job_id.encode()).hexdigest()[:32]}"
+    name = f"\0paceline-meet-{os.getuid()}-{hashlib.sha256(job_id.encode()).hexdigest()[:32]}"
     meet = _serve if rank == 0 else _ask
     return _once((job_id, rank, world), lambda: meet(name, rank, world, time.monotonic() + timeout_s))
 
