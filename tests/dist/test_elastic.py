@@ -1,4 +1,4 @@
-"""Workers that are killed, on real processes: the others go on, and nothing that was acknowledged is lost or applied twice."""
+"""Workers that are killed, on real processes: the others go on, and no acknowledged update is lost or applied twice."""
 
 from __future__ import annotations
 

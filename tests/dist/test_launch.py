@@ -308,8 +308,8 @@ def test_a_port_in_use_is_told_at_once(tmp_path):
         done = launch("-n", "2", "--port", str(port), str(script), folder=tmp_path)
     assert done.returncode == 1
     assert (
-        done.stderr.strip()
-        == f"paceline: paceline run --port {port}: the port is in use (Address already in use); choose another or leave it out"
+        done.stderr.strip() == f"paceline: paceline run --port {port}: the port is in use (Address already in use); "
+        "choose another or leave it out"
     )
 
 
@@ -356,10 +356,12 @@ def test_train_brings_back_the_whole_model_buffers_included():
 def test_servers_import_a_strategy_that_lies_beside_the_script(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mystrategy.py").write_text(
-        "from dataclasses import dataclass\nimport paceline as pl\n\n@dataclass(frozen=True)\nclass Mine(pl.ParameterServer):\n    pass\n"
+        "from dataclasses import dataclass\nimport paceline as pl\n\n"
+        "@dataclass(frozen=True)\nclass Mine(pl.ParameterServer):\n    pass\n"
     )
     (tmp_path / "mine" / "train.py").write_text(
-        "import torch, paceline as pl\nfrom mystrategy import Mine\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(2, 1)\n"
+        "import torch, paceline as pl\nfrom mystrategy import Mine\ntorch.manual_seed(0)\n"
+        "model = torch.nn.Linear(2, 1)\n"
         "with pl.attach(model, None, Mine(servers=1)) as session:\n"
         "    for _ in range(3):\n        model(torch.ones(1, 2)).sum().backward()\n        session.step()\n"
     )
@@ -387,7 +389,7 @@ def test_train_without_a_number_of_workers_says_what_to_do():
 
 def test_a_server_applies_every_push_once_on_real_processes():
     run = pl.train(task(), pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2), 3)
-    # Every worker pushes at every step to each of two shards; a worker's first push can be stale by at most the others' pushes.
+    # Every worker pushes at every step to each of two shards; its first push is stale by at most the others' pushes.
     updates = [p for p in run.trace.points if p.staleness is not None]
     assert len(updates) == 2 * 3 * 22
     for server in (3, 4):

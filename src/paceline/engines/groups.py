@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Groups:
-    """The process groups that a job has opened: the default one if the user has none, and those of some of the ranks."""
+    """The process groups that a job has opened: the default one if the user has none, and groups of some ranks."""
 
     def __init__(self, device: torch.device, *, timeout_s: float) -> None:
         self._device = device

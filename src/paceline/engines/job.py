@@ -24,7 +24,7 @@ from paceline.needs import Needs
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
-from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Clock, ProcessEndpoint
+from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
 from paceline.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Job:
     """One rank of a job: it has a store, an endpoint, and on the first rank of each host the server processes.
 
     `served` is the strategy whose server role is run by server processes; None: there are none.  `launcher_pipe` is a
-    pipe of a launcher that replaces dead workers: servers run until it is closed.  `forks_servers` says that this process
-    may be forked to start them.
+    pipe of a launcher that replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this
+    process to start them.
     """
 
     def __init__(
@@ -90,6 +90,10 @@ class Job:
         except BaseException:
             self.close(failed=True)
             raise
+
+    @property
+    def is_one_host(self) -> bool:
+        return self._hosts.is_one
 
     def _meet(self, place: Place | None) -> None:
         """Find the store that all ranks share, and this process's rank in it."""
@@ -146,13 +150,15 @@ class Job:
             self.rank,
             self.layout,
             self._clock,
-            group=group,
-            shared=self._share(tuple(range(self.workers))),
-            lane=self.lane,
-            hosts=hosts.ranks if by_host else None,
+            backends=Backends(
+                shared=self._share(tuple(range(self.workers))),
+                process_group=group,
+                comm_thread=self.lane,
+                hosts=hosts.ranks if by_host else None,
+                is_ordered=self._ordered,
+            ),
             open_mailbox=self._open_mailbox,
             open_group=self._open_group,
-            ordered=self._ordered,
             trace=Trace(keep=SPANS_KEPT),
         )
 
@@ -164,20 +170,21 @@ class Job:
         """
         is_new = incarnation > 1 and (self.layout.servers > 0 or self.store.check([f"mail/{self.rank}"]))
         rank = self.layout.size + self.store.add("joined", 1) - 1 if is_new else self.rank
-        ended = "trace" if self.layout.servers else "ended"
         endpoint = ProcessEndpoint(
             rank,
             self.layout,
             self._clock,
             open_mailbox=lambda: self._open_elastic_mailbox(rank),
-            has_ended=lambda other: self.store.check([f"{ended}/{other}"]),
-            members_ever=self._members_ever,
+            membership=Membership(self._members_ever, self._has_ended),
             trace=Trace(keep=SPANS_KEPT),
         )
         if not self.layout.servers and self.workers > 1:
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
             gather(self.store, self.rank, self.workers, "there", "")
         return endpoint
+
+    def _has_ended(self, rank: int) -> bool:
+        return self.store.check([f"trace/{rank}" if self.layout.servers else f"ended/{rank}"])
 
     def _members_ever(self) -> list[int]:
         """Every worker that ever had a mailbox."""
@@ -228,12 +235,9 @@ class Job:
             self.layout,
             self._clock,
             ranks=ranks,
-            group=group,
-            shared=shared,
-            lane=self.lane,
+            backends=Backends(shared=shared, process_group=group, comm_thread=self.lane, is_ordered=self._ordered),
             open_mailbox=lambda: self.endpoint.mailbox,
             open_group=self._open_group,
-            ordered=self._ordered,
             trace=self.endpoint.trace,
         )
 

@@ -41,10 +41,10 @@ def launch(
     restarts: int = 0,
     replacements: int | None = None,
 ) -> None:
-    """Run a script (or module) with its arguments on `workers` processes of this host; ClusterError if one of them fails.
+    """Run a script (or module) with its arguments on `workers` processes of this host; ClusterError if one fails.
 
-    `restarts` is how often all workers are started again after a failure.  With a number of `replacements` a killed worker
-    is no failure: so many are started again while the others go on, as methods on a parameter server can.
+    `restarts` is how often all workers are started again after a failure.  With a number of `replacements` a killed
+    worker is no failure: so many are started again while the others go on, as methods on a parameter server can.
     """
     if workers < 1:
         raise ValueError(f"paceline run -n {workers}: there must be at least 1 worker")
@@ -52,8 +52,8 @@ def launch(
         raise ValueError(f"paceline run: there is no script '{command[0]}'")
     if replacements is not None and (restarts or replacements < 0):
         raise ValueError(
-            f"paceline run --restarts {restarts} --replacements {replacements}: either all workers are started again after "
-            "a failure, or 0 or more of them one by one"
+            f"paceline run --restarts {restarts} --replacements {replacements}: either all workers are started again "
+            "after a failure, or 0 or more of them one by one"
         )
     with _listening(port) as listener, _signals_raised():
         try:

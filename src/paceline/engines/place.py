@@ -41,8 +41,8 @@ def detect(environ: Environ = os.environ) -> Place | None:
     sized = [one for one in own if one.world is not None]
     if not sized:
         raise ValueError(
-            f"{own[0].rank} says that {own[0].launcher} started this process, but no variable says how many it started: "
-            "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on each of them"
+            f"{own[0].rank} says that {own[0].launcher} started this process, but no variable says how many it "
+            "started: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on each of them"
         )
     chosen = max(sized, key=lambda one: -1 if one.level is None else one.level)
     assert chosen.world is not None
@@ -92,8 +92,8 @@ def _names(one: Announced) -> str:
 def _cannot_meet(launcher: str, world: int, local_world: int | None, timeout_s: float) -> dist.Store:
     here = "" if local_world is None else f", {local_world} of them on this host"
     raise ValueError(
-        f"{launcher} started {world} processes{here}, and none of its variables says where they meet: set MASTER_ADDR to "
-        "a name or address of the first host, and MASTER_PORT to a free port there, on all of them"
+        f"{launcher} started {world} processes{here}, and none of its variables says where they meet: set MASTER_ADDR "
+        "to a name or address of the first host, and MASTER_PORT to a free port there, on all of them"
     )
 
 

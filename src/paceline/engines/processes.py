@@ -41,7 +41,7 @@ def threads() -> int:
 def launcher_of(variable: str) -> str | None:
     """The process that started this rank and the others of its host, as "pid start-time"; None if it cannot be known.
 
-    It is the nearest ancestor that was started without the `variable` with its rank: between the two there may be shells.
+    It is the nearest ancestor that was started without the `variable` with its rank; there may be shells in between.
     """
     pid = os.getppid()
     while pid > 1 and _has(pid, variable):

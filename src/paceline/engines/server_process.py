@@ -1,8 +1,8 @@
 """Server processes: they hold the shards of a parameter server.
 
-The first worker of each host starts those of its host, so `-n 4` means four workers.  A server runs until the workers have
-left it, and no longer than a pipe is open.  The pipe belongs to the worker that started the server; or to a launcher that
-replaces dead workers, and then the job goes on without the worker that started it.
+The first worker of each host starts those of its host, so `-n 4` means four workers.  A server runs until the workers
+have left it, and no longer than a pipe is open.  The pipe belongs to the worker that started the server; or to a
+launcher that replaces dead workers, and then the job goes on without the worker that started it.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def _start_interpreter(
         "settings": dataclasses.asdict(settings),
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1", SETTINGS: json.dumps(plain)}
-    # Its own session: a signal to the worker's process group (Ctrl-C, a launcher's SIGTERM) is for the worker, and a server
-    # that ended before its worker would look like the cause.
+    # Its own session: a signal to the worker's process group (Ctrl-C, a launcher's SIGTERM) is for the worker, and a
+    # server that ended before its worker would look like the cause.
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline.engines.server_process"],
         stdin=subprocess.PIPE if launcher_pipe is None else launcher_pipe,
@@ -218,8 +218,8 @@ def _address(store: dist.Store) -> dict[str, Any]:
     if isinstance(store, dist.FileStore):
         return {"file": store.path}  # pyright: ignore
     raise ValueError(
-        f"servers cannot reach a {type(store).__name__}: start the job by torchrun or paceline run, or with a TCPStore or "
-        "FileStore"
+        f"servers cannot reach a {type(store).__name__}: start the job by torchrun or paceline run, or with a TCPStore "
+        "or FileStore"
     )
 
 
@@ -247,7 +247,7 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings) -> None:
     is_elastic = settings.is_elastic
     own = str(os.getpid())
     if is_elastic and store.compare_set(f"serving/{rank}", "", own) != own.encode():
-        return  # A worker died right after it had started this server's twin, and its replacement could not know of that.
+        return  # The worker that started this server's twin died at once, and its replacement could not know of it.
     mailbox = Mailbox(
         store,
         rank,

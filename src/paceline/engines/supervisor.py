@@ -1,7 +1,7 @@
 """Supervisor: starts the workers of this host and watches them until the job ends.
 
-It replaces dead workers or starts all of them again.  When the job fails it names the rank that failed first.  However the
-job ends, the remaining workers are killed.
+It replaces dead workers or starts all of them again.  When the job fails it names the rank that failed first.  However
+the job ends, the remaining workers are killed.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class WorkersFailed(ClusterError):
 class Supervisor:
     """Workers 0 to `workers` - 1, each started by `start(rank)`, which reports its error to `report_path(rank)`.
 
-    With a number of `replacements` a killed worker is no failure: so many are started again.  After that the others go on
-    without it, if it had joined them (`has_joined`).  `every_tick` is called about ten times a second.
+    With a number of `replacements` a killed worker is no failure: so many are started again.  After that the others go
+    on without it, if it had joined them (`has_joined`).  `every_tick` is called about ten times a second.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ from paceline.engines.job import Job
 from paceline.engines.place import Place, detect
 from paceline.engines.processes import die_with_parent
 from paceline.engines.supervisor import Supervisor, Worker, write_report
+from paceline.needs import Offers, check
 from paceline.op import Begun, Op, drive
 from paceline.pipeline.processes import Order, StageLearner, staged
 from paceline.pipeline.stand_in import check_stages, count, split_for
@@ -36,9 +37,11 @@ from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
 from paceline.transport.endpoint import SILENT_S
+from paceline.worker.batch import NonFinite
 from paceline.worker.flat import FlatModel
 from paceline.worker.learner import TaskLearner
-from paceline.worker.replica import NonFinite, Replica
+from paceline.worker.replica import Replica
+from paceline.worker.run import WorkerRun
 
 
 class ProcessLearner(TaskLearner):
@@ -58,7 +61,7 @@ class ProcessLearner(TaskLearner):
         if self._backward(replica, each):
             if each is None:
                 flat.collect_all()
-                if not replica.accept_gradient(flat.first_nonfinite):
+                if not replica.batch.accept(flat.first_nonfinite):
                     flat.grads.zero_()
         else:
             flat.emit_zeros(each)
@@ -68,7 +71,7 @@ class ProcessLearner(TaskLearner):
         return Begun("local step", lambda: self._local_step(replica))
 
     def _local_step(self, replica: Replica) -> None:
-        if self._backward(replica, None) and replica.accept_gradient(self.flat.first_nonfinite_grad):
+        if self._backward(replica, None) and replica.batch.accept(self.flat.first_nonfinite_grad):
             self.trainee.optimizer.step()
 
     def evaluated(self, vector: Tensor | None) -> dict[str, float]:
@@ -79,8 +82,8 @@ class ProcessLearner(TaskLearner):
 
     def _backward(self, replica: Replica, each: Each | None) -> bool:
         """Compute the next minibatch's gradient and hand its buckets to `each`; False if there is no minibatch left."""
-        batch = self.trainee.draw(replica.step_index, replica.data_shard)
-        replica.begin(0 if batch is None else len(batch[0]))
+        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
+        replica.batch.begin(0 if batch is None else len(batch[0]))
         if batch is None:
             return False
         start = self.endpoint.now()
@@ -88,7 +91,7 @@ class ProcessLearner(TaskLearner):
         self.trainee.backward(batch, lambda: setattr(self, "_each", each))
         now = self.endpoint.now()
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
-        self.endpoint.trace.point(now, replica.rank, replica.step_index, len(batch[0]), self.trainee.loss)
+        self.endpoint.trace.point(now, replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss)
         return True
 
 
@@ -131,8 +134,8 @@ def train(
     """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each.
 
     Where workers do not wait for each other (on a parameter server) the others go on if one is killed, and up to
-    `replacements` killed workers are started again.  A worker that was silent for `silent_s` seconds, because it was stopped
-    or is cut off, counts as dead.
+    `replacements` killed workers are started again.  A worker that was silent for `silent_s` seconds, because it was
+    stopped or is cut off, counts as dead.
 
     With several `stages` (see `split`) each worker is that many processes.  Its minibatches pass through them in
     `microbatches`, by default four a stage, in the order of `pipeline`.
@@ -192,8 +195,8 @@ def _work(
     device = next(model.parameters()).device
     if is_forked and device.type != "cpu":
         raise ValueError(
-            f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for models "
-            "there"
+            f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for "
+            "models there"
         )
     job = Job(
         strategy.needs,
@@ -209,16 +212,17 @@ def _work(
     )
     with job:
         on_joined()
+        check(strategy, Offers("train", one_host=job.is_one_host))
         learner = _learner(terms, job, model)
-        replica = Replica(learner.endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
-        replica.data_shard = None if job.rank == job.endpoint.rank else job.rank
-        _train(terms, job, learner, replica, progress)
+        run = WorkerRun(strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
+        run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
+        _train(terms, job, learner, run, progress)
         model = learner.whole()
         for trace in job.server_traces(on_first_caller=is_forked):
             learner.endpoint.trace.merge(trace)
-    states = [{"replica": replica.state_dict(), "trainee": learner.trainee.state_dict()}]
+    states = [run.state_dict()]
     params = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-    return Outcome(Run(model, params, learner.endpoint.trace, states), not replica.missed_end)
+    return Outcome(Run(model, params, learner.endpoint.trace, states), not run.missed_end)
 
 
 def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | StageLearner:
@@ -238,7 +242,7 @@ def _train(
     terms: Terms,
     job: Job,
     learner: ProcessLearner | StageLearner,
-    replica: Replica,
+    run: WorkerRun,
     progress: Callable[[int], None] | None,
 ) -> None:
     """Run the strategy; the first replica evaluates the model at times and at the end."""
@@ -246,7 +250,7 @@ def _train(
     endpoint = learner.endpoint
 
     def evaluate(k: int) -> None:
-        values = learner.evaluated(replica.published)
+        values = learner.evaluated(run.replica.published)
         if job.rank == 0:
             endpoint.trace.evaluation(endpoint.now(), k * task.batch, values)
 
@@ -258,9 +262,9 @@ def _train(
 
     is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
     if is_first:
-        replica.on_step = on_step
-    drive(replica.run(terms.strategy))
-    if task.evaluate is not None and is_first and not replica.missed_end:
+        run.on_step = on_step
+    drive(run.run())
+    if task.evaluate is not None and is_first and not run.missed_end:
         evaluate(task.total_steps)
 
 
@@ -277,9 +281,7 @@ class _ForkedWorkers:
         self._shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
 
     def run(self, progress: Callable[[int], None] | None) -> Run:
-        import_module(
-            "torch._dynamo"
-        )  # torch imports it with the first optimizer: once here is faster than per worker.
+        import_module("torch._dynamo")  # torch imports it with the first optimizer; once here is faster.
         if self._terms.depth > 1:
             import_module("torch.distributed.pipelining")
         self._pipe = os.pipe()  # Servers of elastic workers run as long as it is open, whichever worker started them.

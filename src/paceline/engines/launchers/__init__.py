@@ -36,7 +36,7 @@ class Announced:
     local_world: int | None = None
     job_id: str | None = None  # The same on all ranks of this job, and on no other job of this host.
     # Launchers run inside each other: a batch system starts MPI's daemons, and these start torchrun.  The innermost one
-    # (with the highest level) started this process.  None: no launcher's own variables, so they must agree with the rest.
+    # (with the highest level) started this process.  None: anything may have set the variables, so they must agree.
     level: int | None = None
 
 
