@@ -33,6 +33,7 @@ from torch import Tensor
 import paceline as pl
 from paceline.endpoint import Message
 from paceline.engines.job import Job
+from paceline.engines.place import Place
 from paceline.op import drive
 from paceline.server import Store
 
@@ -100,16 +101,15 @@ def repeats(nbytes: int) -> int:
 
 
 def paceline_worker(path: str, shards: int) -> None:
-    """A store, and with it companions, for every size."""
+    """A store, and with it server processes, for every size."""
     jobs: list[Job] = []
     stores: dict[int, Store] = {}
 
     def send_buffer(numel: int) -> Tensor:
         strategy = pl.ParameterServer(rule=pl.Sgd(lr=LR), servers=shards)
         folder = tempfile.mkdtemp(dir=path)
-        jobs.append(
-            Job(strategy, device=torch.device("cpu"), store=dist.FileStore(f"{folder}/store"), rank=0, workers=1)
-        )
+        place = Place("benchmark", 0, 1, lambda _: dist.FileStore(f"{folder}/store"))
+        jobs.append(Job(strategy.needs, device=torch.device("cpu"), served=strategy, place=place))
         stores[numel] = Store(Model(jobs[-1].endpoint, torch.zeros(max(shards, numel))))  # pyright: ignore
         stores[numel].pull().wait()
         return stores[numel].send_buffer() if numel else torch.empty(0)

@@ -99,6 +99,8 @@ def test_the_commands_of_a_page_exist(page):
                 assert target in targets, words
             case ["torchrun", *rest]:
                 get_args_parser().parse_args(rest)
+            case ["mpiexec" | "srun", "-n" | "--ntasks", _, "python", *_]:
+                pass
             case ["git" | "pip" | "cd", *_]:
                 pass
             case _:

@@ -31,6 +31,7 @@ from paceline.codecs.threshold import AdaptiveThreshold, Threshold
 from paceline.codecs.top_k import TopK
 from paceline.collectives import SyncVote, mean_encoded
 from paceline.engines.job import Job
+from paceline.needs import Needs
 from paceline.op import drive
 from paceline.session.bucket_state import BucketState
 from paceline.session.ddp import DdpHook
@@ -267,7 +268,7 @@ def test_the_hook_exchanges_buckets_exactly_as_the_collective_does(codec, tmp_pa
         for batch in batches(rank, 3):
             step(model, optimizer, batch)
         codec_states: dict[tuple[int, ...], Any] = {}
-        with Job(pl.AllReduceSGD(), device=torch.device("cpu"), apart=True) as job:
+        with Job(Needs(), device=torch.device("cpu"), apart=True) as job:
             for x, shapes, key in inputs:
                 if key not in codec_states:
                     codec_states[key] = codec.fitted(shapes).codec_state(Slots(), x, key=rank)

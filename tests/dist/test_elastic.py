@@ -1,4 +1,4 @@
-"""Workers that are killed, on real processes: the others go on, and nothing that was acknowledged is lost or applied twice."""
+"""Workers that are killed, on real processes: the others go on, and no acknowledged update is lost or applied twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.engines.server_process import NAME
 
 WORKERS = 3
 
@@ -125,7 +126,7 @@ def test_what_the_servers_did_is_told_whoever_is_killed(tmp_path: Path):
 
 
 def test_if_all_are_killed_that_is_said():
-    with killer(WORKERS, every_s=0.1), pytest.raises(pl.ClusterError, match="was killed by signal 9"):
+    with killer(WORKERS, every_s=0.1), pytest.raises(pl.ClusterError, match="was killed by SIGKILL"):
         pl.train(counting(steps=400, batch=6, slow_s=0.02), pl.ParameterServer(), workers=WORKERS, replacements=0)
 
 
@@ -142,7 +143,7 @@ def test_an_error_in_a_worker_ends_the_run_and_is_named():
 def test_a_killed_server_is_named():
     def kill_a_server(k: int) -> None:
         if k >= 5:
-            for pid in _companions():
+            for pid in _servers():
                 os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(pl.ClusterError, match=r"server|exit code 70"):
@@ -151,15 +152,16 @@ def test_a_killed_server_is_named():
         )
 
 
-def _companions() -> list[int]:
-    """All processes below this one that hold shards."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/cmdline", "rb") as file:
-                    if b"paceline.engines.server_process" in file.read():
-                        found.append(int(entry))
-            except OSError:
-                continue
-    return found
+def _servers() -> list[int]:
+    """The processes below this one that hold shards."""
+    names, parents = dict[int, str](), dict[int, int]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            before, _, after = stat.read_text().rpartition(")")
+            names[int(stat.parent.name)] = before.partition("(")[2]
+            parents[int(stat.parent.name)] = int(after.split()[1])
+
+    def is_below(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and is_below(parents[pid]))
+
+    return [pid for pid, name in names.items() if name == NAME and is_below(pid)]

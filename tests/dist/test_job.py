@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import paceline as pl
 from paceline.engines.job import Job
+from paceline.engines.place import Place
+from paceline.needs import Needs
 from tests.dist import forked
 
 pytestmark = pytest.mark.dist
@@ -22,7 +23,7 @@ def test_groups_sum_among_their_members_alone(through, tmp_path):
     def work(rank):
         if through == "gloo":
             del os.memfd_create
-        with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
+        with Job(Needs(), device=torch.device("cpu")) as job:
             sums = []
             pairs = [(0, 1), (2, 3)] if rank != 0 else [(0, 1)]
             for ranks in [*pairs, (3, 1), (0,)]:
@@ -44,7 +45,7 @@ def test_groups_sum_among_their_members_alone(through, tmp_path):
 
 def test_a_group_of_others_is_refused(tmp_path):
     def work(rank):
-        with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
+        with Job(Needs(), device=torch.device("cpu")) as job:
             for ranks in ((1 - rank,), (0, 7)):
                 with pytest.raises(ValueError, match=f"rank {rank} asked for the group"):
                     job.endpoint.group(ranks)
@@ -64,7 +65,7 @@ def test_a_job_that_has_ended_leaves_no_thread_of_its_process_group(tmp_path):
         gc.collect()
         gc.disable()  # It would find them in the end; nobody knows when.
         before, store = gloos(), dist.FileStore(str(tmp_path / "own"), 2)
-        with Job(pl.AllReduceSGD(), device=torch.device("cpu"), store=store, rank=rank, workers=2) as job:
+        with Job(Needs(), device=torch.device("cpu"), place=Place("test", rank, 2, lambda _: store)) as job:
             job.endpoint.all_reduce(torch.ones(3)).wait()
             job.endpoint.group([rank])
             during = gloos()

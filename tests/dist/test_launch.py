@@ -15,9 +15,13 @@ import pytest
 import torch
 
 import paceline as pl
+from paceline.engines import launch as launching
 from tests.dist.test_attach import ORDERED, task
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+SOURCES = f"{ROOT / 'src'}:{ROOT}"
 
 SCRIPT = """
 import json, os, sys
@@ -52,7 +56,7 @@ with pl.attach(model, optimizer, strategy) as session:
 
 
 def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PACELINE_TEST": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": SOURCES, "PACELINE_TEST": str(folder)}
     command = [sys.executable, "-m", "paceline.cli", "run", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
 
@@ -72,7 +76,7 @@ def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launche
     if launcher == "paceline":
         done = launch("-n", "4", str(script), str(out), through, folder=tmp_path)
     else:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable,
             "-m",
@@ -138,7 +142,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
     # A killed launcher cannot remove its folder: let it be where pytest does.
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": SOURCES,
         "PACELINE_TEST": str(tmp_path),
         "TMPDIR": str(tmp_path),
     }
@@ -173,6 +177,127 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
     assert not _left_of(tmp_path)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_stops_all_workers(number, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(FAILING.replace("step == 20", "False"))
+    environment = {**os.environ, "PYTHONPATH": SOURCES, "PACELINE_TEST": str(tmp_path)}
+    command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), "never", "parameter-server"]
+    launcher = subprocess.Popen([*command, str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 100
+        while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline and launcher.poll() is None
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        said = launcher.communicate(timeout=60)[1]
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert launcher.returncode == 1
+    assert said.strip().endswith(f"paceline: paceline run got {number.name}; all workers were stopped")
+    assert not _left_of(tmp_path)
+
+
+PROBE = """
+import atexit, json, multiprocessing, os, random, sys, threading, time
+import numpy as np
+import torch
+
+def square(x):
+    return x * x
+
+def late():
+    time.sleep(0.2)
+    say("thread")
+
+def say(text):
+    with open(f"{folder}/said-{os.environ['RANK']}", "a") as file:
+        file.write(text + " ")
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        spawned = pool.map(square, [3])
+    loader = torch.utils.data.DataLoader(list(range(4)), batch_size=2, num_workers=1)
+    probe = {
+        "argv": sys.argv[2:],
+        "is_main": sys.modules["__main__"].__file__ == __file__,
+        "spawned": spawned,
+        "loaded": [int(batch.sum()) for batch in loader],
+        "process": multiprocessing.current_process().name,
+        "threads": [torch.get_num_threads(), int(os.environ["OMP_NUM_THREADS"])],
+        "place": [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")],
+        "torch": torch.rand(1).item(),
+        "numpy": np.random.rand(),
+        "python": random.random(),
+    }
+    with open(f"{folder}/probe-{os.environ['RANK']}", "w") as file:
+        file.write(json.dumps(probe))
+    atexit.register(say, "handler")
+    threading.Thread(target=late).start()
+"""
+
+
+def test_a_forked_worker_is_like_a_fresh_interpreter(tmp_path):
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    done = launch("-n", "2", str(script), str(tmp_path), "--flag", "3", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    probes = [json.loads((tmp_path / f"probe-{rank}").read_text()) for rank in range(2)]
+    share = max(1, (os.cpu_count() or 1) // 2)
+    for rank, probe in enumerate(probes):
+        assert probe["argv"] == ["--flag", "3"] and probe["is_main"] and probe["process"] == "MainProcess"
+        assert probe["spawned"] == [9] and probe["loaded"] == [1, 5]
+        assert probe["threads"] == [share, int(os.environ.get("OMP_NUM_THREADS", share))]
+        assert probe["place"] == [str(rank), "2", "0", str(rank)]
+        # Exit handlers run after the last thread has ended.
+        assert (tmp_path / f"said-{rank}").read_text().split() == ["thread", "handler"]
+    # torch begins with the same seed in every process; the others begin with a random one.
+    assert probes[0]["torch"] == probes[1]["torch"]
+    assert probes[0]["numpy"] != probes[1]["numpy"] and probes[0]["python"] != probes[1]["python"]
+    assert not _left_of(tmp_path)
+
+
+RESTARTED = """
+import os, sys
+from pathlib import Path
+import torch
+import paceline as pl
+
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+with pl.attach(model, torch.optim.SGD(model.parameters(), lr=1.0), pl.AllReduceSGD()) as session:
+    for step in range(3):
+        if session.rank == 1 and step == 1 and count == "0":
+            raise ValueError("only the first time")
+        model(torch.ones(1, 1)).sum().backward()
+        session.step()
+        session.optimizer.zero_grad()
+Path(sys.argv[1], f"done-{session.rank}").write_text(f"{count} {model.weight.item()}")
+"""
+
+
+def test_all_workers_are_started_again_after_a_failure(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    done = launch("-n", "2", "--restarts", "1", str(script), str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "all workers are started again (1 of 1 times)" in done.stderr
+    assert [(tmp_path / f"done-{rank}").read_text() for rank in range(2)] == ["1 -3.0"] * 2
+
+
+def test_workers_are_fresh_interpreters_where_a_fork_could_break_a_gpu(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    monkeypatch.setattr(launching, "_can_fork", lambda: False)
+    monkeypatch.setenv("PACELINE_TEST", str(tmp_path))
+    with pytest.raises(pl.ClusterError, match=r"^rank 1 \(process \d+\) failed: ValueError: only the first time$"):
+        launching.launch([str(script), str(tmp_path)], 2)
+    assert _left_of(tmp_path) == []
+
+
 def test_a_port_in_use_is_told_at_once(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
@@ -183,8 +308,8 @@ def test_a_port_in_use_is_told_at_once(tmp_path):
         done = launch("-n", "2", "--port", str(port), str(script), folder=tmp_path)
     assert done.returncode == 1
     assert (
-        done.stderr.strip()
-        == f"paceline: paceline run --port {port}: the port is in use (Address already in use); choose another or leave it out"
+        done.stderr.strip() == f"paceline: paceline run --port {port}: the port is in use (Address already in use); "
+        "choose another or leave it out"
     )
 
 
@@ -208,7 +333,9 @@ def test_train_names_the_worker_whose_task_failed():
 
     job = task()
     broken = pl.Task(model=job.model, loss=loss, data=job.data, batch=8, optimizer=job.optimizer, steps=3)
-    with pytest.raises(pl.ClusterError, match=r"worker \d failed: ZeroDivisionError: nothing to divide by"):
+    with pytest.raises(
+        pl.ClusterError, match=r"rank \d \(process \d+\) failed: ZeroDivisionError: nothing to divide by"
+    ):
         pl.train(broken, pl.AllReduceSGD(), 2)
 
 
@@ -229,10 +356,12 @@ def test_train_brings_back_the_whole_model_buffers_included():
 def test_servers_import_a_strategy_that_lies_beside_the_script(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mystrategy.py").write_text(
-        "from dataclasses import dataclass\nimport paceline as pl\n\n@dataclass(frozen=True)\nclass Mine(pl.ParameterServer):\n    pass\n"
+        "from dataclasses import dataclass\nimport paceline as pl\n\n"
+        "@dataclass(frozen=True)\nclass Mine(pl.ParameterServer):\n    pass\n"
     )
     (tmp_path / "mine" / "train.py").write_text(
-        "import torch, paceline as pl\nfrom mystrategy import Mine\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(2, 1)\n"
+        "import torch, paceline as pl\nfrom mystrategy import Mine\ntorch.manual_seed(0)\n"
+        "model = torch.nn.Linear(2, 1)\n"
         "with pl.attach(model, None, Mine(servers=1)) as session:\n"
         "    for _ in range(3):\n        model(torch.ones(1, 2)).sum().backward()\n        session.step()\n"
     )
@@ -260,7 +389,7 @@ def test_train_without_a_number_of_workers_says_what_to_do():
 
 def test_a_server_applies_every_push_once_on_real_processes():
     run = pl.train(task(), pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2), 3)
-    # Every worker pushes at every step to each of two shards; a worker's first push can be stale by at most the others' pushes.
+    # Every worker pushes at every step to each of two shards; its first push is stale by at most the others' pushes.
     updates = [p for p in run.trace.points if p.staleness is not None]
     assert len(updates) == 2 * 3 * 22
     for server in (3, 4):

@@ -1,67 +1,137 @@
-"""A worker's way in under `paceline run`: runs the user's script, and writes down what it died of."""
+"""A worker of `paceline run`: it runs the user's script and reports the error that ended it.
+
+A worker is forked from the launcher, which has imported torch and paceline; or it is a fresh interpreter.
+"""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import faulthandler
+import io
 import os
 import runpy
 import signal
 import sys
-import time
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NoReturn
 
+import torch
+
+from paceline.engines.processes import die_with_parent, fresh_random_state
+from paceline.engines.supervisor import write_report
 from paceline.errors import ClusterError
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
-PR_SET_PDEATHSIG = 1
-GRACE_S = 3.0
+SET_BLAS_THREADS = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
 
 
 def main() -> None:
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """A fresh interpreter: its arguments are the launcher's process id, "module" or "script", and the command."""
+    launcher, kind, *command = sys.argv[1:]
+    die_with_parent(int(launcher))
+    run(command, is_module=kind == "module")
 
-    launcher, kind, name, *_ = sys.argv[1:]
-    sys.argv = sys.argv[3:]
-    _die_with(int(launcher))
-    handler = get_error_handler()
-    handler.initialize()
+
+def run(command: Sequence[str], *, is_module: bool) -> None:
+    """Run a script or module with its arguments as `__main__`."""
+    name = command[0]
+    sys.argv = list(command)
+    faulthandler.enable(all_threads=True)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if is_module else str(Path(name).resolve().parent)
     try:
-        if kind == "module":
+        if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(name).resolve().parent)
             runpy.run_path(name, run_name="__main__")
     except ClusterError as error:
-        _record(handler, error)
-        # The launcher blames whoever it sees end first: let that be the rank that failed, not one that heard of it.  Where in
-        # this rank's code it heard of it helps nobody, so there is no traceback.
-        time.sleep(GRACE_S)
+        _report(error)
+        # The traceback of a rank that lost a peer shows only where it noticed that: one line is enough.
         sys.exit(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
     except Exception as error:
-        _record(handler, error)
+        _report(error)
         raise
 
 
-def _record(handler: ErrorHandler, error: Exception) -> None:
-    """Write the error down where the launcher looks, all at once: it may look at any moment, and stumbles over half a file."""
+def _report(error: Exception) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return handler.record_exception(error)
-    os.environ["TORCHELASTIC_ERROR_FILE"] = part = f"{path}.part"
-    handler.record_exception(error)
-    os.environ["TORCHELASTIC_ERROR_FILE"] = path
-    os.replace(part, path)
+    if path is not None:
+        write_report(Path(path), error)
 
 
-def _die_with(launcher: int) -> None:
-    """If the launcher is killed, nobody is left to stop this worker: ask the kernel to.  It may be gone already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        os._exit(1)
+def run_forked(
+    command: Sequence[str], *, is_module: bool, environment: Mapping[str, str], launcher: int, threads: int | None
+) -> NoReturn:
+    """Make a fork of the launcher what a fresh interpreter would be, run the script in it, and exit.
+
+    Signals are blocked when it is called.  `threads` is how many each worker computes with; None: as the user has set.
+    """
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent(launcher)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
+        sys.excepthook = sys.__excepthook__  # The command line has its own.
+        os.environ.update(environment)
+        _unbuffer()
+        fresh_random_state()
+        if threads is not None:
+            _set_threads(threads)
+        code = _exit_code(command, is_module=is_module)
+    finally:
+        os._exit(code)  # The launcher's own clean-up must not run here.
+
+
+def _exit_code(command: Sequence[str], *, is_module: bool) -> int:
+    """Run the script and end as an interpreter does: print the error, wait for threads, call exit handlers."""
+    code = 0
+    try:
+        run(command, is_module=is_module)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # pyright: ignore
+    atexit._run_exitfuncs()  # pyright: ignore
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code < 0:  # As an interpreter does, so that the launcher sees what ended it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code & 0xFF
+
+
+def _unbuffer() -> None:
+    """Standard output and error as under `python -u`, so that what workers print appears in order and at once."""
+    for name, file in (("stdout", 1), ("stderr", 2)):
+        old: Any = getattr(sys, name)
+        raw = io.FileIO(file, "wb", closefd=False)
+        new = io.TextIOWrapper(raw, encoding=old.encoding, errors=old.errors, write_through=True)
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+def _set_threads(count: int) -> None:
+    """What OMP_NUM_THREADS does when libraries are loaded: they are loaded already."""
+    torch.set_num_threads(count)
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
+    for path in paths:
+        library = ctypes.CDLL(path)
+        for name in SET_BLAS_THREADS:
+            if hasattr(library, name):
+                getattr(library, name)(count)
 
 
 if __name__ == "__main__":

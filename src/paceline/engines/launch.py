@@ -1,29 +1,35 @@
-"""launch: local workers on torch's elastic agent, with one way out.
-
-Whatever fails, the first cause is named by its rank, the rest are killed, nothing is left behind and the exit code says so.
-"""
+"""launch: a script on several worker processes of this host; `paceline run` calls it."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import select
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from socket import socket
 
+import torch
+
+from paceline.engines.entry import run_forked
+from paceline.engines.job import LAUNCHER_PIPE
+from paceline.engines.meeting import loopback_listener, serve_store
+from paceline.engines.processes import die_with_parent, set_name
+from paceline.engines.supervisor import Stopped, Supervisor, Worker, WorkersFailed, print_notice
 from paceline.errors import ClusterError
 
-LIFE = "PACELINE_LIFE"  # The variable with the pipe that servers of replaceable workers live by.
-PEER_ERRORS = ("PeerLost", "ClusterError")  # What a rank says whose own fault it was not.
+STOP_S = 30.0  # How long workers may take to end after SIGTERM.
+# What a worker needs: torch imports the first with the first optimizer.
+WARM = ("torch._dynamo", "paceline.session.attach", "paceline.session.train", "paceline.transport.mailbox")
+# A process that has looked for a GPU must not be forked, and importing torch may look for one.
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def launch(
@@ -35,191 +41,212 @@ def launch(
     restarts: int = 0,
     replacements: int | None = None,
 ) -> None:
-    """Run a script (or module) with its arguments on `workers` processes of this machine; ClusterError if one of them fails.
+    """Run a script (or module) with its arguments on `workers` processes of this host; ClusterError if one fails.
 
-    With a number of `replacements`, a worker that is killed is no failure: so many are started anew while the others go on, as
-    methods on a parameter server can.
+    `restarts` is how often all workers are started again after a failure.  With a number of `replacements` a killed
+    worker is no failure: so many are started again while the others go on, as methods on a parameter server can.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     if workers < 1:
         raise ValueError(f"paceline run -n {workers}: there must be at least 1 worker")
     if not is_module and not Path(command[0]).is_file():
         raise ValueError(f"paceline run: there is no script '{command[0]}'")
-    if port:
-        _check_free(port)
-    # As torchrun does: N processes with all cores each would fight for them.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    entry = ["-u", "-m", "paceline.engines.entry", str(os.getpid()), "module" if is_module else "script", *command]
-    if replacements is not None:
-        if restarts or replacements < 0:
-            raise ValueError(
-                f"paceline run --restarts {restarts} --replacements {replacements}: either all workers are started again after a failure, "
-                "or 0 or more of them one by one"
-            )
-        return Replacing(entry, workers, port).run(replacements)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="paceline-run-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=str(uuid.uuid4()),
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"127.0.0.1:{port}",
-            rdzv_configs={"is_host": True},
-            max_restarts=restarts,
-            monitor_interval=0.1,
-            start_method="spawn",
-            local_addr="127.0.0.1",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+    if replacements is not None and (restarts or replacements < 0):
+        raise ValueError(
+            f"paceline run --restarts {restarts} --replacements {replacements}: either all workers are started again "
+            "after a failure, or 0 or more of them one by one"
         )
+    with _listening(port) as listener, _signals_raised():
         try:
-            elastic_launch(config, sys.executable)(*entry)
-        except ChildFailedError as error:
-            raise ClusterError(_first_cause(error.failures)) from None
-        except SignalException as stopped:
-            raise ClusterError(
-                f"paceline run got {signal.Signals(stopped.sigval).name}; all workers were stopped"
-            ) from None
+            _Launch(command, workers, is_module=is_module, replacements=replacements).run(listener, restarts)
+        except Stopped as stopped:
+            name = signal.Signals(stopped.number).name
+            raise ClusterError(f"paceline run got {name}; all workers were stopped") from None
 
 
-class Replacing:
-    """Local workers, each of which can be replaced by another.  Torch's agent starts all anew when one ends."""
+class _Launch:
+    """One call of `paceline run`: the store's process, the workers, and the files that they share."""
 
-    def __init__(self, entry: Sequence[str], workers: int, port: int) -> None:
-        self.entry, self.workers, self.port = entry, workers, port
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+    def __init__(self, command: Sequence[str], workers: int, *, is_module: bool, replacements: int | None) -> None:
+        self._command = command
+        self._workers = workers
+        self._is_module = is_module
+        self._replacements = replacements
+        self._run_id = str(uuid.uuid4())
+        # As torchrun does: N processes that use all cores each would slow each other down.
+        self._threads = None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // workers)
 
-    def run(self, replacements: int) -> None:
-        from torch.distributed import TCPStore
+    def run(self, listener: socket, restarts: int) -> None:
+        # Not a TemporaryDirectory: every forked worker would remove it at its exit.
+        folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        pipe = os.pipe()  # Servers of replaceable workers run as long as it is open, whichever worker started them.
+        self._folder = folder
+        self._pipe = pipe
+        self._port = listener.getsockname()[1]
+        store: Worker | None = None
+        try:
+            if _can_fork():
+                store = _start_store(listener)
+                listener.close()
+                for module in WARM:
+                    import_module(module)
+            else:
+                self._store = serve_store(listener)
+            for attempt in range(restarts + 1):
+                try:
+                    return self._attempt(attempt, restarts, store)
+                except WorkersFailed as failed:
+                    if attempt == restarts:
+                        raise
+                    print_notice(f"{failed}\nall workers are started again ({attempt + 1} of {restarts} times)")
+        finally:
+            os.close(pipe[0])
+            os.close(pipe[1])
+            if store is not None and store.poll() is None:
+                store.signal(signal.SIGKILL)
+                os.waitpid(store.pid, 0)
+            shutil.rmtree(folder, ignore_errors=True)
 
-        life, hold = os.pipe()  # Servers live for as long as it is open, whichever worker has started them.
-        store = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
-        with tempfile.TemporaryDirectory(prefix="paceline-run-") as folder, _signals_raised():
-            try:
-                for rank in range(self.workers):
-                    self._start(rank, store.port, life, folder)
-                self._watch(replacements, lambda rank: self._start(rank, store.port, life, folder), folder)
-            except _Signalled as stopped:
-                raise ClusterError(
-                    f"paceline run got {signal.Signals(stopped.number).name}; all workers were stopped"
-                ) from None
-            finally:
-                os.close(life)
-                os.close(hold)
-                for process in self.processes.values():
-                    process.kill()
-                    process.wait()
+    def _attempt(self, attempt: int, restarts: int, store: Worker | None) -> None:
+        start = self._fork if _can_fork() else self._start_interpreter
+        supervisor = Supervisor(
+            self._workers,
+            lambda rank: start(rank, self._environment(rank, attempt, restarts)),
+            lambda rank: self._report_path(rank, attempt),
+            replacements=self._replacements,
+            on_replacement=_print_replacement,
+            every_tick=lambda: _check_store(store),
+            stop_s=STOP_S,
+        )
+        supervisor.run()
 
-    def _start(self, rank: int, port: int, life: int, folder: str) -> None:
-        place = {
+    def _report_path(self, rank: int, attempt: int) -> Path:
+        return self._folder / f"error-{attempt}-{rank}.json"
+
+    def _environment(self, rank: int, attempt: int, restarts: int) -> dict[str, str]:
+        """The variables that torchrun sets, and paceline's own."""
+        values: dict[str, object] = {
             "RANK": rank,
+            "WORLD_SIZE": self._workers,
             "LOCAL_RANK": rank,
-            "WORLD_SIZE": self.workers,
-            "LOCAL_WORLD_SIZE": self.workers,
+            "LOCAL_WORLD_SIZE": self._workers,
             "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": self._workers,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": self._port,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCHELASTIC_RUN_ID": self._run_id,
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            "TORCHELASTIC_MAX_RESTARTS": restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_ERROR_FILE": self._report_path(rank, attempt),
         }
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, LIFE: life}
-        place |= {"TORCHELASTIC_ERROR_FILE": Path(folder, f"error-{rank}.json")}
-        environment = os.environ | {name: str(value) for name, value in place.items()}
-        self.processes[rank] = subprocess.Popen([sys.executable, *self.entry], env=environment, pass_fds=[life])
+        if self._threads is not None:
+            values["OMP_NUM_THREADS"] = self._threads
+        if self._replacements is not None:
+            values[LAUNCHER_PIPE] = self._pipe[0]
+        return {name: str(value) for name, value in values.items()}
 
-    def _watch(self, replacements: int, start: Callable[[int], None], folder: str) -> None:
-        alive, ended = set(self.processes), 0
-        while alive:
-            pidfds = {os.pidfd_open(self.processes[rank].pid): rank for rank in alive}
-            try:
-                ready, _, _ = select.select(list(pidfds), [], [])
-            finally:
-                for pidfd in pidfds:
-                    os.close(pidfd)
-            for rank in sorted(pidfds[pidfd] for pidfd in ready):
-                code = self.processes[rank].wait()
-                alive.discard(rank)
-                if not code:
-                    ended += 1
-                elif code > 0 or (not alive and not ended and not replacements):
-                    failure = Failure(self.processes[rank].pid, code, str(Path(folder, f"error-{rank}.json")))
-                    raise ClusterError(_first_cause({rank: failure}))
-                elif replacements and not ended:
-                    replacements -= 1
-                    print(
-                        f"paceline: rank {rank} was killed by {signal.Signals(-code).name}; another takes its place",
-                        file=sys.stderr,
-                    )
-                    start(rank)
-                    alive.add(rank)
+    def _fork(self, rank: int, environment: dict[str, str]) -> Worker:
+        launcher = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(self._pipe[1])
+                run_forked(
+                    self._command,
+                    is_module=self._is_module,
+                    environment=environment,
+                    launcher=launcher,
+                    threads=self._threads,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        return Worker(pid, lambda: _poll(pid), leads_group=True)
 
-
-class Failure(NamedTuple):
-    """A worker's end, as torch's agent would tell it."""
-
-    pid: int
-    exitcode: int
-    error_file: str
-    timestamp: int = 0
+    def _start_interpreter(self, rank: int, environment: dict[str, str]) -> Worker:
+        kind = "module" if self._is_module else "script"
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "paceline.engines.entry", str(os.getpid()), kind, *self._command],
+            env=os.environ | environment,
+            pass_fds=[self._pipe[0]],
+            start_new_session=True,
+        )
+        return Worker(process.pid, process.poll, leads_group=True)
 
 
-class _Signalled(Exception):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+def _can_fork() -> bool:
+    """Whether workers are forked from this process, which has imported torch already."""
+    if sys.platform != "linux":
+        return False
+    is_cpu_build = torch.version.cuda is None and torch.version.hip is None
+    return is_cpu_build or not any(Path(file).exists() for file in GPU_FILES)
+
+
+def _poll(pid: int) -> int | None:
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # It was waited for before.
+        return 0
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _start_store(listener: socket) -> Worker:
+    """A process that serves the job's store.  The store has threads; a process with threads must not be forked."""
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            die_with_parent(launcher)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            set_name("paceline-store")
+            _serving = serve_store(listener)
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)
+    return Worker(pid, lambda: _poll(pid))
+
+
+def _check_store(store: Worker | None) -> None:
+    code = None if store is None else store.poll()
+    if store is not None and code is not None:
+        raise ClusterError(f"the process of the job's store ({store.pid}) ended with exit code {code}")
+
+
+def _print_replacement(rank: int, code: int) -> None:
+    print_notice(f"rank {rank} was killed by {signal.Signals(-code).name}; another takes its place")
+
+
+@contextmanager
+def _listening(port: int) -> Generator[socket]:
+    try:
+        listener = loopback_listener(port)
+    except OSError as error:
+        raise ClusterError(
+            f"paceline run --port {port}: the port is in use ({error.strerror}); choose another or leave it out"
+        ) from None
+    with listener:
+        yield listener
 
 
 @contextmanager
 def _signals_raised() -> Generator[None]:
-    """Ctrl-C and a polite request to end, as an exception."""
+    """Ctrl-C and SIGTERM as an exception."""
 
     def stop(number: int, _: object) -> None:
-        raise _Signalled(number)
+        raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _first_cause(failures: dict[int, Any]) -> str:
-    """Name the rank whose failure brought down the others, and the others only if they have another story to tell."""
-    ordered = sorted(failures.items(), key=lambda item: (_is_consequence(item[1]), item[1].timestamp))
-    first = _error(ordered[0][1])
-    more = [_told(rank, f) for rank, f in ordered[1:] if not _is_consequence(f) and _error(f) != first]
-    alike = sum(_error(f) == first != "" for _, f in ordered[1:])
-    also = f"\n  ({alike} other {'rank' if alike == 1 else 'ranks'} said the same)" if alike else ""
-    return "\n  ".join([_told(*ordered[0]) + also, *more])
-
-
-def _is_consequence(failure: Any) -> bool:
-    return _error(failure).startswith(PEER_ERRORS) or failure.exitcode == -signal.SIGTERM
-
-
-def _told(rank: int, failure: Any) -> str:
-    if failure.exitcode < 0:
-        return f"rank {rank} (process {failure.pid}) was killed by {signal.Signals(-failure.exitcode).name}"
-    return f"rank {rank} (process {failure.pid}) failed: {_error(failure) or f'exit code {failure.exitcode}'}"
-
-
-def _error(failure: Any) -> str:
-    """What the worker wrote before it ended; empty if it could not."""
-    try:
-        message = json.loads(Path(failure.error_file).read_text())["message"]
-    except (OSError, ValueError, KeyError):
-        return ""
-    return message["message"] if isinstance(message, dict) else str(message)
-
-
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ClusterError(
-                f"paceline run --port {port}: the port is in use ({error.strerror}); choose another or leave it out"
-            ) from None

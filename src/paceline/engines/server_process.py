@@ -1,19 +1,23 @@
-"""Companions: the processes that hold a parameter server's shards.
+"""Server processes: they hold the shards of a parameter server.
 
-The first worker of each host starts those of the host, so that four launched workers are four workers and nobody counts servers.  A
-companion lives for as long as its standard input is open, and no longer than there are workers.  That is a pipe of the worker that
-started it; or of a launcher that replaces dead workers, and then the job goes on without the one that started it.
+The first worker of each host starts those of its host, so `-n 4` means four workers.  A server runs until the workers
+have left it, and no longer than a pipe is open.  The pipe belongs to the worker that started the server; or to a
+launcher that replaces dead workers, and then the job goes on without the worker that started it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,72 +25,93 @@ import torch.distributed as dist
 
 from paceline import registry
 from paceline.endpoint import Layout
+from paceline.engines.processes import fresh_random_state, set_name, threads
 from paceline.op import drive
 from paceline.server.shard import Shard
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.endpoint import SPANS_KEPT, Clock, ProcessEndpoint
 
-SETTINGS = "PACELINE_COMPANION"  # The variable that tells a companion what to serve.
-GRACE_S = 60.0  # How long shards wait for another worker in the place of one that died.
-FAILED = 70  # A worker's exit code when its companion failed (sysexits: internal software error).
+SETTINGS = "PACELINE_SERVER"  # The variable with the settings of a server that is a fresh interpreter.
+NAME = "paceline-server"
+GRACE_S = 60.0  # How long shards wait for the replacement of a dead worker.
+FAILED = 70  # A worker's exit code when its server failed (sysexits: internal software error).
 
 
-class ServerProcesses:
-    """The servers on one host, as the worker keeps them that has started them.
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the servers of one host must know besides their strategy: plain data, to be written as JSON."""
 
-    `workers` are the processes of this host's workers, by rank; `life` is a launcher's pipe.
-    """
+    layout: tuple[int, int]
+    store: Mapping[str, Any]
+    prefix: str
+    epoch: float
+    bind: str
+    timeout_s: float
+    silent_s: float
+    workers: Sequence[tuple[int, int]]  # Ranks and process ids of this host's workers.
+    is_elastic: bool
+    grace_s: float
+    takes_nonfinite: bool
 
-    def __init__(
-        self,
-        strategy: Strategy,
+    @staticmethod
+    def of(
         layout: Layout,
-        ranks: Sequence[int],
         store: dist.Store,
         prefix: str,
         *,
         epoch: float,
         bind: str,
         timeout_s: float,
-        workers: Mapping[int, int],
-        life: int | None,
-        takes_nonfinite: bool,
         silent_s: float,
+        workers: Mapping[int, int],
+        is_elastic: bool,
+        may_lose_starter: bool,
+        takes_nonfinite: bool,
+    ) -> ServerSettings:
+        return ServerSettings(
+            layout=(layout.workers, layout.servers),
+            store=_address(store),
+            prefix=prefix,
+            epoch=epoch,
+            bind=bind,
+            timeout_s=timeout_s,
+            silent_s=silent_s,
+            workers=tuple(workers.items()),
+            is_elastic=is_elastic,
+            grace_s=GRACE_S if may_lose_starter else 0.0,
+            takes_nonfinite=takes_nonfinite,
+        )
+
+
+class ServerProcesses:
+    """The servers of one host, in the worker that has started them.
+
+    With `forks` this process is forked if it has one thread, which takes no time; otherwise each server is a fresh
+    interpreter, which imports everything again.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        ranks: Sequence[int],
+        settings: ServerSettings,
+        *,
+        launcher_pipe: int | None,
+        forks: bool,
     ) -> None:
-        self._closing = False
-        self._layout, self._life = layout, life
-        plain: dict[str, Any] = {
-            "strategy": registry.to_plain(strategy),
-            "layout": [layout.workers, layout.servers],
-            "path": sys.path,
-            "store": _address(store),
-            "prefix": prefix,
-            "epoch": epoch,
-            "bind": bind,
-            "timeout_s": timeout_s,
-            "workers": list(workers.items()),
-            "is_open": strategy.needs.elastic,
-            "grace_s": GRACE_S if life is not None else 0.0,
-            "takes_nonfinite": takes_nonfinite,
-            "silent_s": silent_s,
-        }
-        self._processes = {rank: self._start({**plain, "rank": rank}) for rank in ranks}
+        self._is_closing = False
+        self._layout = Layout(*settings.layout)
+        start = _fork if forks and threads() == 1 else _start_interpreter
+        self._processes = {rank: start(strategy, rank, settings, launcher_pipe) for rank in ranks}
         for rank, process in self._processes.items():
-            threading.Thread(target=self._watch, args=(rank, process), name=f"companion-{rank}", daemon=True).start()
+            threading.Thread(target=self._watch, args=(rank, process), name=f"server-{rank}", daemon=True).start()
 
-    def _start(self, plain: dict[str, Any]) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", SETTINGS: json.dumps(plain)}
-        # In a session of its own: a signal to the worker's group (Ctrl-C, a launcher's SIGTERM) is the worker's to answer, and a
-        # server that ended before it would look like the cause.
-        command = [sys.executable, "-m", "paceline.engines.server_process"]
-        stdin = subprocess.PIPE if self._life is None else self._life
-        return subprocess.Popen(command, stdin=stdin, env=environment, start_new_session=True)
-
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        code = process.wait()
-        if code and not self._closing:
-            # The workers are waiting for an answer that will not come, perhaps deep in C: there is no gentler way out.
+    def _watch(self, rank: int, process: ServerProcess) -> None:
+        code = process.reap()
+        process.ended.set()
+        if code and not self._is_closing:
+            # The workers wait for an answer that will never arrive, perhaps inside C code: there is no gentler way out.
             print(
                 f"paceline: {self._layout.name(rank)} failed with exit code {code}; its job ends here",
                 file=sys.stderr,
@@ -95,18 +120,96 @@ class ServerProcesses:
             os._exit(FAILED)
 
     def wait(self) -> None:
-        """Until the last worker has left its servers, and these have ended."""
+        """Until the last worker has left the servers, and these have ended."""
         for process in self._processes.values():
-            process.wait()
+            process.ended.wait()
 
     def close(self) -> None:
-        """Whatever they do, end them."""
-        self._closing = True
+        """End the servers, whatever they are doing."""
+        self._is_closing = True
         for process in self._processes.values():
-            if process.stdin is not None:
-                process.stdin.close()
             process.kill()
-            process.wait()
+            process.ended.wait()
+            process.release()
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server as its worker sees it: how to wait for its exit code, and how to kill it."""
+
+    reap: Callable[[], int]
+    kill: Callable[[], None]
+    release: Callable[[], None]  # Close this process's files that belong to it.
+    ended: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+def _start_interpreter(
+    strategy: Strategy, rank: int, settings: ServerSettings, launcher_pipe: int | None
+) -> ServerProcess:
+    plain = {
+        "strategy": registry.to_plain(strategy),
+        "path": sys.path,
+        "rank": rank,
+        "settings": dataclasses.asdict(settings),
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", SETTINGS: json.dumps(plain)}
+    # Its own session: a signal to the worker's process group (Ctrl-C, a launcher's SIGTERM) is for the worker, and a
+    # server that ended before its worker would look like the cause.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.engines.server_process"],
+        stdin=subprocess.PIPE if launcher_pipe is None else launcher_pipe,
+        env=environment,
+        start_new_session=True,
+    )
+
+    def release() -> None:
+        if process.stdin is not None:
+            process.stdin.close()
+
+    return ServerProcess(process.wait, process.kill, release)
+
+
+def _fork(strategy: Strategy, rank: int, settings: ServerSettings, launcher_pipe: int | None) -> ServerProcess:
+    own_pipe = os.pipe() if launcher_pipe is None else None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            _become_server(launcher_pipe if own_pipe is None else own_pipe[0])
+            code = _run(strategy, rank, settings)
+        finally:
+            os._exit(code)  # Nothing of the worker's is cleaned up here.
+    pidfd = os.pidfd_open(pid)
+    if own_pipe is not None:
+        os.close(own_pipe[0])
+
+    def kill() -> None:
+        with suppress(ProcessLookupError):  # A pidfd cannot mean another process that got the same id.
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    def release() -> None:
+        os.close(pidfd)
+        if own_pipe is not None:
+            os.close(own_pipe[1])
+
+    return ServerProcess(lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), kill, release)
+
+
+def _become_server(pipe: int | None) -> None:
+    """Make a forked worker a server: its own session, its pipe as standard input, and no other file of the worker."""
+    assert pipe is not None
+    gc.freeze()  # Nothing of the worker's is finalised here: that could close a file of the server.
+    os.setsid()
+    os.dup2(pipe, 0)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with suppress(OSError):  # The one of this listing is closed already.
+                os.close(int(name))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    fresh_random_state()
 
 
 def _address(store: dist.Store) -> dict[str, Any]:
@@ -115,64 +218,69 @@ def _address(store: dist.Store) -> dict[str, Any]:
     if isinstance(store, dist.FileStore):
         return {"file": store.path}  # pyright: ignore
     raise ValueError(
-        f"servers cannot reach a {type(store).__name__}: start the job by torchrun or paceline run, or with a TCPStore or FileStore"
+        f"servers cannot reach a {type(store).__name__}: start the job by torchrun or paceline run, or with a TCPStore "
+        "or FileStore"
     )
 
 
-def _serve(plain: dict[str, Any]) -> None:
+def _run(strategy: Strategy | Mapping[str, Any], rank: int, settings: ServerSettings) -> int:
+    """Serve until the end; the exit code."""
+    torch.set_num_threads(1)
+    set_name(NAME)
+    threading.Thread(target=_die_with_pipe, daemon=True).start()
+    try:
+        _serve(registry.from_plain(strategy) if isinstance(strategy, Mapping) else strategy, rank, settings)
+    except Exception as error:
+        name = Layout(*settings.layout).name(rank)
+        print(f"paceline: {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _serve(strategy: Strategy, rank: int, settings: ServerSettings) -> None:
     from paceline.transport.mailbox import Mailbox
 
-    sys.path[:] = plain["path"]  # A strategy may lie beside the user's script.
-    address = plain["store"]
+    address = settings.store
     base = dist.FileStore(address["file"]) if "file" in address else dist.TCPStore(*address["tcp"], is_master=False)
-    rank, layout = plain["rank"], Layout(*plain["layout"])
-    strategy: Strategy = registry.from_plain(plain["strategy"])
-    store = dist.PrefixStore(plain["prefix"], base)
-    is_open = plain["is_open"]
-    if is_open and store.compare_set(f"serving/{rank}", "", str(os.getpid())) != str(os.getpid()).encode():
-        return  # Whoever has started the one that serves has died since, and its successor could not know of it.
-    silent_s = plain["silent_s"] if is_open else None
-    with closing(
-        Mailbox(
-            store,
-            rank,
-            layout.size,
-            bind=plain["bind"],
-            timeout_s=plain["timeout_s"],
-            is_open=is_open,
-            silent_s=silent_s,
-        )
-    ) as mailbox:
-        if is_open:
-            for worker, pid in plain["workers"]:
+    layout = Layout(*settings.layout)
+    store = dist.PrefixStore(settings.prefix, base)
+    is_elastic = settings.is_elastic
+    own = str(os.getpid())
+    if is_elastic and store.compare_set(f"serving/{rank}", "", own) != own.encode():
+        return  # The worker that started this server's twin died at once, and its replacement could not know of it.
+    mailbox = Mailbox(
+        store,
+        rank,
+        layout.size,
+        bind=settings.bind,
+        timeout_s=settings.timeout_s,
+        is_open=is_elastic,
+        silent_s=settings.silent_s if is_elastic else None,
+    )
+    with closing(mailbox):
+        if is_elastic:
+            for worker, pid in settings.workers:
                 mailbox.watch(worker, pid)
-        endpoint = ProcessEndpoint(
-            rank, layout, Clock(plain["epoch"]), open_mailbox=lambda: mailbox, trace=Trace(keep=SPANS_KEPT)
-        )
-        drive(strategy.server(Shard(endpoint, grace_s=plain["grace_s"], takes_nonfinite=plain["takes_nonfinite"])))
+        trace = Trace(keep=SPANS_KEPT)
+        endpoint = ProcessEndpoint(rank, layout, Clock(settings.epoch), open_mailbox=lambda: mailbox, trace=trace)
+        shard = Shard(endpoint, grace_s=settings.grace_s, takes_nonfinite=settings.takes_nonfinite)
+        drive(strategy.server(shard))
         store.set(f"trace/{rank}", endpoint.trace.dumps())
 
 
-def _die_with_starter() -> None:
-    # Not through sys.stdin, whose lock a thread must not hold when the interpreter shuts down.
+def _die_with_pipe() -> None:
+    """End this process when the pipe on its standard input is closed."""
+    # Not through sys.stdin: a thread must not hold its lock when the interpreter shuts down.
     while os.read(0, 4096):
         pass
     os._exit(0)
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     plain = json.loads(os.environ.pop(SETTINGS))
-    threading.Thread(target=_die_with_starter, daemon=True).start()
-    try:
-        _serve(plain)
-    except Exception as error:
-        print(
-            f"paceline: {Layout(*plain['layout']).name(plain['rank'])}: {type(error).__name__}: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise SystemExit(1) from error
+    sys.path[:] = plain["path"]  # A strategy may be in a module beside the user's script.
+    code = _run(plain["strategy"], plain["rank"], ServerSettings(**plain["settings"]))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

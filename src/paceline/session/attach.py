@@ -48,7 +48,7 @@ def attach(
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
 
-    Under `paceline run` or torchrun each process is a worker; without a launcher there is one worker.  A strategy
+    Under a launcher (`paceline run`, torchrun, MPI, Slurm) each process is a worker; otherwise there is one.  A strategy
     whose servers take the steps needs no `optimizer`: give None.  `accumulate` backward passes make one gradient.
     `initial` says whether all ranks must start from equal parameters, or take those of rank 0.  `loader`, whose
     minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.  `ordered`
@@ -71,7 +71,14 @@ def attach(
     takes_nonfinite = nonfinite == "pass"
     device = flat.params.device
     with ExitStack() as on_failure:
-        job = Job(strategy, device=device, ordered=ordered, timeout_s=timeout_s, takes_nonfinite=takes_nonfinite)
+        job = Job(
+            strategy.needs,
+            device=device,
+            served=strategy,
+            ordered=ordered,
+            timeout_s=timeout_s,
+            takes_nonfinite=takes_nonfinite,
+        )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
         _start_from_same_model(job, flat, initial, is_elastic=strategy.needs.elastic)

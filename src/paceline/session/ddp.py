@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
+from paceline.needs import Needs
 from paceline.op import drive
 from paceline.session.bucket_state import BucketStates
-from paceline.strategies import AllReduceSGD
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 
@@ -111,7 +111,7 @@ class DdpHook:
         """Join the other ranks, if not done yet; all ranks do this together."""
         if self._job is None:
             # It needs its own process group: DDP's other collectives may run on the model's at the same time.
-            job = Job(AllReduceSGD(), device=device, apart=True, timeout_s=self._timeout_s)
+            job = Job(Needs(), device=device, apart=True, timeout_s=self._timeout_s)
             self._thread = job.lane or self._thread
             weakref.finalize(self, _close, self._thread, job)
             self._check_same_hook(job)

@@ -1,24 +1,20 @@
 """train: a task by a strategy on real processes.
 
-Under a launcher this process is one of the workers; otherwise the workers are forked here.  Forked workers need nothing
-pickled, so tasks may be made of lambdas; they compute with one thread each.
+Under a launcher this process is one of the workers.  Otherwise the workers are forked from this process, so nothing is
+pickled and tasks may be made of lambdas; each of them computes with one thread.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from mmap import mmap
-from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.endpoint import Endpoint
-from paceline.engines.job import Job, under_launcher
-from paceline.errors import ClusterError
+from paceline.engines.job import Job
+from paceline.engines.place import Place, detect
+from paceline.engines.processes import die_with_parent
+from paceline.engines.supervisor import Supervisor, Worker, write_report
 from paceline.needs import Offers, check
 from paceline.op import Begun, Op, drive
-from paceline.pipeline.processes import Order, staged
+from paceline.pipeline.processes import Order, StageLearner, staged
 from paceline.pipeline.stand_in import check_stages, count, split_for
 from paceline.run import Run
 from paceline.session.backward import BucketHooks, Each
@@ -47,7 +45,7 @@ from paceline.worker.run import WorkerRun
 
 
 class ProcessLearner(TaskLearner):
-    """Computes this process's gradients, when they are waited for, and hands out buckets while it does."""
+    """Computes this process's gradients when they are awaited, and hands out each bucket as soon as it is complete."""
 
     def __init__(self, trainee: Trainee, endpoint: Endpoint) -> None:
         super().__init__(trainee)
@@ -83,7 +81,7 @@ class ProcessLearner(TaskLearner):
         return self.flat.model
 
     def _backward(self, replica: Replica, each: Each | None) -> bool:
-        """Compute the next minibatch's gradient, handing its buckets to `each`; whether there was one."""
+        """Compute the next minibatch's gradient and hand its buckets to `each`; False if there is no minibatch left."""
         batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
         replica.batch.begin(0 if batch is None else len(batch[0]))
         if batch is None:
@@ -99,7 +97,7 @@ class ProcessLearner(TaskLearner):
 
 @dataclass(frozen=True)
 class Terms:
-    """How a task is trained, on every rank alike."""
+    """How a task is trained: the same on every rank."""
 
     task: Task
     strategy: Strategy
@@ -135,11 +133,12 @@ def train(
 ) -> Run:
     """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each.
 
-    Where workers run free (on a parameter server) the others go on if one is killed, and up to `replacements` are started anew;
-    and they no longer wait for one that has been silent for `silent_s` seconds, as it was stopped or is cut off.
+    Where workers do not wait for each other (on a parameter server) the others go on if one is killed, and up to
+    `replacements` killed workers are started again.  A worker that was silent for `silent_s` seconds, because it was
+    stopped or is cut off, counts as dead.
 
-    With several `stages` (see `split`) each worker is so many processes, through which its minibatches go in `microbatches`, by
-    default four a stage, in the order of `pipeline`.
+    With several `stages` (see `split`) each worker is that many processes.  Its minibatches pass through them in
+    `microbatches`, by default four a stage, in the order of `pipeline`.
     """
     if silent_s <= 0:
         raise ValueError(
@@ -149,155 +148,216 @@ def train(
     check_stages("train", strategy, stages, microbatches)
     if pipeline not in ("1f1b", "gpipe"):
         raise ValueError(f"train(pipeline={pipeline!r}): microbatches go through the stages by '1f1b' or 'gpipe'")
-    if under_launcher():
-        started = int(os.environ.get("WORLD_SIZE", 0)) or dist.get_world_size()
-        if started % terms.depth:
+    place = detect()
+    # A shell under srun or mpiexec is a job of one process, which can still fork workers.
+    is_alone = place is not None and place.world == 1 and not dist.is_initialized()
+    if place is not None and not (is_alone and workers is not None):
+        if place.world % terms.depth:
             raise ValueError(
-                f"train(stages={stages}) under a launcher that started {started}: so many make no whole replicas"
+                f"train(stages={stages}) under a launcher that started {place.world}: so many make no whole replicas"
             )
-        if workers is not None and workers * terms.depth != started:
-            raise ValueError(f"train(workers={workers}) under a launcher that started {started}: leave `workers` out")
-        return _work(terms, progress)[0]
+        if workers is not None and workers * terms.depth != place.world:
+            raise ValueError(
+                f"train(workers={workers}) under a launcher that started {place.world}: leave `workers` out"
+            )
+        return _work(terms, progress, place).run
     if workers is None or workers < 1:
         raise ValueError(
-            f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run or torchrun"
+            f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run, "
+            "torchrun, mpiexec or srun"
         )
     if terms.depth > 1:
-        split_for(task, task.build(), stages, workers)  # What cannot be split is said here, and not by a process.
-    return _fork(terms, workers * terms.depth, progress)
+        split_for(task, task.build(), stages, workers)  # A model that cannot be split is refused here, not in a worker.
+    return _ForkedWorkers(terms, workers * terms.depth).run(progress)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One worker's run, and whether it took part until the end."""
+
+    run: Run
+    is_complete: bool
 
 
 def _work(
     terms: Terms,
     progress: Callable[[int], None] | None,
-    store: dist.Store | None = None,
-    rank: int | None = None,
-    workers: int | None = None,
-    life: int | None = None,
-    begun: Callable[[], None] = lambda: None,
-) -> tuple[Run, bool]:
-    """This process's part, from joining the others, which is then `begun`, to the end; and whether it was there at the end."""
-    task, strategy = terms.task, terms.strategy
+    place: Place,
+    *,
+    is_forked: bool = False,
+    launcher_pipe: int | None = None,
+    on_joined: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """This process's part, from joining the other ranks to the end."""
+    task = terms.task
+    strategy = terms.strategy
     model = task.build()
     device = next(model.parameters()).device
-    if store is not None and device.type != "cpu":
+    if is_forked and device.type != "cpu":
         raise ValueError(
-            f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for models there"
+            f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for "
+            "models there"
         )
-    place: dict[str, Any] = {"device": device, "store": store, "rank": rank, "workers": workers, "life": life}
-    limits: dict[str, Any] = {"timeout_s": terms.timeout_s, "silent_s": terms.silent_s}
-    with Job(strategy, **place, **limits, ordered=terms.ordered, takes_nonfinite=terms.nonfinite == "pass") as job:
-        begun()
+    job = Job(
+        strategy.needs,
+        device=device,
+        served=strategy,
+        place=place,
+        ordered=terms.ordered,
+        timeout_s=terms.timeout_s,
+        silent_s=terms.silent_s,
+        takes_nonfinite=terms.nonfinite == "pass",
+        launcher_pipe=launcher_pipe,
+        forks_servers=is_forked,
+    )
+    with job:
+        on_joined()
         check(strategy, replace(Offers.of_task("train", task), one_host=job.is_one_host))
-        if terms.depth > 1:
-            learner = staged(job, task, model, terms.stages, terms.microbatches, terms.pipeline)
-        else:
-            learner = ProcessLearner(Trainee(task, model, job.endpoint.rank, job.workers), job.endpoint)
-        endpoint, trainee = learner.endpoint, learner.trainee
-        if strategy.needs.elastic:
-            check_like_first(job.rank, trainee.flat, job.store)
-        elif len(endpoint.ranks) > 1:
-            check_same_model(endpoint, trainee.flat, job.store)
-        run = WorkerRun(strategy, endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
-        replica = run.replica
-        replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
-
-        def evaluate(k: int) -> None:
-            values = learner.evaluated(replica.published)
-            if job.rank == 0:
-                endpoint.trace.evaluation(endpoint.now(), k * task.batch, values)
-
-        def on_step(k: int) -> None:
-            if progress is not None and job.rank == 0:
-                progress(k)
-            if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0:
-                evaluate(k)
-
-        is_first = job.rank < terms.depth  # All stages of the first replica bring its model together.
-        if is_first:
-            run.on_step = on_step
-        drive(run.run())
-        if task.evaluate is not None and is_first and not run.missed_end:
-            evaluate(task.total_steps)
+        learner = _learner(terms, job, model)
+        run = WorkerRun(strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
+        run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
+        _train(terms, job, learner, run, progress)
         model = learner.whole()
-        for trace in job.server_traces(first_come=store is not None):
-            endpoint.trace.merge(trace)
+        for trace in job.server_traces(on_first_caller=is_forked):
+            learner.endpoint.trace.merge(trace)
     states = [run.state_dict()]
     params = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-    return Run(model, params, endpoint.trace, states), not run.missed_end
+    return Outcome(Run(model, params, learner.endpoint.trace, states), not run.missed_end)
 
 
-def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) -> Run:
-    context = multiprocessing.get_context("fork")
-    import_module(
-        "torch._dynamo"
-    )  # torch does it with the first optimizer: once here takes less time than in every worker.
+def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | StageLearner:
+    """This process's learner, once all ranks have found that they train the same model."""
     if terms.depth > 1:
-        import_module("torch.distributed.pipelining")
-    # Anonymous memory that forked workers share: who has joined the others, and rank 0's step.
-    shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
-    life, hold = os.pipe()  # Servers live for as long as it is open, whichever worker has started them.
+        learner = staged(job, terms.task, model, terms.stages, terms.microbatches, terms.pipeline)
+    else:
+        learner = ProcessLearner(Trainee(terms.task, model, job.endpoint.rank, job.workers), job.endpoint)
+    if terms.strategy.needs.elastic:
+        check_like_first(job.rank, learner.trainee.flat, job.store)
+    elif len(learner.endpoint.ranks) > 1:
+        check_same_model(learner.endpoint, learner.trainee.flat, job.store)
+    return learner
 
-    def report(k: int) -> None:
-        shared[-1] = k
 
-    def child(rank: int, folder: Path) -> None:
-        torch.set_num_threads(
-            1
-        )  # A forked process must not enter the thread pool of its parent, which did not come along.
-        try:
-            store = dist.FileStore(str(folder / "store"))
-            pipe = life if terms.strategy.needs.elastic else None
-            run, is_complete = _work(
-                terms, report if rank == 0 else None, store, rank, workers, pipe, lambda: shared.__setitem__(rank, 1)
+def _train(
+    terms: Terms,
+    job: Job,
+    learner: ProcessLearner | StageLearner,
+    run: WorkerRun,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Run the strategy; the first replica evaluates the model at times and at the end."""
+    task = terms.task
+    endpoint = learner.endpoint
+
+    def evaluate(k: int) -> None:
+        values = learner.evaluated(run.replica.published)
+        if job.rank == 0:
+            endpoint.trace.evaluation(endpoint.now(), k * task.batch, values)
+
+    def on_step(k: int) -> None:
+        if progress is not None and job.rank == 0:
+            progress(k)
+        if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0:
+            evaluate(k)
+
+    is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
+    if is_first:
+        run.on_step = on_step
+    drive(run.run())
+    if task.evaluate is not None and is_first and not run.missed_end:
+        evaluate(task.total_steps)
+
+
+class _ForkedWorkers:
+    """Workers forked from this process, and the folder and memory through which they return what they have done."""
+
+    def __init__(self, terms: Terms, workers: int) -> None:
+        self._terms = terms
+        self._workers = workers
+        self._is_elastic = terms.strategy.needs.elastic
+        self._context = multiprocessing.get_context("fork")
+        self._processes: dict[int, BaseProcess] = {}  # The last one of each rank.
+        # Anonymous memory that forked workers share: a flag for each rank that has joined, and rank 0's step.
+        self._shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
+
+    def run(self, progress: Callable[[int], None] | None) -> Run:
+        import_module("torch._dynamo")  # torch imports it with the first optimizer; once here is faster.
+        if self._terms.depth > 1:
+            import_module("torch.distributed.pipelining")
+        self._pipe = os.pipe()  # Servers of elastic workers run as long as it is open, whichever worker started them.
+        with tempfile.TemporaryDirectory(prefix="paceline-") as name:
+            self._folder = Path(name)
+            supervisor = Supervisor(
+                self._workers,
+                self._start,
+                self._report_path,
+                replacements=self._terms.replacements if self._is_elastic else None,
+                has_joined=lambda rank: bool(self._shared[rank]),
+                every_tick=lambda: progress(int(self._shared[-1])) if progress is not None else None,
+                with_traceback=True,
             )
-            (folder / f"trace-{rank}.json").write_text(run.trace.dumps())
-            if is_complete and (
-                rank == 0 or terms.strategy.needs.elastic
-            ):  # The first may be killed, and then another's is as good.
-                _write(run.model, folder / f"model-{rank}")
-        except BaseException as error:
-            story = {
-                "error": f"{type(error).__name__}: {error}",
-                "is_peer": isinstance(error, ClusterError),
-                "trace": traceback.format_exc(),
-            }
-            (folder / f"error-{rank}.json").write_text(json.dumps(story))
-            os._exit(1)
-        os._exit(0)  # The parent's exit handlers are not this process's.
+            try:
+                supervisor.run()
+            finally:
+                os.close(self._pipe[0])
+                os.close(self._pipe[1])
+                for process in self._processes.values():
+                    process.close()
+            return self._collect()
 
-    with tempfile.TemporaryDirectory(prefix="paceline-") as name:
-        folder = Path(name)
-        processes: dict[int, Any] = {}  # The last one of each rank.
+    def _start(self, rank: int) -> Worker:
+        if rank in self._processes:
+            self._processes[rank].close()
+        process = self._context.Process(target=self._child, args=(rank, os.getpid()), name=f"worker-{rank}")
+        process.start()
+        self._processes[rank] = process
+        assert process.pid is not None
+        return Worker(process.pid, lambda: process.exitcode)
 
-        def start(rank: int) -> None:
-            processes[rank] = context.Process(target=child, args=(rank, folder), name=f"worker-{rank}")
-            processes[rank].start()
-
+    def _child(self, rank: int, parent: int) -> None:
+        die_with_parent(parent)
+        os.close(self._pipe[1])
+        torch.set_num_threads(1)  # The parent's thread pool has no threads in a forked process.
         try:
-            for rank in range(workers):
-                start(rank)
-            replacements = terms.replacements if terms.strategy.needs.elastic else None
-            _watch(processes, start, folder, replacements, shared, progress)
-        finally:
-            os.close(life)
-            os.close(hold)
-            for process in processes.values():
-                if process.is_alive():
-                    process.kill()
-                process.join()
-                process.close()
+            self._work(rank)
+        except BaseException as error:
+            write_report(self._report_path(rank), error)
+            os._exit(1)
+        os._exit(0)  # The parent's exit handlers must not run here.
+
+    def _work(self, rank: int) -> None:
+        def report(k: int) -> None:
+            self._shared[-1] = k
+
+        path = str(self._folder / "store")
+        outcome = _work(
+            self._terms,
+            report if rank == 0 else None,
+            Place("train", rank, self._workers, lambda _: dist.FileStore(path), rank, self._workers),
+            is_forked=True,
+            launcher_pipe=self._pipe[0] if self._is_elastic else None,
+            on_joined=lambda: self._shared.__setitem__(rank, 1),
+        )
+        (self._folder / f"trace-{rank}.json").write_text(outcome.run.trace.dumps())
+        # Of elastic workers rank 0 may be killed, and then another rank's model is as good.
+        if outcome.is_complete and (rank == 0 or self._is_elastic):
+            _write(outcome.run.model, self._folder / f"model-{rank}")
+
+    def _report_path(self, rank: int) -> Path:
+        return self._folder / f"error-{rank}.json"
+
+    def _collect(self) -> Run:
         trace = Trace()
-        for path in sorted(folder.glob("trace-*.json")):
+        for path in sorted(self._folder.glob("trace-*.json")):
             trace.merge(Trace.loads(path.read_text()))
-        model = terms.task.build()
+        model = self._terms.task.build()
         flat = FlatModel(model)
-        _read(model, min(folder.glob("model-*"), key=lambda path: int(path.name.removeprefix("model-"))))
+        _read(model, min(self._folder.glob("model-*"), key=lambda path: int(path.name.removeprefix("model-"))))
         return Run(model, flat.params.clone(), trace, [])
 
 
 def _write(model: nn.Module, path: Path) -> None:
-    """Parameters and buffers one after the other, as they lie in memory."""
+    """Parameters and buffers one after the other, as their memory has them."""
     with path.open("wb") as file:
         for _, values in everything(model):
             file.write(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -307,61 +367,3 @@ def _read(model: nn.Module, path: Path) -> None:
     with path.open("rb") as file:
         for _, values in everything(model):
             values.copy_(torch.frombuffer(bytearray(file.read(values.nbytes)), dtype=values.dtype).view(values.shape))
-
-
-def _watch(
-    processes: dict[int, Any],
-    start: Callable[[int], None],
-    folder: Path,
-    replacements: int | None,
-    shared: Any,
-    progress: Callable[[int], None] | None,
-) -> None:
-    """Wait for all of them; on the first failure say whose it was.
-
-    With a number of `replacements`, who is killed is no failure: so many are started anew, unless others are already done, and after
-    that the rest goes on without them, if all had joined by then.
-    """
-    alive, ended, lost = {p.sentinel: rank for rank, p in processes.items()}, 0, set[int]()
-    while alive:
-        for sentinel in wait(list(alive), timeout=0.1):
-            rank = alive.pop(sentinel)  # pyright: ignore[reportArgumentType]
-            process = processes[rank]
-            process.join()
-            if not process.exitcode:
-                ended += 1
-            elif (
-                process.exitcode > 0
-                or replacements is None
-                or (not replacements and not (shared[rank] and (alive or ended)))
-            ):
-                raise ClusterError(_cause({r: p for r, p in processes.items() if r not in lost}, rank, folder))
-            elif not replacements or ended:
-                lost.add(rank)
-            else:
-                replacements -= 1
-                process.close()
-                start(rank)
-                alive[processes[rank].sentinel] = rank
-        if progress is not None:
-            progress(int(shared[-1]))
-
-
-def _cause(processes: dict[int, Any], rank: int, folder: Path) -> str:
-    """Whose failure was the first: a rank that only lost its peer is not the one to name."""
-    deadline = time.monotonic() + 1.0
-    stories: dict[int, dict[str, Any]] = {}
-    while time.monotonic() < deadline:
-        for r, process in processes.items():
-            path = folder / f"error-{r}.json"
-            if process.exitcode and path.exists():
-                stories[r] = json.loads(path.read_text())
-            elif process.exitcode is not None and process.exitcode < 0:
-                return f"worker {r} was killed by signal {-process.exitcode}"
-        causes = [r for r, s in stories.items() if not s["is_peer"]]
-        if causes:
-            return f"worker {causes[0]} failed: {stories[causes[0]]['error']}\n\n{stories[causes[0]]['trace']}"
-        time.sleep(0.01)
-    if rank in stories:
-        return f"worker {rank} failed: {stories[rank]['error']}"
-    return f"worker {rank} ended with exit code {processes[rank].exitcode}"
