@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,13 +26,14 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from zmq.utils import z85
 
-from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op, Ready
+from paceline.protocol.messages import Beat, Message, PeerDied, PeerSuspected, UnknownType, decode
+from paceline.protocol.requests import Reason, Refusals
 from paceline.transport.authenticator import KEYS, Authenticator, Peer
 from paceline.transport.heartbeat import UNSENT, FailureDetector, Heartbeat, is_under_way
 from paceline.transport.segments import Location, OnTheWay, Receiver, Sender, here
-from paceline.transport.wire import DTYPES, NAMES, Header, Name, Shape, check_form, flat_bytes, in_frame, typed
+from paceline.transport.wire import DTYPES, NAMES, Header, Name, check_form, flat_bytes, header_of, in_frame, typed
 
 # Smaller tensors are copied: up to here, lending a buffer to ZeroMQ and hearing of its return costs more.
 COPY_BELOW = 2**20
@@ -53,8 +54,8 @@ class Mailbox:
 
     `store` holds one mailbox a rank: give each job a PrefixStore of its own.  `bind` is this machine's address or interface.
     `timeout_s` bounds every wait that names no time of its own, `max_nbytes` every tensor, the same at all ranks.  If it `is_open`,
-    other ranks may join the first ones, and the last that is heard of a process of this host is a message of the kind "gone"; one of the
-    kind "silent" says of a rank with a `beat` that for `silent_s` seconds it has said nothing.  With `beat_s` it beats to all it writes to.
+    other ranks may join the first ones, and the last message of a process of this host is `PeerDied`; `PeerSuspected` says that a rank
+    has sent no heartbeat for `silent_s` seconds.  With `beat_s` it beats to all it writes to.
     """
 
     def __init__(
@@ -74,8 +75,7 @@ class Mailbox:
             raise ValueError(f"Mailbox(rank={rank}, size={size}): a rank counts from 0 and is below the size")
         self.rank, self.timeout_s, self.max_nbytes, self.is_open = rank, timeout_s, max_nbytes, is_open
         self.size: float = math.inf if is_open else size
-        self.refused = 0
-        self.last_refusal: str | None = None
+        self.refusals = Refusals()
         self._refusing, self._store, self._pid = threading.Lock(), store, os.getpid()
         self._public, self._secret = zmq.curve_keypair()
         self._arrived: deque[Message] = deque()
@@ -123,21 +123,15 @@ class Mailbox:
     def send(self, dst: int, message: Message) -> Op[None]:
         """Begin to send; once it was awaited the tensors may be overwritten, whether or not they have arrived, but for `room`."""
         self._check_call("send", dst)
-        for tensor in message.tensors:
+        tensors = message.tensors()
+        for tensor in tensors:
             self._check_tensor(tensor)
         if dst in self._gone:
             return Ready("send", None)
         socket, is_near = self._outbox(dst), self._reader(dst) is not None
-        places = [self._parcels.pack(t, dst) if is_near and t.nbytes >= PARCEL_FROM else None for t in message.tensors]
-        forms = tuple[tuple[Name, Shape, Location | None], ...](
-            (NAMES[tensor.dtype], tuple(tensor.shape), place)
-            for tensor, place in zip(message.tensors, places, strict=True)
-        )
-        header = Header(message.kind, self.rank, message.version, message.samples, message.serial, message.steps, forms)
-        flat = [
-            (flat_bytes(tensor), tensor) for tensor, place in zip(message.tensors, places, strict=True) if place is None
-        ]
-        socket.send(msgspec.msgpack.encode(header), zmq.SNDMORE if flat else 0)
+        places = [self._parcels.pack(t, dst) if is_near and t.nbytes >= PARCEL_FROM else None for t in tensors]
+        flat = [(flat_bytes(tensor), tensor) for tensor, place in zip(tensors, places, strict=True) if place is None]
+        socket.send(header_of(message, places), zmq.SNDMORE if flat else 0)
         lent: list[zmq.MessageTracker] = []
         for i, (raw, tensor) in enumerate(flat, start=1):
             tracker = socket.send(raw.numpy().data, zmq.SNDMORE if i < len(flat) else 0, copy=False, track=True)
@@ -149,18 +143,18 @@ class Mailbox:
         # However large it is, a message need not be opened before its sender goes on, if all others have been.
         unread = max(UNREAD_NBYTES, packed) if (packed := sum(p.nbytes for p in places if p is not None)) else math.inf
         deadline = time.monotonic() + self.timeout_s
-        return Begun("send", partial(self._get_back, zmq.MessageTracker(*lent), unread, dst, message.kind, deadline))
+        return Begun("send", partial(self._get_back, zmq.MessageTracker(*lent), unread, dst, message.tag, deadline))
 
     def recv(
-        self, src: int | None = None, timeout: float | None = None, kinds: Collection[str] | None = None
+        self, src: int | None = None, timeout: float | None = None, types: tuple[type[Message], ...] | None = None
     ) -> Op[Message]:
-        """The next message when it is waited for, from `src` and of one of `kinds` if given.
+        """The next message when it is waited for, from `src` and of one of `types` if given.
 
         Its tensors may be written to, but for those that lie in their sender's `room`.
         """
         self._check_call("recv", src)
         limit = self.timeout_s if timeout is None else timeout
-        return Begun("recv", partial(self._next, src, kinds, limit, time.monotonic() + limit))
+        return Begun("recv", partial(self._next, src, types, limit, time.monotonic() + limit))
 
     def send_buffer(self, like: Tensor) -> Tensor:
         """Memory for a tensor that ranks of this host read without a copy, and no send waits for: see `in_use`."""
@@ -190,13 +184,10 @@ class Mailbox:
 
     def beat(self, ranks: Sequence[int], every_s: float) -> None:
         """From now on let these ranks know, every so often, that this one lives."""
-        sockets, letter = (
-            [self._connected(rank, unsent=UNSENT) for rank in ranks],
-            Header("beat", self.rank, 0, 0, 0, 0, ()),
-        )
+        sockets = [self._connected(rank, unsent=UNSENT) for rank in ranks]
         if self._heart is not None:
             return self._heart.add(sockets)
-        self._heart = Heartbeat(sockets, msgspec.msgpack.encode(letter), f"mailbox-{self.rank}-heart", every_s=every_s)
+        self._heart = Heartbeat(sockets, header_of(Beat(), ()), f"mailbox-{self.rank}-heart", every_s=every_s)
         self._heart.start()
 
     def close(self, linger_s: float = 5) -> None:
@@ -237,10 +228,18 @@ class Mailbox:
                 f"send of a tensor of {tensor.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
             )
 
-    def _refuse(self, reason: str) -> None:
+    @property
+    def refused(self) -> int:
+        """How many connections and messages were refused."""
+        return self.refusals.total
+
+    @property
+    def last_refusal(self) -> str | None:
+        return self.refusals.last
+
+    def _refuse(self, text: str, reason: Reason = "stranger") -> None:
         with self._refusing:  # The door refuses too.
-            self.refused += 1
-            self.last_refusal = reason
+            self.refusals.add(reason, text)
 
     def _socket(self, kind: int, address: str) -> zmq.SyncSocket:
         socket = self._context.socket(kind)
@@ -291,13 +290,13 @@ class Mailbox:
                 self.watch(rank, peer.pid)
         return self._near[rank]
 
-    def _get_back(self, lent: zmq.MessageTracker, unread: float, dst: int, kind: str, deadline: float) -> None:
+    def _get_back(self, lent: zmq.MessageTracker, unread: float, dst: int, tag: str, deadline: float) -> None:
         self._check_call("send")
         while not lent.done or self._parcels.unread(dst) > unread:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ClusterError(
-                    f"rank {self.rank} could not send '{kind}' to rank {dst} within {self.timeout_s:g} s"
+                    f"rank {self.rank} could not send '{tag}' to rank {dst} within {self.timeout_s:g} s"
                 )
             with suppress(zmq.NotDone):
                 lent.wait(min(left, 0.02))
@@ -305,11 +304,11 @@ class Mailbox:
             while self._take(0.001 if lent.done else 0):
                 pass
 
-    def _next(self, src: int | None, kinds: Collection[str] | None, limit: float, deadline: float) -> Message:
+    def _next(self, src: int | None, types: tuple[type[Message], ...] | None, limit: float, deadline: float) -> Message:
         self._check_call("recv")
         while True:
             for i, message in enumerate(self._arrived):
-                if (src is None or message.src == src) and (kinds is None or message.kind in kinds):
+                if (src is None or message.src == src) and (types is None or isinstance(message, types)):
                     del self._arrived[i]
                     return message
             if not self._take(max(0.0, deadline - time.monotonic())):
@@ -349,7 +348,7 @@ class Mailbox:
                 break
             self._take_in()
         silent = self._silence.found()
-        self._arrived.extend(Message("silent", src=rank) for rank in silent)
+        self._arrived.extend(PeerSuspected(src=rank) for rank in silent)
         return bool(silent)
 
     def _take_in(self) -> Message | None:
@@ -360,9 +359,10 @@ class Mailbox:
         try:
             message = self._read(frames)
         except (msgspec.MsgspecError, ValueError) as error:
-            self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}")
+            reason: Reason = "unknown type" if isinstance(error, UnknownType) else "malformed"
+            self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}", reason)
             return None
-        if message.kind == "beat":
+        if isinstance(message, Beat):
             if self._silence is not None:
                 self._silence.hear(message.src)
             return None
@@ -387,28 +387,24 @@ class Mailbox:
         self._parcels.release(rank)
         if rank in self._outboxes:
             self._outboxes.pop(rank).close(linger=0)
-        self._arrived.append(Message("gone", src=rank))
+        self._arrived.append(PeerDied(src=rank))
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Message:
         """The message in these frames, or an error that says what is wrong with them."""
         header = msgspec.msgpack.decode(frames[0].buffer, type=Header)
-        if header.kind in ("gone", "silent"):
-            raise ValueError(f"it says that somebody is {header.kind}, which a mailbox finds out by itself")
-        # The key that CURVE has verified says who wrote: a header cannot speak for another rank, or for none.
-        if not 0 <= header.src < self.size or str(header.src) != frames[0].get("User-Id"):
-            raise ValueError(f"its header says that it is from rank {header.src}")
-        if header.src in self._gone:
+        src = int(str(frames[0].get("User-Id")))  # Its key, which CURVE has verified, says who wrote it.
+        if src in self._gone:
             raise ValueError("it came after the end of its sender")
         sent = [form for form in header.tensors if form[2] is None]
         if len(sent) != len(frames) - 1:
             raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
         rest = iter(frames[1:])
-        reader = self._reader(header.src)  # Even if there is nothing to read: from now on it is watched.
-        tensors = tuple(
+        reader = self._reader(src)  # Even if there is nothing to read: from now on it is watched.
+        tensors = [
             in_frame(next(rest), name, shape) if place is None else self._in_parcel(reader, place, name, shape)
             for name, shape, place in header.tensors
-        )
-        return Message(header.kind, tensors, header.version, header.samples, header.serial, header.steps, header.src)
+        ]
+        return decode(header.body, tensors, src)
 
     def _in_parcel(self, reader: Receiver | None, place: Location, name: Name, shape: tuple[int, ...]) -> Tensor:
         if reader is None:
