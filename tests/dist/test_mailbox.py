@@ -441,9 +441,15 @@ def form(name: str, *shape: int, place: object = None) -> object:
         ([header(src=0)], "it says itself that it is from rank 0"),
         ([header(src=2)], "it says itself that it is from rank 2"),
         ([header(what=1)], "unknown field `what`"),
-        ([header([form("float32", 1)], values=[1]), bytes(4)], "a tensor field holds 1 and should hold 0, of 1 tensors"),
+        (
+            [header([form("float32", 1)], values=[1]), bytes(4)],
+            "a tensor field holds 1 and should hold 0, of 1 tensors",
+        ),
         ([header([form("float32", 1)], values=["0"]), bytes(4)], "a tensor field holds '0' and should hold 0"),
-        ([header([form("float32", 1)], values=[0, 1]), bytes(4)], "a tensor field holds 1 and should hold 1, of 1 tensors"),
+        (
+            [header([form("float32", 1)], values=[0, 1]), bytes(4)],
+            "a tensor field holds 1 and should hold 1, of 1 tensors",
+        ),
         ([header([form("float32", 1)], values=[]), bytes(4)], "its fields hold 0 tensors and 1 came"),
         ([msgspec.msgpack.encode([[], {"type": "dance"}])], "a 'dance' must have a request_id of at least 1"),
         ([msgspec.msgpack.encode([[], {"type": "dance", "request_id": -1}])], ">= 0"),

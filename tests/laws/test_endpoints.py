@@ -351,10 +351,7 @@ def test_a_rank_without_data_loses_nothing_that_it_remembers(ranks: Ranks, tmp_p
 def test_messages_between_two_ranks_keep_their_order(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         if endpoint.rank == 0:
-            sends = [
-                endpoint.send(1, Note(i, -i, values=(torch.full((3,), float(i)),)))
-                for i in range(20)
-            ]
+            sends = [endpoint.send(1, Note(i, -i, values=(torch.full((3,), float(i)),))) for i in range(20)]
             for send in sends:
                 await send
             return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.op import Op
 from paceline.protocol.messages import Count, Message, PeerDied, PeerSuspected, Version
+from paceline.protocol.roster import Roster, State
 from paceline.strategy import Ended
 from paceline.worker.replica import Replica
 
@@ -90,7 +91,7 @@ class Peers(ABC):
         self._welcomed: dict[int, bool] = {}  # Who has noted this newcomer, and whether it has a model.
         self._model: Model | None = None
         self._request: tuple[int, Message] | None = None  # What this worker waits to be answered.
-        self._silent: set[int] = set()  # Taken for dead, and perhaps alive.
+        self._roster = Roster(self.data_shards)
         self._is_in = not self.is_new
         self._is_done = False
         self._done: dict[int, Finished] = {}  # The accounts of workers that have finished,
@@ -188,6 +189,7 @@ class Peers(ABC):
         if not self.is_new:
             return
         self.data_shards = {rank: -1 for rank in self.endpoint.members_ever() if rank != self.rank}
+        self._roster = Roster(self.data_shards)
         for rank in self.data_shards:
             await self._join(rank)
         await self.until(lambda: self.data_shards.keys() <= self._welcomed.keys())
@@ -217,12 +219,14 @@ class Peers(ABC):
         src = message.src
         if isinstance(message, (PeerDied, PeerSuspected)):
             if isinstance(message, PeerSuspected):
-                self._silent.add(src)
+                self._roster.suspect(src)
             elif not self._is_done and self.endpoint.has_ended(src):
                 await self._be_late()
+            else:
+                self._roster.die(src)
             await self._strike_off(src)
             return True
-        if src in self._silent:
+        if self._roster.state(src) is State.SUSPECTED:
             await self.send(src, NotAPeer())
             return True
         match message:
@@ -259,8 +263,12 @@ class Peers(ABC):
         return True
 
     async def _note_join(self, src: int, data_shard: int) -> None:
+        self._roster.join(src)
+        if not self._roster.is_member(src):
+            return
         for rank in [r for r, shard in self.data_shards.items() if shard == data_shard and r != src]:
-            await self._strike_off(rank)  # Another worker is in its place: it must be dead.
+            self._roster.die(rank)  # Another worker is in its place.
+            await self._strike_off(rank)
         self.data_shards[src] = data_shard
         self._welcomed.setdefault(src, False)  # Two that join at once need not ask each other in.
         await self.send(src, Welcome(self.data_shard, self._is_in))

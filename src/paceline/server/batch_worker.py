@@ -112,7 +112,9 @@ class BatchWorker:
 
     async def _pull(self) -> None:
         """The parameters as the shards hold them now."""
-        for where, value in zip(self.slices, await self._ask_shards([GetValue() for _ in self.slices], Value), strict=True):
+        for where, value in zip(
+            self.slices, await self._ask_shards([GetValue() for _ in self.slices], Value), strict=True
+        ):
             self.w.params[where] = value.value
 
     # Messages.

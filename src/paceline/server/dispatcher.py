@@ -53,7 +53,9 @@ class Dispatcher:
         """The queue of work, which the first request begins."""
         extent = request.extent
         if (extent.dtype, tuple(extent.shape)) != (torch.int64, (3,)):
-            raise Refusal(f"the extent of work is three int64 numbers, not {extent.dtype} of shape {tuple(extent.shape)}")
+            raise Refusal(
+                f"the extent of work is three int64 numbers, not {extent.dtype} of shape {tuple(extent.shape)}"
+            )
         first, last, data_shards = extent.tolist()
         if data_shards != self.endpoint.layout.workers:
             raise Refusal(

@@ -225,7 +225,9 @@ class Shard:
         if src in self.endpoint.layout.server_ranks:
             raise Refusal("only workers join")
         if isinstance(message, Join) and message.data_shard >= data_shards:
-            raise Refusal(f"there is no data shard {message.data_shard}: each minibatch is cut into {data_shards} parts")
+            raise Refusal(
+                f"there is no data shard {message.data_shard}: each minibatch is cut into {data_shards} parts"
+            )
         if (left := self._leaving.get(src)) is not None:
             if (message.incarnation, message.request_id) <= (left.incarnation, left.request_id):
                 return False
@@ -438,4 +440,3 @@ class Shard:
     def version(self) -> int:
         """How many times the value has changed."""
         return self.held.version
-

@@ -150,9 +150,7 @@ class World:
     def deliver(self, dst: int, message: Message) -> None:
         comes_late = self.faults.suspicions or self.faults.joins
         if comes_late and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
-            return self.deliver(
-                message.src, PeerDied(src=dst)
-            )  # Who has come, or come back, finds nobody there.
+            return self.deliver(message.src, PeerDied(src=dst))  # Who has come, or come back, finds nobody there.
         receivers = self.receivers[dst]
         for i, receiver in enumerate(receivers):
             if receiver.wants(message):

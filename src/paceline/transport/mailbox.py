@@ -295,9 +295,7 @@ class Mailbox:
         while not lent.done or self._parcels.unread(dst) > unread:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ClusterError(
-                    f"rank {self.rank} could not send '{tag}' to rank {dst} within {self.timeout_s:g} s"
-                )
+                raise ClusterError(f"rank {self.rank} could not send '{tag}' to rank {dst} within {self.timeout_s:g} s")
             with suppress(zmq.NotDone):
                 lent.wait(min(left, 0.02))
             # Were two ranks both to wait here without reading, neither would go on.
