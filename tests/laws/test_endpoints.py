@@ -12,11 +12,12 @@ from torch import Tensor
 from paceline.codecs import Fp32, OneBit
 from paceline.codecs.codec import ErrorFeedback
 from paceline.collectives import SyncVote, mean, mean_by_gather, mean_by_stripes
-from paceline.endpoint import SUMMABLE, Message
+from paceline.endpoint import SUMMABLE
 from paceline.stripes import stripe_of
 from tests.laws.every import ENDPOINTS
 from tests.laws.ranks import Ranks
 from tests.laws.tasks import close, numbers, same
+from tests.messages import Note
 
 KINDS = [
     pytest.param(ranks, marks=pytest.mark.dist if ranks.is_real else (), id=name) for name, ranks in ENDPOINTS.items()
@@ -350,15 +351,12 @@ def test_a_rank_without_data_loses_nothing_that_it_remembers(ranks: Ranks, tmp_p
 def test_messages_between_two_ranks_keep_their_order(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         if endpoint.rank == 0:
-            sends = [
-                endpoint.send(1, Message("note", (torch.full((3,), float(i)),), version=i, samples=-i))
-                for i in range(20)
-            ]
+            sends = [endpoint.send(1, Note(i, -i, values=(torch.full((3,), float(i)),))) for i in range(20)]
             for send in sends:
                 await send
             return None
         came = [await endpoint.recv() for _ in range(20)]
-        return [[m.kind, m.src, m.version, m.samples, m.tensors[0].tolist()] for m in came]
+        return [[m.tag, m.src, m.number, m.other, m.values[0].tolist()] for m in came]
 
     assert ranks(tmp_path, 2, law)[1] == [["note", 0, i, -i, [i, i, i]] for i in range(20)]
 
@@ -368,12 +366,12 @@ def test_a_receiver_may_choose_from_whom_to_hear_first(ranks: Ranks, tmp_path: P
     async def law(endpoint: Any) -> Any:
         if endpoint.rank > 0:
             for i in range(3):
-                await endpoint.send(0, Message(f"{i}"))
+                await endpoint.send(0, Note(i))
             return None
         last = [await endpoint.recv(src=2) for _ in range(3)]
         first = [await endpoint.recv(src=1) for _ in range(2)]
         rest = await endpoint.recv()
-        return [f"{m.kind} from {m.src}" for m in [*last, *first, rest]]
+        return [f"{m.number} from {m.src}" for m in [*last, *first, rest]]
 
     assert ranks(tmp_path, 3, law)[0] == ["0 from 2", "1 from 2", "2 from 2", "0 from 1", "1 from 1", "2 from 1"]
 
@@ -384,13 +382,13 @@ def test_waiting_for_a_message_ends_with_the_time_given_for_it(ranks: Ranks, tmp
         if endpoint.rank == 0:
             with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.01 s for a message from .*1"):
                 await endpoint.recv(src=1, timeout=0.01)
-            await endpoint.send(1, Message("go"))
-            return (await endpoint.recv(src=1)).kind
+            await endpoint.send(1, Note())
+            return (await endpoint.recv(src=1)).number
         await endpoint.recv(src=0)
-        await endpoint.send(0, Message("late"))
+        await endpoint.send(0, Note(7))
         return None
 
-    assert ranks(tmp_path, 2, law)[0] == "late"
+    assert ranks(tmp_path, 2, law)[0] == 7
 
 
 @every_endpoint
@@ -399,10 +397,10 @@ def test_a_sent_tensor_may_be_overwritten_once_it_was_awaited(ranks: Ranks, tmp_
         if endpoint.rank == 0:
             for numel in (5, 300_000):  # Small ones are copied on the way, large ones are lent.
                 x = torch.ones(numel)
-                await endpoint.send(1, Message("value", (x,)))
+                await endpoint.send(1, Note(values=(x,)))
                 x.zero_()
             return None
-        return [bool((await endpoint.recv()).tensors[0].all()) for _ in range(2)]
+        return [bool((await endpoint.recv()).values[0].all()) for _ in range(2)]
 
     assert ranks(tmp_path, 2, law)[1] == [True, True]
 

@@ -5,8 +5,7 @@ A rank has one processor and one full-duplex network card; whatever needs one of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor
 
 from paceline import costs as network
-from paceline.endpoint import Endpoint, Message, SharedVector, check_summable
+from paceline.endpoint import Endpoint, SharedVector, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Op
+from paceline.protocol.messages import Message
 from paceline.sim.shared_vector import SimSharedVector
 from paceline.sim.simulator import SimOp
 from paceline.sim.world import Image, Participant, Receiver, Rendezvous, World
@@ -106,7 +106,7 @@ class SimEndpoint:
         world, simulator, rank = self.world, self._simulator, self.rank
         if not 0 <= dst < len(world.names) or dst == rank:
             raise ValueError(
-                f"rank {rank} sent '{message.kind}' to rank {dst}: peers are ranks 0 to {len(world.names) - 1}, not itself"
+                f"rank {rank} sent '{message.tag}' to rank {dst}: peers are ranks 0 to {len(world.names) - 1}, not itself"
             )
         link, nbytes = world.link(rank, dst), message.nbytes
         start = max(simulator.now, world.sending_free[rank], world.receiving_free[dst])
@@ -116,12 +116,12 @@ class SimEndpoint:
             start, stop = world.take_bus(start, nbytes)
         world.sending_free[rank] = world.receiving_free[dst] = stop
         simulator.trace.span(rank, "send", start, stop, nbytes)
-        op = simulator.op("send", rank, " of '", message.kind, "' to ", world.names[dst])
-        snapshot = [t.clone() for t in message.tensors]
-        sent = replace(message, tensors=tuple(snapshot), src=rank)
-        simulator.at(
-            stop, self._sent, op, message.tensors, snapshot
-        )  # Before the receiver has it, who may write to it.
+        op = simulator.op("send", rank, " of '", message.tag, "' to ", world.names[dst])
+        given = message.tensors()
+        snapshot = [t.clone() for t in given]
+        sent = message.with_tensors(snapshot)
+        sent.src = rank
+        simulator.at(stop, self._sent, op, given, snapshot)  # Before the receiver has it, which may write to it.
         for _ in range(world.times()):
             simulator.at(stop + link.latency, self._arrive, dst, sent, stop)
         return op
@@ -138,7 +138,7 @@ class SimEndpoint:
             self.world.deliver(dst, message)
 
     def recv(
-        self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None
+        self, *, src: int | None = None, types: tuple[type[Message], ...] | None = None, timeout: float | None = None
     ) -> Op[Message]:
         simulator, inbox = self._simulator, self.world.inboxes[self.rank]
         op = (
@@ -146,7 +146,7 @@ class SimEndpoint:
             if src is None
             else simulator.op("a message", self.rank, " from ", self.world.names[src])
         )
-        receiver = Receiver(src, kinds, op)
+        receiver = Receiver(src, types, op)
         for i, message in enumerate(inbox):
             if receiver.wants(message):
                 del inbox[i]

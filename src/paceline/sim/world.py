@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from paceline import costs as network
 from paceline import units
-from paceline.endpoint import Layout, Message
+from paceline.endpoint import Layout
+from paceline.protocol.messages import Message, PeerDied, PeerSuspected
 from paceline.sim.cluster import Cluster
 from paceline.sim.faults import Faults
 from paceline.sim.simulator import SimOp, Simulator
@@ -52,14 +53,14 @@ class Group:
 
 
 class Receiver(NamedTuple):
-    """Somebody who waits for a message: from whom and of which kinds, None for any."""
+    """A rank that waits for a message: from which sender and of which types, None for any."""
 
     src: int | None
-    kinds: Collection[str] | None
+    types: tuple[type[Message], ...] | None
     op: SimOp[Message]
 
     def wants(self, message: Message) -> bool:
-        return self.src in (None, message.src) and (self.kinds is None or message.kind in self.kinds)
+        return self.src in (None, message.src) and (self.types is None or isinstance(message, self.types))
 
 
 class World:
@@ -129,12 +130,12 @@ class World:
 
     def _tell_end(self, dst: int, gone: int) -> None:
         if dst not in self.dead:
-            self.deliver(dst, Message("gone", src=gone))
+            self.deliver(dst, PeerDied(src=gone))
 
     def suspect(self, rank: int) -> None:
         """Let the servers take a worker for dead."""
         for server in self.layout.server_ranks:
-            self.deliver(server, Message("silent", src=rank))
+            self.deliver(server, PeerSuspected(src=rank))
 
     def has_ended(self, rank: int) -> bool:
         return rank not in self.dead and not self.simulator.is_running(rank)
@@ -149,9 +150,7 @@ class World:
     def deliver(self, dst: int, message: Message) -> None:
         comes_late = self.faults.suspicions or self.faults.joins
         if comes_late and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
-            return self.deliver(
-                message.src, Message("gone", src=dst)
-            )  # Who has come, or come back, finds nobody there.
+            return self.deliver(message.src, PeerDied(src=dst))  # Who has come, or come back, finds nobody there.
         receivers = self.receivers[dst]
         for i, receiver in enumerate(receivers):
             if receiver.wants(message):
