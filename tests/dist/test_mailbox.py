@@ -39,7 +39,7 @@ both_ways = pytest.mark.parametrize("is_far", [False, True], ids=["segments", "s
 def job(
     size: int, store: Store | None = None, is_far: bool = False, timeout_s: float = DEADLINE_S, **settings: object
 ) -> Iterator[list[Mailbox]]:
-    """The mailboxes of a job; `is_far`: each takes the others to be on other hosts, so that all goes through the sockets."""
+    """The mailboxes of a job; `is_far`: each takes the others to be on other hosts, so all goes through sockets."""
     store = store or HashStore()
     with pytest.MonkeyPatch.context() as patch:
         if is_far:
@@ -406,7 +406,7 @@ def test_other_protocols_on_its_port_do_not_stop_the_mailbox(pair: list[Mailbox]
 
 
 def deliver(pair: list[Mailbox], raw: list[list[bytes]]) -> list[Message]:
-    """Send raw frames as rank 1 and return the messages that rank 0 received; the others must have been counted as refused."""
+    """Send raw frames as rank 1; the messages that rank 0 received.  The others must have been counted as refused."""
     a, b = pair
     before = a.refused
     for frames in raw:

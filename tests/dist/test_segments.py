@@ -1,4 +1,4 @@
-"""Segments: ranks of one host send tensors through memory that both have mapped; a death neither takes it away nor keeps it."""
+"""Segments: ranks of one host send tensors through memory that both map; a death neither frees nor keeps it."""
 
 # pyright: basic, reportPrivateImportUsage=false
 from __future__ import annotations
@@ -362,7 +362,7 @@ def test_what_was_mapped_outlives_a_killed_sender_and_what_was_not_is_refused():
         opened = reader.open(first)
         end(process)
         assert bool((opened.view(torch.int64) == 0).all())
-        assert bool((reader.open(second).view(torch.int64) == 1).all())  # It lies in the same file.
+        assert bool((reader.open(second).view(torch.int64) == 1).all())  # It is in the same file.
         with pytest.raises(Unreadable, match=rf"^file {third.file} of process {process.pid} cannot be mapped: "):
             reader.open(third)
 
@@ -731,7 +731,7 @@ EDGES = [
 
 
 def damaged(chance: random.Random, files: dict[str, int]) -> list[bytes]:
-    """A message with two shared tensors and a small one; the first location, or any byte of the header, or neither is wrong."""
+    """A message with two shared tensors and a small one; its first location or a byte of its header may be wrong."""
     location, sound = [files["good"], *GOOD.values()], [files["good"], MB, 2**19, 64, 2**19 - 1]
     for _ in range(chance.choice([0, 1, 1, 2, 5])):
         i = chance.randrange(5)
