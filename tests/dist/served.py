@@ -68,7 +68,7 @@ class Server:
         )
         self.shard = Shard(endpoint)
         self.silent = 0  # Messages that were refused without an answer, as they were no requests.
-        self._refuse, self.shard.refuse = self.shard.refuse, self.refuse
+        self._refuse, self.shard.replies.refuse = self.shard.replies.refuse, self.refuse
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(gate,), daemon=True)
         self.thread.start()
