@@ -38,7 +38,7 @@ def test_a_heartbeat_is_not_a_message_and_missing_heartbeats_are_reported_once()
 
 
 @pytest.mark.parametrize("event", ["peer died", "peer suspected"])
-def test_no_rank_can_say_that_another_is_dead(event: str):
+def test_no_rank_can_report_the_failure_of_another(event: str):
     with job(2, is_open=True, silent_s=SILENT_S) as boxes:
         assert deliver(boxes, [[header(tag=event)]]) == []
         assert f"'{event}' is an event, which each rank finds out by itself" in (boxes[0].last_refusal or "")

@@ -549,7 +549,7 @@ def test_two_thousand_damaged_messages_do_not_stop_the_mailbox(pair: list[Mailbo
                 del frames[pick(3)]
         damaged.append([bytes(frame) for frame in frames] or [b""])
     came = deliver(pair, damaged)
-    # A flipped bit in a number or a text is a different message and not a malformed one.
+    # A flipped bit in a number, or in a text, makes a different message and not a malformed one.
     assert len(came) < 600
     assert all(t.nbytes in (24, 4) for m in came for t in m.tensors())
 

@@ -786,7 +786,7 @@ def say_and_die(path: Path, rank: int, count: int, numel: int) -> None:
 
 
 def until_death(box: Mailbox) -> list[tuple[str, int, int]]:
-    """All that comes until a peer is dead."""
+    """All messages until the report of a death."""
     said: list[tuple[str, int, int]] = []
     while not said or said[-1][0] != "peer died":
         message = box.recv().wait()

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.op import Op
 from paceline.protocol.messages import Count, Message, PeerDied, PeerSuspected, Version
 from paceline.protocol.roster import Roster, State
-from paceline.strategy import Ended
+from paceline.strategy import MissedEnd
 from paceline.worker.replica import Replica
 
 LINGERS = 12  # How often one asks that is done whether it was heard, before it leaves all the same.
@@ -80,7 +80,10 @@ class Peers(ABC):
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
-        self.rank, self.data_shard = replica.rank, replica.rank if replica.data_shard is None else replica.data_shard
+        self.rank, self.data_shard = (
+            replica.rank,
+            replica.rank if replica.cursor.shard is None else replica.cursor.shard,
+        )
         ranks = self.endpoint.layout.worker_ranks
         self.is_new = self.rank not in ranks
         self.data_shards = (
@@ -198,7 +201,7 @@ class Peers(ABC):
             await self._ask(min(having), GetModel(), lambda: self._model is not None)
         if self._model is not None:
             self.begin_with(self._model)
-            self.replica.resume_at(self._model.step)
+            self.replica.cursor.resume_at(self._model.step)
             self._model = None
         self._is_in = True
         for done in list(self._done.values()):
@@ -241,7 +244,7 @@ class Peers(ABC):
                 if self._is_in:
                     model = self.model()
                     model = model.with_tensors([t.clone() for t in model.tensors()])
-                    model.step = self.replica.step_index
+                    model.step = self.replica.cursor.step
                     await self.send(src, model)
             case Model():
                 self._model = message
@@ -286,8 +289,7 @@ class Peers(ABC):
     async def _be_late(self) -> None:
         """The others have ended, or gone on for long, without this worker, as it came too late or was silent: leave it to them."""
         await self.flush()
-        self.replica.missed_end = True
-        raise Ended
+        raise MissedEnd
 
     async def _strike_off(self, rank: int) -> None:
         self.data_shards.pop(rank, None)
