@@ -73,7 +73,7 @@ from paceline.collectives import VOTE_NBYTES, packed_nbytes
 from paceline.server import Rule
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
-from tests.laws.ranks import Ranks, on_gloo, on_gloo_by_lane, on_shared_memory, on_simulator
+from tests.laws.ranks import Ranks, on_gloo, on_gloo_in_comm_thread, on_shared_memory, on_simulator
 
 CODECS: dict[str, Codec] = {
     "fp32": Fp32(),
@@ -356,5 +356,5 @@ ENDPOINTS: dict[str, Ranks] = {
     "shared memory": Ranks(on_shared_memory, is_ordered=True),
     "gloo, ordered": Ranks(on_gloo, is_ordered=True),
     "gloo, native": Ranks(on_gloo, is_ordered=False),
-    "gloo, by lane": Ranks(on_gloo_by_lane, is_ordered=False),
+    "gloo, in a thread": Ranks(on_gloo_in_comm_thread, is_ordered=False),
 }

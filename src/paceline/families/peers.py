@@ -14,12 +14,65 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.endpoint import Message
 from paceline.op import Op
+from paceline.protocol.messages import Count, Message, PeerDied, PeerSuspected, Version
+from paceline.protocol.roster import Roster, State
 from paceline.strategy import MissedEnd
 from paceline.worker.replica import Replica
 
 LINGERS = 12  # How often one asks that is done whether it was heard, before it leaves all the same.
+
+
+class PeerJoin(Message):
+    """A new worker is here, in the place of the one that had this data shard."""
+
+    data_shard: Count
+
+
+class Welcome(Message):
+    """The sender has noted the new worker.  Its own data shard, and whether it has a model to give."""
+
+    data_shard: Count
+    has_model: bool = False
+
+
+class GetModel(Message):
+    """Wants the receiver's model to begin with."""
+
+
+class Model(Message):
+    """A model to begin with, at the step that its sender has come to."""
+
+    params: Tensor
+    step: Version = 0
+
+
+class Finished(Message):
+    """The sender has no data left."""
+
+
+class HasAll(Message):
+    """The sender has all that the receiver's `Finished` speaks of."""
+
+
+class FinalModel(Message):
+    """The sender's model at the end, for the mean of all."""
+
+    params: Tensor
+
+
+class FinalMean(Message):
+    """The mean of all models at the end."""
+
+    mean: Tensor
+
+
+class HasMean(Message):
+    """The sender has the mean."""
+
+
+class NotAPeer(Message):
+    """The sender has declared the receiver dead, and goes on without it."""
 
 
 class Peers(ABC):
@@ -39,12 +92,12 @@ class Peers(ABC):
         self._sending: list[Op[None]] = []
         self._early: deque[Message] = deque()  # What came before this worker had a model.
         self._welcomed: dict[int, bool] = {}  # Who has noted this newcomer, and whether it has a model.
-        self._model: Message | None = None
+        self._model: Model | None = None
         self._request: tuple[int, Message] | None = None  # What this worker waits to be answered.
-        self._silent: set[int] = set()  # Taken for dead, and perhaps alive.
+        self._roster = Roster(self.data_shards)
         self._is_in = not self.is_new
         self._is_done = False
-        self._done: dict[int, Message] = {}  # The accounts of those who are done,
+        self._done: dict[int, Finished] = {}  # The accounts of workers that have finished,
         self._complete: set[int] = set()  # of whom all has come,
         self._heard: set[int] = set()  # and who have all of this worker's.
         self._ends: dict[int, Tensor] = {}  # What others have in the end,
@@ -53,28 +106,28 @@ class Peers(ABC):
 
     @abstractmethod
     async def handle(self, message: Message) -> None:
-        """Do what one of the method's own messages, or the "gone" of a peer, asks for."""
+        """Do what one of the method's own messages asks for; `PeerDied` says that a peer is dead."""
 
     async def repeat(self) -> None:  # noqa: B027 (not every method has anything to say)
         """What was waited for has not come for a long time: say again what may not have been heard."""
 
-    def model(self) -> tuple[Tensor, ...]:
-        """What a newcomer begins with."""
-        return (self.replica.params,)
+    def model(self) -> Model:
+        """What a new worker begins with."""
+        return Model(self.replica.params)
 
-    def begin_with(self, message: Message) -> None:
-        """Begin with what another's `model` gave."""
-        self.replica.params.copy_(message.tensors[0])
+    def begin_with(self, model: Model) -> None:
+        """Begin with another worker's model."""
+        self.replica.params.copy_(model.params)
 
-    def account(self) -> Message:
+    def account(self) -> Finished:
         """What the others must have before this worker may leave."""
-        return Message("done")
+        return Finished()
 
-    def has_all(self, done: Message) -> bool:
+    def has_all(self, done: Finished) -> bool:
         """Whether all that a peer's account speaks of is here."""
         return True
 
-    async def want(self, done: Message) -> None:  # noqa: B027 (nor to ask for)
+    async def want(self, done: Finished) -> None:  # noqa: B027 (nor to ask for)
         """Ask the peer for what is not."""
 
     # Messages.
@@ -139,15 +192,16 @@ class Peers(ABC):
         if not self.is_new:
             return
         self.data_shards = {rank: -1 for rank in self.endpoint.members_ever() if rank != self.rank}
+        self._roster = Roster(self.data_shards)
         for rank in self.data_shards:
             await self._join(rank)
         await self.until(lambda: self.data_shards.keys() <= self._welcomed.keys())
         # Only now, when all keep for this worker what they say from here on, is a model as good as theirs.
         while self._model is None and (having := [rank for rank in self.data_shards if self._welcomed.get(rank)]):
-            await self._ask(min(having), Message("model?"), lambda: self._model is not None)
+            await self._ask(min(having), GetModel(), lambda: self._model is not None)
         if self._model is not None:
             self.begin_with(self._model)
-            self.replica.cursor.resume_at(self._model.steps)
+            self.replica.cursor.resume_at(self._model.step)
             self._model = None
         self._is_in = True
         for done in list(self._done.values()):
@@ -161,63 +215,76 @@ class Peers(ABC):
         self._request = None
 
     async def _join(self, rank: int) -> None:
-        await self.send(rank, Message("join", samples=self.data_shard))
+        await self.send(rank, PeerJoin(self.data_shard))
 
     async def _is_news(self, message: Message) -> bool:
         """Whether a message is of who is there and who is done, and not one of the method's own."""
-        kind, src = message.kind, message.src
-        if kind in ("gone", "silent"):
-            if kind == "silent":
-                self._silent.add(src)
+        src = message.src
+        if isinstance(message, (PeerDied, PeerSuspected)):
+            if isinstance(message, PeerSuspected):
+                self._roster.suspect(src)
             elif not self._is_done and self.endpoint.has_ended(src):
                 await self._be_late()
-            await self._strike_off(src)
-        elif src in self._silent:
-            await self.send(src, Message("away"))
-        elif kind == "away":
-            await self._be_late()
-        elif kind == "join":
-            for rank in [r for r, data_shard in self.data_shards.items() if data_shard == message.samples and r != src]:
-                await self._strike_off(rank)  # Another is in its place: it must be dead.
-            self.data_shards[src] = message.samples
-            self._welcomed.setdefault(src, False)  # Two that come at once need not ask each other in.
-            await self.send(src, Message("welcome", samples=self.data_shard, steps=int(self._is_in)))
-            await self._say_done(src)
-            await self._tell_mean()
-        elif kind == "welcome":
-            if src in self.data_shards:
-                self.data_shards[src], self._welcomed[src] = message.samples, bool(message.steps)
-        elif kind == "model?":
-            if self._is_in:
-                await self.send(
-                    src, Message("model", tuple(t.clone() for t in self.model()), steps=self.replica.cursor.step)
-                )
-        elif kind == "model":
-            self._model = message
-        elif kind == "done":
-            self._done[src] = message
-            await self._settle(message)
-        elif kind == "heard":
-            self._heard.add(src)
-        elif kind == "end":
-            self._ends[src] = message.tensors[0]
-            if self._mean is not None:
-                await self.send(src, Message("mean", (self._mean,)))
-        elif kind == "mean":
-            self._left.add(src)
-            if self._mean is None:
-                self._mean = message.tensors[0].to(
-                    self.replica.params.device, copy=True
-                )  # Its sender may be gone before it is read.
-                for rank in self.data_shards:
-                    await self.send(rank, Message("bye"))
             else:
-                await self.send(src, Message("bye"))
-        elif kind == "bye":
-            self._left.add(src)
-        else:
-            return False
+                self._roster.die(src)
+            await self._strike_off(src)
+            return True
+        if self._roster.state(src) is State.SUSPECTED:
+            await self.send(src, NotAPeer())
+            return True
+        match message:
+            case NotAPeer():
+                await self._be_late()
+            case PeerJoin():
+                await self._note_join(src, message.data_shard)
+            case Welcome():
+                if src in self.data_shards:
+                    self.data_shards[src], self._welcomed[src] = message.data_shard, message.has_model
+            case GetModel():
+                if self._is_in:
+                    model = self.model()
+                    model = model.with_tensors([t.clone() for t in model.tensors()])
+                    model.step = self.replica.cursor.step
+                    await self.send(src, model)
+            case Model():
+                self._model = message
+            case Finished():
+                self._done[src] = message
+                await self._settle(message)
+            case HasAll():
+                self._heard.add(src)
+            case FinalModel():
+                self._ends[src] = message.params
+                if self._mean is not None:
+                    await self.send(src, FinalMean(self._mean))
+            case FinalMean():
+                await self._note_mean(src, message.mean)
+            case HasMean():
+                self._left.add(src)
+            case _:
+                return False
         return True
+
+    async def _note_join(self, src: int, data_shard: int) -> None:
+        self._roster.join(src)
+        if not self._roster.is_member(src):
+            return
+        for rank in [r for r, shard in self.data_shards.items() if shard == data_shard and r != src]:
+            self._roster.die(rank)  # Another worker is in its place.
+            await self._strike_off(rank)
+        self.data_shards[src] = data_shard
+        self._welcomed.setdefault(src, False)  # Two that join at once need not ask each other in.
+        await self.send(src, Welcome(self.data_shard, self._is_in))
+        await self._say_done(src)
+        await self._tell_mean()
+
+    async def _note_mean(self, src: int, mean: Tensor) -> None:
+        self._left.add(src)
+        if self._mean is not None:
+            return await self.send(src, HasMean())
+        self._mean = mean.to(self.replica.params.device, copy=True)  # Its sender may be dead before it is read.
+        for rank in self.data_shards:
+            await self.send(rank, HasMean())
 
     async def _be_late(self) -> None:
         """The others have ended, or gone on for long, without this worker, as it came too late or was silent: leave it to them."""
@@ -229,7 +296,7 @@ class Peers(ABC):
         self._ends.pop(rank, None)
         self._done.pop(rank, None)
         if self._is_in:
-            await self.handle(Message("gone", src=rank))
+            await self.handle(PeerDied(src=rank))
             for done in list(self._done.values()):  # What one has that is gone cannot be had from itself any more.
                 await self._settle(done)
             await self._tell_mean()
@@ -251,7 +318,7 @@ class Peers(ABC):
         await self.until(lambda: self.data_shards.keys() <= self._complete)
         await self.until(lambda: self.data_shards.keys() <= self._complete & self._heard, tries=LINGERS)
 
-    async def _settle(self, done: Message) -> None:
+    async def _settle(self, done: Finished) -> None:
         """Ask for what there is in another's account and not here, or tell it that nothing is missing."""
         self._complete.discard(done.src)
         if self._is_in:
@@ -261,7 +328,7 @@ class Peers(ABC):
     async def _acknowledge(self, peer: int) -> None:
         if (done := self._done.get(peer)) is not None and peer not in self._complete and self.has_all(done):
             self._complete.add(peer)
-            await self.send(peer, Message("heard"))
+            await self.send(peer, HasAll())
 
     async def account_anew(self) -> None:
         """Let all know what this worker has now, if it is done."""
@@ -277,7 +344,7 @@ class Peers(ABC):
         """All take the mean of their models, which the first of those who live works out, once nobody's changes any more."""
         params = self.replica.params
         while self._mean is None and (first := min((self.rank, *self.data_shards))) != self.rank:
-            await self._ask(first, Message("end", (params,)), lambda: self._mean is not None)
+            await self._ask(first, FinalModel(params), lambda: self._mean is not None)
         if self._mean is None:
             await self.until(lambda: self.data_shards.keys() <= self._ends.keys())
             ends = {self.rank: params, **{rank: self._ends[rank] for rank in self.data_shards}}
@@ -293,7 +360,7 @@ class Peers(ABC):
     async def _tell_mean(self) -> None:
         if self._mean is not None:
             for rank in [rank for rank in self.data_shards if rank not in self._left]:
-                await self.send(rank, Message("mean", (self._mean,)))
+                await self.send(rank, FinalMean(self._mean))
 
     async def _repeat_news(self) -> None:
         for rank in list(self.data_shards):

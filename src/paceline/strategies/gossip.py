@@ -25,10 +25,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from paceline.endpoint import Message
 from paceline.families.peers import Peers
 from paceline.families.topology import Ring, Topology, check_connected, peer_of
 from paceline.needs import Needs
+from paceline.protocol.messages import Message, Number, PeerDied
 from paceline.strategy import Strategy
 from paceline.worker.replica import Replica, train_alone
 
@@ -78,6 +78,37 @@ class Gossip(Strategy):
         await pair.agree()
 
 
+class AskAverage(Message):
+    """A copy of the sender's model, for an average; `number` counts its questions, `answered` is the receiver's last that it has answered."""
+
+    copy: Tensor
+    number: Number
+    answered: Number = 0
+
+
+class Half(Message):
+    """Half of the difference, to be added: the answer to the question of that number.
+
+    `answered` is the question of the sender itself that the receiver's question has answered.
+    """
+
+    half: Tensor
+    number: Number
+    answered: Number = 0
+
+
+class Busy(Message):
+    """The answer to the question of that number: there is no average this time."""
+
+    number: Number
+
+
+class GotHalf(Message):
+    """The half with that number has arrived."""
+
+    number: Number
+
+
 class Pairing(Peers):
     """A worker's averages with others, one at a time."""
 
@@ -85,10 +116,10 @@ class Pairing(Peers):
         super().__init__(replica)
         self.asked: int | None = None  # Who has a copy of this model and has not answered.
         self._copy: Tensor | None = None
-        self._serial, self._since = 0, 0.0
-        self._held: list[Message] = []  # Who waits until this worker is free.
-        self._last_heard: dict[int, int] = {}  # The serial of each peer's last question that was dealt with,
-        self._answers: dict[int, Message] = {}  # and the answer, until it has arrived.
+        self._number, self._since = 0, 0.0
+        self._held: list[AskAverage] = []  # Questions that wait until this worker is free.
+        self._last_heard: dict[int, int] = {}  # The number of each peer's last question that was dealt with,
+        self._answers: dict[int, Half | Busy] = {}  # and the answer, until it has arrived.
 
     async def ask(self, data_shard: int | None) -> None:
         """Send a copy of the model to whoever has that seat, unless one is out already."""
@@ -103,71 +134,71 @@ class Pairing(Peers):
             if self._copy is None or self.endpoint.in_use(self._copy):
                 self._copy = self.endpoint.send_buffer(self.replica.params)
             self._copy.copy_(self.replica.params)
-            self.asked, self._serial = peer, self._serial + 1
+            self.asked, self._number = peer, self._number + 1
             await self.repeat()
 
     async def repeat(self) -> None:
         if self.asked is not None and self._copy is not None:
             self._since = self.endpoint.now()
             heard = self._last_heard.get(self.asked, 0)
-            await self.send(self.asked, Message("ask", (self._copy,), serial=self._serial, version=heard))
+            await self.send(self.asked, AskAverage(self._copy, self._number, heard))
 
     async def until_free(self) -> None:
         await self.until(lambda: self.asked is None)
 
     async def handle(self, message: Message) -> None:
-        kind, src = message.kind, message.src
-        if kind == "gone":
+        src = message.src
+        if isinstance(message, PeerDied):
             self._held = [m for m in self._held if m.src != src]
             self._answers.pop(src, None)
             if self.asked == src:
                 await self._be_free()
         elif src not in self.data_shards:
             return
-        elif kind == "ask":
+        elif isinstance(message, AskAverage):
             await self._be_asked(message)
-        elif kind == "thanks":
-            if (kept := self._answers.get(src)) is not None and kept.serial == message.serial:
+        elif isinstance(message, GotHalf):
+            if (kept := self._answers.get(src)) is not None and kept.number == message.number:
                 del self._answers[src]
-        else:  # An answer, or "busy".
-            self._last_heard[src] = max(self._last_heard.get(src, 0), message.version)
-            if kind == "answer" and self.endpoint.retransmit_s is not None:
-                await self.send(src, Message("thanks", serial=message.serial))
-            if self.asked == src and message.serial == self._serial:
-                if kind == "answer":
-                    self.replica.params.add_(self.here(message.tensors[0]))
+        elif isinstance(message, (Half, Busy)):
+            if isinstance(message, Half):
+                self._last_heard[src] = max(self._last_heard.get(src, 0), message.answered)
+                if self.endpoint.retransmit_s is not None:
+                    await self.send(src, GotHalf(message.number))
+            if self.asked == src and message.number == self._number:
+                if isinstance(message, Half):
+                    self.replica.params.add_(self.here(message.half))
                 await self._be_free()
 
-    async def _be_asked(self, message: Message) -> None:
+    async def _be_asked(self, message: AskAverage) -> None:
         src = message.src
-        if message.serial <= self._last_heard.get(src, 0):  # Again: what it was answered may be lost.
-            if (kept := self._answers.get(src)) is not None and kept.serial == message.serial:
+        if message.number <= self._last_heard.get(src, 0):  # Again: what it was answered may be lost.
+            if (kept := self._answers.get(src)) is not None and kept.number == message.number:
                 await self.send(src, kept)
-        elif (
-            self.asked == src and message.version < self._serial
-        ):  # It asked before it was asked: both know both copies.
+        elif self.asked == src and message.answered < self._number:
+            # It asked before it was asked: both know both copies.
             assert self._copy is not None
-            half = (self.here(message.tensors[0]) - self._copy).div_(2)
+            half = (self.here(message.copy) - self._copy).div_(2)
             self.replica.params.add_(half)
-            self._note(Message("answer", (half.neg(),), version=self._serial, serial=message.serial, src=src))
+            self._note(src, Half(half.neg(), message.number, self._number))
             await self._be_free()
         elif self.asked is None:
-            half = (self.replica.params - self.here(message.tensors[0])).div_(2)
+            half = (self.replica.params - self.here(message.copy)).div_(2)
             self.replica.params.sub_(half)
-            await self._answer(Message("answer", (half,), serial=message.serial, src=src))
-        elif lot(src, message.serial) < lot(self.rank, self._serial):
-            await self._answer(Message("busy", serial=message.serial, src=src))
+            await self._answer(src, Half(half, message.number))
+        elif lot(src, message.number) < lot(self.rank, self._number):
+            await self._answer(src, Busy(message.number))
         elif all(m.src != src for m in self._held):
             self._held.append(message)
 
-    async def _answer(self, answer: Message) -> None:
-        self._note(answer)
-        await self.send(answer.src, answer)
+    async def _answer(self, src: int, answer: Half | Busy) -> None:
+        self._note(src, answer)
+        await self.send(src, answer)
 
-    def _note(self, answer: Message) -> None:
-        self._last_heard[answer.src] = answer.serial
+    def _note(self, src: int, answer: Half | Busy) -> None:
+        self._last_heard[src] = answer.number
         if self.endpoint.retransmit_s is not None:
-            self._answers[answer.src] = answer
+            self._answers[src] = answer
 
     async def _be_free(self) -> None:
         """The copy that was out has come home: those who waited for it are answered."""
@@ -177,6 +208,6 @@ class Pairing(Peers):
             await self._be_asked(message)
 
 
-def lot(rank: int, serial: int) -> tuple[int, int]:
+def lot(rank: int, number: int) -> tuple[int, int]:
     """As good as drawn, and the same wherever it is asked for; no two questions have the same."""
-    return zlib.crc32(f"{rank}/{serial}".encode()), rank
+    return zlib.crc32(f"{rank}/{number}".encode()), rank

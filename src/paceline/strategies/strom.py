@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec, check_one_to_one
-from paceline.endpoint import Message
-from paceline.families.peers import Peers
+from paceline.families.peers import Finished, Model, Peers
 from paceline.needs import Needs
+from paceline.protocol.messages import Message, Number, PeerDied, Rank, Version
 from paceline.strategy import Strategy
 from paceline.worker.replica import Replica, train_alone
 
@@ -107,6 +107,51 @@ class Strom(Strategy):
         w.cursor.resume_at(self.few_steps)
 
 
+class FloodUpdate(Message):
+    """Update `number` of its sender, made at `step`.  The sender has the receiver's updates up to `heard`; all workers have its own up to
+    `stable`."""
+
+    data: Tensor
+    number: Number
+    heard: Number = 0
+    stable: Number = 0
+    step: Version = 0
+
+
+class Heard(Message):
+    """The sender has the receiver's updates up to that number."""
+
+    number: Number
+
+
+class WantUpdates(Message):
+    """Wants these updates: pairs of a sender and a number."""
+
+    missing: Tensor
+
+
+class Relay(Message):
+    """An update of a third worker, which is dead."""
+
+    data: Tensor
+    sender: Rank
+    number: Number
+
+
+class FloodFinished(Finished):
+    """The sender has made `count` updates, and has these of dead workers: pairs of a sender and a number."""
+
+    count: Number
+    of_dead: Tensor
+
+
+class FloodModel(Model, kw_only=True):
+    """And which updates are in it: of each sender up to which, and which beyond that, as pairs."""
+
+    upto: Tensor
+    beyond: Tensor
+
+
 class Flood(Peers):
     """What a worker has said and heard: each message is applied once by everybody."""
 
@@ -139,17 +184,10 @@ class Flood(Peers):
         for rank in self.data_shards:
             await self.send(rank, self._update(rank, self.count))
 
-    def _update(self, dst: int, number: int) -> Message:
+    def _update(self, dst: int, number: int) -> FloodUpdate:
         self._owed[dst] = 0
         heard, stable = self._upto.get(dst, 0), min(self._said) - 1
-        return Message(
-            "update",
-            (self._said[number],),
-            serial=number,
-            version=heard,
-            samples=stable,
-            steps=self.replica.cursor.step,
-        )
+        return FloodUpdate(self._said[number], number, heard, stable, self.replica.cursor.step)
 
     def _apply(self, data: Tensor) -> None:
         params = self.replica.params
@@ -159,27 +197,31 @@ class Flood(Peers):
             self.codec_state.add(self.here(data), params, -self.scale)
 
     async def handle(self, message: Message) -> None:
-        kind, src = message.kind, message.src
-        if kind in ("update", "ack"):
-            self._acked[src] = max(self._acked.get(src, 0), message.version)
-        if kind == "update":
-            self._steps[src] = max(self._steps.get(src, 0), message.steps)
-            await self._hear(src, message.serial, message.tensors[0])
-            self._kept[src] = {n: data for n, data in self._kept.get(src, {}).items() if n > message.samples}
-            await self.want(Message("done", serial=message.serial, src=src))
-            if (owed := self._owed.get(src, 0) + 1) >= MOST_OWED:  # This worker has nothing to say itself.
-                await self.send(src, Message("ack", version=self._upto[src]))
-            self._owed[src] = owed % MOST_OWED
-        elif kind == "again":
-            for sender, number in message.tensors[0].tolist():
-                if sender == self.rank and number in self._said:
-                    await self.send(src, self._update(src, number))
-                elif number in self._kept.get(sender, {}):
-                    await self.send(src, Message("relay", (self._kept[sender][number],), version=sender, serial=number))
-        elif kind == "relay":
-            await self._hear(message.version, message.serial, message.tensors[0])
-        elif kind == "gone":
-            self._acked.pop(src, None)
+        src = message.src
+        match message:
+            case FloodUpdate():
+                self._acked[src] = max(self._acked.get(src, 0), message.heard)
+                self._steps[src] = max(self._steps.get(src, 0), message.step)
+                await self._hear(src, message.number, message.data)
+                self._kept[src] = {n: data for n, data in self._kept.get(src, {}).items() if n > message.stable}
+                await self._want(src, self._missing_of(src, message.number))
+                if (owed := self._owed.get(src, 0) + 1) >= MOST_OWED:  # This worker has nothing to say itself.
+                    await self.send(src, Heard(self._upto[src]))
+                self._owed[src] = owed % MOST_OWED
+            case Heard():
+                self._acked[src] = max(self._acked.get(src, 0), message.number)
+            case WantUpdates():
+                for sender, number in message.missing.tolist():
+                    if sender == self.rank and number in self._said:
+                        await self.send(src, self._update(src, number))
+                    elif number in self._kept.get(sender, {}):
+                        await self.send(src, Relay(self._kept[sender][number], sender, number))
+            case Relay():
+                await self._hear(message.sender, message.number, message.data)
+            case PeerDied():
+                self._acked.pop(src, None)
+            case _:
+                pass
 
     async def _hear(self, sender: int, number: int, data: Tensor) -> None:
         """Apply a message, unless that was done before."""
@@ -198,39 +240,48 @@ class Flood(Peers):
     def _has(self, sender: int, number: int) -> bool:
         return number <= self._upto.get(sender, 0) or number in self._beyond.get(sender, ()) or sender == self.rank
 
-    def account(self) -> Message:
+    def account(self) -> FloodFinished:
         """How many messages there were, and which there are of those who are gone that not all may have."""
         gone = pairs((s, n) for s, kept in self._kept.items() if s not in self.data_shards for n in kept)
-        return Message("done", (gone,), serial=self.count)
+        return FloodFinished(self.count, gone)
 
-    def has_all(self, done: Message) -> bool:
+    def has_all(self, done: Finished) -> bool:
         return not self._missing(done)
 
-    async def want(self, done: Message) -> None:
-        if missing := self._missing(done):
-            await self.send(done.src, Message("again", (pairs(missing),)))
+    async def want(self, done: Finished) -> None:
+        await self._want(done.src, self._missing(done))
 
-    def _missing(self, done: Message) -> list[tuple[int, int]]:
+    async def _want(self, src: int, missing: list[tuple[int, int]]) -> None:
+        if missing:
+            await self.send(src, WantUpdates(pairs(missing)))
+
+    def _missing(self, done: Finished) -> list[tuple[int, int]]:
         """What a sender has said, and those that are gone and can no longer be asked, and has not come."""
-        gone = done.tensors[0].tolist() if done.tensors else []
-        own = [(done.src, number) for number in range(self._upto.get(done.src, 0) + 1, done.serial + 1)]
-        return [(sender, number) for sender, number in (*own, *gone) if not self._has(sender, number)]
+        assert isinstance(done, FloodFinished)
+        of_dead = [(s, n) for s, n in done.of_dead.tolist() if not self._has(s, n)]
+        return [*self._missing_of(done.src, done.count), *of_dead]
+
+    def _missing_of(self, sender: int, count: int) -> list[tuple[int, int]]:
+        """Of the first `count` updates of a sender, those that are not here."""
+        numbers = range(self._upto.get(sender, 0) + 1, count + 1)
+        return [(sender, number) for number in numbers if not self._has(sender, number)]
 
     def have_come(self, few: int, steps: int) -> bool:
         """Whether the first workers have come to that step, or are gone or done."""
         waited = [rank for rank, data_shard in self.data_shards.items() if data_shard < few and not self.is_done(rank)]
         return all(self._steps.get(rank, 0) >= steps for rank in waited)
 
-    def model(self) -> tuple[Tensor, ...]:
+    def model(self) -> FloodModel:
         """And which messages are in it."""
         upto = [(self.rank, self.count), *self._upto.items()]
         beyond = [(sender, number) for sender, numbers in self._beyond.items() for number in numbers]
-        return self.replica.params, pairs(upto), pairs(beyond)
+        return FloodModel(self.replica.params, upto=pairs(upto), beyond=pairs(beyond))
 
-    def begin_with(self, message: Message) -> None:
-        super().begin_with(message)
-        self._upto = dict(message.tensors[1].tolist())
-        for sender, number in message.tensors[2].tolist():
+    def begin_with(self, model: Model) -> None:
+        assert isinstance(model, FloodModel)
+        super().begin_with(model)
+        self._upto = dict(model.upto.tolist())
+        for sender, number in model.beyond.tolist():
             self._beyond.setdefault(sender, set()).add(number)
 
 
