@@ -424,9 +424,7 @@ def test_states_that_do_not_belong_together_are_refused():
         resized([], 2)
     with pytest.raises(ValueError, match=r"saved at different steps, \[3, 3, 5, 5\]"):
         resized([*early[:2], *late[2:]], 3)
-    with pytest.raises(
-        ValueError, match="saved under BlockMomentum, and this run uses PeriodicAveraging"
-    ):
+    with pytest.raises(ValueError, match="saved under BlockMomentum, and this run uses PeriodicAveraging"):
         resized([*early[:2], *other[2:]], 3)
     with pytest.raises(ValueError, match=r"4 workers' states for 3 workers; give resized\(states, 3\)"):
         simulate(task, strategy, Cluster(workers=3), resume=early)
