@@ -1,7 +1,8 @@
-"""Coordinator: the first server of a batch method, which hands out the data in portions and tells the shards what to do.
+"""Coordinator: the first server of a batch method, which hands out the data in portions and tells the shards what to
+do.
 
-It holds no vector and sees none: of the shards it hears inner products, of the workers losses.  Workers may join, leave and die at any
-time; each portion is counted exactly once in every pass.
+It holds no vector and sees none: of the shards it hears inner products, of the workers losses.  Workers may join, leave
+and die at any time; each portion is counted exactly once in every pass.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Deserted(Exception):
 
 
 class Coordinator:
-    """What a batch method's server role works with: `then` and `dot` on all shards together, and `evaluate` on all of the data."""
+    """What a batch method's server role works with: `then` and `dot` on all shards together, and `evaluate` on all of
+    the data."""
 
     def __init__(self, s: Shard, *, push: int, backups: int) -> None:
         self.endpoint, self._s = s.endpoint, s
@@ -181,7 +183,8 @@ class Coordinator:
                 first, last, steps, data_shards = numbers
                 if not (0 <= first < last and steps >= 1 and data_shards >= 1):
                     raise Refusal(
-                        f"it wants epochs {first} to {last} of {steps} minibatches in {data_shards} parts, and there is none"
+                        f"it wants epochs {first} to {last} of {steps} minibatches in {data_shards} parts, and "
+                        f"there is none"
                     )
                 if self._extent not in (None, numbers):
                     raise Refusal(f"it wants epochs, minibatches and parts {numbers}, and they are {self._extent}")

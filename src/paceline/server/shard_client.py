@@ -97,7 +97,8 @@ class ShardClient:
     async def _come_back(
         self, rank: int, request: Request, replies: tuple[type[Message], ...]
     ) -> tuple[Request, tuple[type[Message], ...]]:
-        """It was silent for so long that it was declared dead: others do its work, and what it has pushed does not count.
+        """It was silent for so long that it was declared dead: others do its work, and what it has pushed does not
+        count.
 
         What it asks for now, instead.
         """

@@ -1,4 +1,5 @@
-"""ShardPrograms: how a coordinator lets all shards of vectors run the same operations, and gets their inner products."""
+"""ShardPrograms: how a coordinator lets all shards of vectors run the same operations, and gets their inner
+products."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from paceline.server.messages import Products, RunProgram
 class ShardPrograms:
     """Operations that wait to be sent, and the messages of workers that arrive while the shards run them.
 
-    `received` are the requests of workers that the coordinator has handled: one that is repeated meanwhile is told to wait.
+    `received` are the requests of workers that the coordinator has handled: one that is repeated meanwhile is told to
+    wait.
     """
 
     def __init__(self, endpoint: Endpoint, shards: list[int], received: Deduplicator) -> None:

@@ -22,9 +22,9 @@ from paceline.worker.rows import positions, within
 class Store:
     """A worker's view of the parameter server.
 
-    Shards act independently: at one moment they may have seen different numbers of updates, so `versions` has one entry a
-    shard, and every push says which version of that shard it was computed from.  `codec` encodes what is pushed, with what a
-    message leaves out said in the next; `pulls`, by which the shards say what has changed.
+    Shards act independently: at one moment they may have seen different numbers of updates, so `versions` has one entry
+    a shard, and every push says which version of that shard it was computed from.  `codec` encodes what is pushed, with
+    what a message leaves out said in the next; `pulls`, by which the shards say what has changed.
     """
 
     def __init__(self, replica: Replica, *, codec: Codec | None = None, pulls: Codec | None = None) -> None:
@@ -33,7 +33,8 @@ class Store:
         self.shards = list(self.endpoint.layout.server_ranks)
         if len(self.shards) > replica.params.numel():
             raise ValueError(
-                f"{len(self.shards)} servers for {replica.params.numel()} parameters: there must be at least one parameter a shard"
+                f"{len(self.shards)} servers for {replica.params.numel()} parameters: there must be at least "
+                f"one parameter a shard"
             )
         unit = 1 if codec is None else codec.unit
         self.slices = [
@@ -47,7 +48,8 @@ class Store:
 
     @property
     def value(self) -> Tensor:
-        """What the shards held when they were last asked; where a worker keeps that elsewhere, there is no such vector."""
+        """What the shards held when they were last asked; where a worker keeps that elsewhere, there is no such
+        vector."""
         if self._value is None:
             self._value = self.replica.params.clone()
         return self._value
@@ -59,7 +61,8 @@ class Store:
     def push(self, update: Tensor, samples: float | None = None, *, runs: Tensor | None = None) -> Op[None]:
         """Let the shards have an update, and do not wait for what they make of it.
 
-        Unless `samples` says otherwise, those of the last minibatch are behind it.  `runs` says which parts of it alone matter.
+        Unless `samples` says otherwise, those of the last minibatch are behind it.  `runs` says which parts of it alone
+        matter.
         """
         return self.endpoint.spawn(self._push(update, samples, runs), kind="push")
 
@@ -89,7 +92,8 @@ class Store:
         return await self._ask(self._client.numbered([Join(self.replica.cursor.shard or 0) for _ in self.shards]), into)
 
     def send_buffer(self, last: Tensor | None = None) -> Tensor:
-        """Memory for an update: what shards of this host read there need not be copied.  The last one, unless it is still read."""
+        """Memory for an update: what shards of this host read there need not be copied.  The last one, unless it is
+        still read."""
         return (
             last
             if last is not None and not self.endpoint.in_use(last)
@@ -109,8 +113,8 @@ class Store:
     async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
         """Turn to the next minibatch; False if all work is done.
 
-        If there is nothing to do for now, as others have the last work items, a worker waits, to take over should one of them die.
-        What it has not pushed until then it must push `before_waiting`.
+        If there is nothing to do for now, as others have the last work items, a worker waits, to take over should one
+        of them die. What it has not pushed until then it must push `before_waiting`.
         """
         return await self._work.next(before_waiting)
 

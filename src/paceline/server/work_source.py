@@ -18,7 +18,8 @@ DRAWN = (Work, Deferred, NoWork, AllDone)
 
 
 class WorkSource:
-    """Draws work items a little in advance, so that a worker does not wait for them.  `steps` were begun since the last push."""
+    """Draws work items a little in advance, so that a worker does not wait for them.  `steps` were begun since the last
+    push."""
 
     def __init__(self, replica: Replica, client: ShardClient) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
@@ -49,8 +50,8 @@ class WorkSource:
     async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
         """Turn to the next minibatch; False if there is none left for anybody.
 
-        If there is nothing to do for now, as others have the last ones, a worker waits, to take over should one of them die.  What it
-        has not pushed until then it must push `before_waiting`.
+        If there is nothing to do for now, as others have the last ones, a worker waits, to take over should one of them
+        die.  What it has not pushed until then it must push `before_waiting`.
         """
         w = self.replica
         if not w.learner.has_global_data:  # The user's loop has data of its own.
