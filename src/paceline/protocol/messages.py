@@ -1,7 +1,8 @@
 """Messages: one class for each message that ranks send each other, with fields named by meaning.
 
-A subclass of `Message` is a message type of its own: its name is its tag on the wire.  A strategy may define message types in its own file.
-Tensors are ordinary fields; on the wire a field holds the tensor's number, and the tensors follow in frames of their own.
+A subclass of `Message` is a message type of its own: its name is its tag on the wire.  A strategy may define message
+types in its own file. Tensors are ordinary fields; on the wire a field holds the tensor's number, and the tensors
+follow in frames of their own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Message(msgspec.Struct, kw_only=True, tag=tag_of, omit_defaults=True, forb
         tag, known = tag_of(cls.__qualname__), TYPES.get(tag_of(cls.__qualname__))
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(
-                f"message type {cls.__module__}.{cls.__qualname__}: {known.__module__}.{known.__qualname__} has the tag {tag!r}; "
+                f"message type {cls.__module__}.{cls.__qualname__}: {known.__module__}.{known.__qualname__} has "
+                f"the tag {tag!r}; "
                 "give the class another name"
             )
         TYPES[tag] = cls
@@ -91,7 +93,8 @@ TYPES: dict[str, type[Message]] = {}
 
 
 class Numbered(Message, kw_only=True):
-    """A message with the number of a request.  `incarnation` counts how often the worker that asked was declared dead before."""
+    """A message with the number of a request.  `incarnation` counts how often the worker that asked was declared dead
+    before."""
 
     request_id: Number = 0
     incarnation: Count = 0
@@ -161,7 +164,8 @@ _tagged = msgspec.msgpack.Decoder(_Tagged)
 
 
 def decode(body: bytes | msgspec.Raw, tensors: Sequence[Tensor], src: int) -> Message:
-    """The message that `encode` has written, with these tensors; ValueError or MsgspecError say what is wrong with it."""
+    """The message that `encode` has written, with these tensors; ValueError or MsgspecError say what is wrong with
+    it."""
     tag = _tagged.decode(body).type
     cls = TYPES.get(tag)
     if cls is None:

@@ -1,7 +1,7 @@
 """Requests: how a rank asks another until it is answered, and how the other one finds out what it has seen before.
 
-A message may be lost or arrive twice, so a sender numbers its requests and sends one again while it has no reply; the receiver does what
-a request asks for once, however often it comes.
+A message may be lost or arrive twice, so a sender numbers its requests and sends one again while it has no reply; the
+receiver does what a request asks for once, however often it comes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Requests:
     async def reply(self, rank: int, request: Request, *replies: type[M], probe: Request | None = None) -> M:
         """Wait for the reply to a request that was sent; or for a message of these types that is no reply.
 
-        While there is none, send the request again, or the `probe`: a small request that asks whether a large one has arrived.
+        While there is none, send the request again, or the `probe`: a small request that asks whether a large one has
+        arrived.
         """
         endpoint, timeouts = self.endpoint, 0
         while True:
@@ -87,7 +88,8 @@ class Requests:
 
 
 def check_reply(endpoint: Endpoint, message: Message) -> None:
-    """Raise an error if the message says that no request to its sender will be answered any more, or that one was refused."""
+    """Raise an error if the message says that no request to its sender will be answered any more, or that one was
+    refused."""
     name = endpoint.layout.name(message.src)
     if isinstance(message, PeerDied):
         if endpoint.has_ended(message.src):

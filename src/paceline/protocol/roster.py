@@ -1,6 +1,8 @@
-"""Roster: which workers are members, and in which incarnation.  It has no clock and no network: events go in, changes come out.
+"""Roster: which workers are members, and in which incarnation.  It has no clock and no network: events go in, changes
+come out.
 
-A worker that was suspected may be alive.  What it has asked for before is void; to become a member again it begins its next incarnation.
+A worker that was suspected may be alive.  What it has asked for before is void; to become a member again it begins its
+next incarnation.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ FINAL = (State.LEFT, State.DEAD)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A worker's state before and after an event; None: it was not known.  `incarnation` is the one that the change is about."""
+    """A worker's state before and after an event; None: it was not known.  `incarnation` is the one that the change is
+    about."""
 
     rank: int
     before: State | None

@@ -1,4 +1,5 @@
-"""The parameter server: shards that hold slices of a model, rules that update them, gates that say when, and the store that workers see."""
+"""The parameter server: shards that hold slices of a model, rules that update them, gates that say when, and the store
+that workers see."""
 
 from paceline.families.server_strategy import ServerStrategy
 from paceline.server.gates import GATES, Bound, Free, Gate, RoundRobin, Turns

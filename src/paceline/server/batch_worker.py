@@ -1,6 +1,7 @@
 """BatchWorker: a worker's part in a pass over all of the data.
 
-It works on the portions that the coordinator gives it, adds up their gradients, and pushes the sum to the shards now and then.
+It works on the portions that the coordinator gives it, adds up their gradients, and pushes the sum to the shards now
+and then.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class BatchWorker:
         self._first, self._last = -(-w.cursor.step // self._steps), end // self._steps
         if self._first >= self._last:
             raise ValueError(
-                f"Sandblaster from step {w.cursor.step} to {end}: it works on whole epochs, of {self._steps} steps, and there is none"
+                f"Sandblaster from step {w.cursor.step} to {end}: it works on whole epochs, of {self._steps} "
+                f"steps, and there is none"
             )
         self._requests = Requests(self.endpoint)
         self._number, self._sum = 0, 0  # The pass that it is in, and which of its sums it is adding to.
@@ -87,7 +89,8 @@ class BatchWorker:
 
     async def _compute(self, order: WorkOrder) -> Order | Away:
         """Add the gradient of a portion to the sum, unless another worker has done it meanwhile."""
-        w, number, portion = self.w, self._number, order.portion
+        w, portion = self.w, order.portion
+        number = self._number
         step, data_shard = divmod(portion, w.cursor.shards)
         w.cursor.seek((self._first + number - 1) * self._steps + step, data_shard)
         g, samples = await w.gradient(), int(w.batch.samples)

@@ -16,7 +16,8 @@ MOST_DRAWN = 64  # Parts of minibatches that a worker is given at once.
 
 
 class Dispatcher:
-    """Workers draw work items.  In a user's own loop each worker has its own data, and it is counted how many steps are done of each."""
+    """Workers draw work items.  In a user's own loop each worker has its own data, and it is counted how many steps are
+    done of each."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -59,7 +60,8 @@ class Dispatcher:
         first, last, data_shards = extent.tolist()
         if data_shards != self.endpoint.layout.workers:
             raise Refusal(
-                f"it wants minibatches cut into {data_shards} parts, and they are cut into {self.endpoint.layout.workers}"
+                f"it wants minibatches cut into {data_shards} parts, and they are cut into "
+                f"{self.endpoint.layout.workers}"
             )
         if self._queue is None:
             try:

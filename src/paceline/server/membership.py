@@ -15,7 +15,8 @@ NOT_A_MEMBER = "it is not, or no longer, among the workers; it may join"
 class Membership:
     """`clocks` counts the updates of each active worker; one that joins begins with the slowest.
 
-    For a replacement of a worker that died the shard waits up to `grace_s` seconds before it ends, if there is work left.
+    For a replacement of a worker that died the shard waits up to `grace_s` seconds before it ends, if there is work
+    left.
     """
 
     def __init__(self, workers: Iterable[int], grace_s: float) -> None:

@@ -83,7 +83,8 @@ class Bye(Message):
 
 
 class DrawWork(Request):
-    """Wants so many work items, `now` or in advance.  `extent` is the first step, the step after the last, and the parts of a step."""
+    """Wants so many work items, `now` or in advance.  `extent` is the first step, the step after the last, and the
+    parts of a step."""
 
     extent: Tensor
     wanted: Annotated[int, Meta(ge=1, le=2**31)]
@@ -154,7 +155,8 @@ class RunEnded(Message):
 
 
 class Enlist(Request):
-    """A worker wants an order.  `extent` is the first epoch, the one after the last, the minibatches of each and the parts of these."""
+    """A worker wants an order.  `extent` is the first epoch, the one after the last, the minibatches of each and the
+    parts of these."""
 
     extent: Tensor
 

@@ -1,4 +1,5 @@
-"""Reception: takes in what workers send to a shard, keeps its members, and gives the shard one request after the other to serve."""
+"""Reception: takes in what workers send to a shard, keeps its members, and gives the shard one request after the other
+to serve."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Reception:
         self._updates = Deduplicator()
 
     async def event(self, rule: Rule | None) -> Event | None:
-        """The next request, once there is a value; None if a rule's time has come first, or the members have changed."""
+        """The next request, once there is a value; None if a rule's time has come first, or the members have
+        changed."""
         while True:
             if self.queues.early and self.held.is_there:
                 return self.queues.early.pop(0)
@@ -143,8 +145,8 @@ class Reception:
     async def lose(
         self, worker: int, incarnation: int, rule: Rule | None, *, is_dead: bool = False, is_news: bool = True
     ) -> bool:
-        """A worker is dead, or this incarnation of it is; whether it was a member.  If it `is_news`, tell the other shards, which may
-        be too far away to notice."""
+        """A worker is dead, or this incarnation of it is; whether it was a member.  If it `is_news`, tell the other
+        shards, which may be too far away to notice."""
         loss = self.members.lose(worker, incarnation, is_dead=is_dead, now=self.endpoint.now())
         if loss is None:
             return False
@@ -161,7 +163,8 @@ class Reception:
         return True
 
     async def _ask_for_value(self) -> None:
-        """The first worker should have brought the first value before it asked for it; if it is dead, another one brings it."""
+        """The first worker should have brought the first value before it asked for it; if it is dead, another one
+        brings it."""
         early = self.queues.early
         bringer = 0 if 0 in self.members.clocks else early[0].src if early else None
         if not self.held.is_there and any(event.src == bringer for event in early):
@@ -200,7 +203,8 @@ class Reception:
         check_value(message.value)
 
     async def _answer_probe(self, probe: Probe) -> bool:
-        """A worker, which has waited for long, asks whether its update has arrived; whether it is to be answered again."""
+        """A worker, which has waited for long, asks whether its update has arrived; whether it is to be answered
+        again."""
         self.members.check_member(probe)
         if self._updates.judge(probe) is Verdict.NEW:
             await self.replies.send(probe, SendAgain())

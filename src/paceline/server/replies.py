@@ -20,7 +20,8 @@ class Replies:
         await self.endpoint.send(request.src, reply_to(request, reply))
 
     async def is_taken(self, dst: int, reply: Reply) -> bool:
-        """Send what may be large; False if its receiver has not taken it in time: then no other worker waits for it any longer."""
+        """Send what may be large; False if its receiver has not taken it in time: then no other worker waits for it any
+        longer."""
         try:
             await self.endpoint.send(dst, reply)
         except ClusterError:

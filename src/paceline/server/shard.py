@@ -1,7 +1,7 @@
 """Shard: one slice of the parameters, held by one rank, so that its updates are serial by construction.
 
-Workers may join, leave and die at any time.  An update is applied once or not at all, however often it is sent; what makes no sense
-is refused by name, and the shard serves on.
+Workers may join, leave and die at any time.  An update is applied once or not at all, however often it is sent; what
+makes no sense is refused by name, and the shard serves on.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ LINGERS = 12  # and so many times that at most, whatever is sent meanwhile.
 
 
 class Shard:
-    """What a server role works with.  It serves once a worker has sent the first value, and until the last one has left.
+    """What a server role works with.  It serves once a worker has sent the first value, and until the last one has
+    left.
 
-    For a replacement of a worker that died it waits up to `grace_s` seconds before it ends, if there is work left.  It refuses updates
-    with NaN or infinity, unless it `takes_nonfinite`.  The first shard also dispatches work.
+    For a replacement of a worker that died it waits up to `grace_s` seconds before it ends, if there is work left.  It
+    refuses updates with NaN or infinity, unless it `takes_nonfinite`.  The first shard also dispatches work.
     """
 
     def __init__(self, endpoint: Endpoint, *, grace_s: float = 0.0, takes_nonfinite: bool = False) -> None:
@@ -50,7 +51,8 @@ class Shard:
         codec: Codec | None = None,
         pulls: Codec | None = None,
     ) -> None:
-        """Apply what is pushed and answer what is asked for, each as soon as the gate lets it pass, until the last worker has left."""
+        """Apply what is pushed and answer what is asked for, each as soon as the gate lets it pass, until the last
+        worker has left."""
         queues = self._queues
         while self.is_needed:
             event = await self._reception.event(rule)
@@ -99,7 +101,8 @@ class Shard:
             (self._queues.waiting if waits else self._queues.wanted).append(Wanted.by(update))
 
     async def apply(self, rule: Rule, update: Update, *, codec: Codec | None = None) -> bool:
-        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes nothing."""
+        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes
+        nothing."""
         try:
             return await self._apply(rule, update, codec)
         except Refusal as error:

@@ -30,7 +30,8 @@ def check_value(value: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A worker that wants the value; with `since` only what has changed after that version.  `steps_done` is of its data shard."""
+    """A worker that wants the value; with `since` only what has changed after that version.  `steps_done` is of its
+    data shard."""
 
     src: int
     request_id: int
@@ -72,7 +73,8 @@ class ShardState:
             rule.forget(self._memory(rule), worker)
 
     async def apply(self, rule: Rule, push: Update, codec: Codec | None, workers: int) -> bool:
-        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes nothing."""
+        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes
+        nothing."""
         update = self._update(rule, push, codec)
         if not push.samples:
             return False
@@ -120,7 +122,8 @@ class ShardState:
         self.version += await self.endpoint.compute(lambda: rule.flush(self._own_value(), m), kind="apply", nbytes=0)
 
     def answer(self, wanted: Wanted, rule: Rule | None, codec: Codec | None) -> Value:
-        """The reply to a worker: the value; or only what has changed and where, if it knows the rest and wants it so."""
+        """The reply to a worker: the value; or only what has changed and where, if it knows the rest and wants it
+        so."""
         if rule is not None:
             rule.pulled(self.value, self._memory(rule), wanted.src)
         reply = Value(
@@ -180,7 +183,8 @@ class ShardState:
                     raise Refusal(str(error)) from error
         elif update.shape != self.value.shape or update.dtype != self.value.dtype:
             raise Refusal(
-                f"{update.dtype} values of shape {tuple(update.shape)} for a shard of {self.value.dtype} and {tuple(self.value.shape)}"
+                f"{update.dtype} values of shape {tuple(update.shape)} for a shard of {self.value.dtype} and "
+                f"{tuple(self.value.shape)}"
             )
         if push.samples and not self.takes_nonfinite and not is_finite(update):
             raise Refusal("it holds NaN or infinity")

@@ -1,7 +1,8 @@
-"""Vectors: a shard's slices of named vectors, and the few operations by which a coordinator works on them (Dean et al. 2012).
+"""Vectors: a shard's slices of named vectors, and the few operations by which a coordinator works on them (Dean et al.
+2012).
 
-The coordinator says by name what is to be done, `axpy -0.5 y3 q`, and hears nothing but inner products.  What workers push is held back
-until the coordinator says that it counts, so that an update is taken by all shards or by none.
+The coordinator says by name what is to be done, `axpy -0.5 y3 q`, and hears nothing but inner products.  What workers
+push is held back until the coordinator says that it counts, so that an update is taken by all shards or by none.
 """
 
 from __future__ import annotations
@@ -75,10 +76,12 @@ class Vectors:
 
     def hold(self, push: PushSum) -> None:
         """Keep what a worker has pushed, in the place of what it has pushed before."""
-        like, total, which = self["w"], push.total, (push.pass_number, push.sum_number)
+        like, total = self["w"], push.total
+        which = push.pass_number, push.sum_number
         if (total.dtype, total.shape) != (like.dtype, like.shape):
             raise Refusal(
-                f"a sum of {total.dtype} and shape {tuple(total.shape)} for a shard of {like.dtype} and {tuple(like.shape)}"
+                f"a sum of {total.dtype} and shape {tuple(total.shape)} for a shard of {like.dtype} and "
+                f"{tuple(like.shape)}"
             )
         if not self.takes_nonfinite and not is_finite(total):
             raise Refusal("it holds NaN or infinity")
@@ -103,7 +106,8 @@ class Vectors:
                 raise Refusal(f"'{line}': there is no operation '{operation}', only {', '.join(OPERATIONS)}")
             if len(words) != len(OPERATIONS[operation]):
                 raise Refusal(
-                    f"'{line}': {operation} takes {len(OPERATIONS[operation])} words, {', '.join(OPERATIONS[operation])}"
+                    f"'{line}': {operation} takes {len(OPERATIONS[operation])} words, "
+                    f"{', '.join(OPERATIONS[operation])}"
                 )
             given = [_read(line, kind, word, known) for kind, word in zip(OPERATIONS[operation], words, strict=True)]
             if operation == "take" and self._pushed.get(given[0], ((-1, -1),))[0] != (given[1], given[2]):

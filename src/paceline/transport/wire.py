@@ -1,4 +1,5 @@
-"""The wire format: a message is a header in MessagePack, then its tensors, in frames or at locations in segments."""
+"""The wire format: a message is a header in MessagePack and then its tensors, each in a frame or at a location in
+shared memory."""
 
 from __future__ import annotations
 
