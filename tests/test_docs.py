@@ -88,7 +88,7 @@ def test_the_commands_of_a_page_exist(page):
     from torch.distributed.run import get_args_parser
 
     ours = typer.main.get_command(cli.app).commands
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in commands(page):
         match words:
             case ["paceline", command, *rest]:
