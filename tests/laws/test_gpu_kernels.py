@@ -113,6 +113,7 @@ def check(
         assert same(summed.cpu() + 0.0, into + 0.0) if codec.nbytes(numel) is None else same(summed.cpu(), into)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.skipif(HAS_GPU or IS_INTERPRETED, reason="the tests below run here")
 def test_all_of_this_holds_where_triton_interprets():
