@@ -94,6 +94,7 @@ def test_settings_survive_the_way_to_another_process():
         assert registry.from_plain(plain) == strategy
 
 
+@pytest.mark.slow
 def test_the_demo_writes_a_report_and_prints_a_table(tmp_path):
     report = tmp_path / "report.html"
     shown = runner.invoke(cli.app, ["demo", "--epochs", "1", "--report", str(report)])

@@ -125,6 +125,7 @@ def test_all_of_this_holds_where_triton_interprets():
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="runs where no Triton is needed")
 def test_a_gpu_without_triton_is_served_by_plain_torch_and_that_is_said_once():
     program = """

@@ -83,6 +83,7 @@ def in_numpy(steps: int, weights: Sequence[float]) -> tuple[list[np.ndarray], li
 # The mean over workers.
 
 
+@pytest.mark.slow
 def test_the_mean_is_the_one_of_the_paper(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         codec_state = linked()

@@ -348,6 +348,7 @@ def test_the_kernel_chooses_as_the_definition_does_whatever_the_distribution(rat
     assert same(fast, slow)
 
 
+@pytest.mark.slow
 def test_top_k_keeps_within_its_memory_where_denormals_count_as_zeros():
     """In a process of its own, which memory written to by mistake may end."""
     program = """

@@ -220,6 +220,7 @@ def test_a_line_of_many_points_is_thinned_to_five_hundred_and_keeps_its_ends():
     assert len(xs) == 500 and xs[0] == 0.0 and xs[-1] == 440.0
 
 
+@pytest.mark.slow
 def test_many_methods_with_many_points_stay_below_a_megabyte(tmp_path: Path):
     stale = dict.fromkeys(range(3000), 2)
     rows = [
