@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 help:
 	@echo "make demo     compare strategies on a modelled slow cluster, then run real processes"
 	@echo "make test     run the tests"
-	@echo "make test-quick  run a part of each law, without real processes: a minute"
+	@echo "make test-quick  four cases of each test, without real processes: under a minute"
 	@echo "make check    lint, formatting, types, doctests"
 	@echo "make format   rewrite the sources as 'make check' wants them"
 	@echo "make bench    run every benchmark"
