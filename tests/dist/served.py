@@ -148,7 +148,7 @@ class Rogue:
 
     def throw(self, frames: list[bytes]) -> None:
         """Whatever this is."""
-        self.box._outbox(SERVER).send_multipart(frames)
+        self.box._outbox.socket(SERVER).send_multipart(frames)
 
     def take(self, until: int) -> None:
         """Count what the server has answered, up to the request with this serial."""
@@ -175,7 +175,7 @@ def serving(
     keys = HashStore()
     with pytest.MonkeyPatch.context() as patch:
         if is_far:
-            patch.setattr(mailbox, "here", lambda: "")
+            patch.setattr(mailbox, "memory_domain", lambda: "")
         server = Server(keys, rule, gate, codec, pulls)
         good, bad = Good(keys, rule, codec, pulls, numel), [Rogue(rank, keys) for rank in rogues]
         absent = [Rogue(rank, keys) for rank in (ROGUE, OTHER) if rank not in rogues]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline import Adagrad, Bound, Compensated, Fp16, Fp32, Free, Momentum, Quorum, RoundRobin, Scaled, Sgd
-from paceline.transport.mailbox import DTYPES, NAMES
+from paceline.transport.wire import DTYPES, NAMES
 from tests.dist.served import LAYOUT, NEWCOMER, NUMEL, OTHER, ROGUE, Rogue, Server, kept, resident, serving
 
 MESSAGES, BATCH = 100_000, 1000

@@ -24,7 +24,7 @@ from paceline.endpoint import Message
 from paceline.op import drive
 from paceline.server import dispatcher as desk
 from paceline.server import shard
-from paceline.transport import mailbox
+from paceline.transport import outbox
 from tests.dist.served import (
     LAYOUT,
     NEWCOMER,
@@ -330,7 +330,7 @@ def test_a_shard_ends_though_somebody_goes_on_talking(monkeypatch: pytest.Monkey
 
 
 def test_who_does_not_take_its_answers_is_gone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", 2**20)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", 2**20)
     with serving(numel=2**16, is_far=False) as (server, good, (rogue,)):
         server.box.timeout_s = 0.2
         good.exchange()

@@ -30,7 +30,7 @@ from paceline import (
 from paceline.families.topology import Topology, check_connected, peer_of
 from paceline.needs import Needs
 from paceline.strategies.gossip import Pairing
-from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
+from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone, values
 
 PAIRED: dict[str, Topology] = {"ring": Ring(), "exponential": Exponential(), "random": RandomPairs(seed=3)}
 # Whoever asks is not asked in return: what a user's own topology may look like at its worst.
@@ -59,7 +59,7 @@ class Mixing(Strategy):
         w.params.copy_(self.start(w.rank))
         pair = Pairing(w)
         for i in range(self.rounds):
-            await pair.ask(peer_of(self.topology, w.rank, w.data_shards, i))
+            await pair.ask(peer_of(self.topology, w.rank, w.cursor.shards, i))
             await w.gradient()  # Time passes, a different one for each worker.
             await pair.take_all()
             if self.waits:
@@ -288,7 +288,7 @@ def test_who_joins_begins_with_a_living_peers_model_at_its_step():
     assert 13 <= mine[0].step <= 16 and mine[-1].step == 59, "what the dead one would have done until then is lost"
     first = min(p.loss for p in run.trace.points if p.step == 0 and p.loss is not None)
     assert mine[0].loss is not None and mine[0].loss < 0.5 * first
-    assert all(same(run.states[rank]["replica"]["params"], run.params) for rank in (0, 2, 3))
+    assert all(same(values(run.states[rank], "model")["params"], run.params) for rank in (0, 2, 3))
 
 
 def test_who_joins_waits_until_there_is_a_place():

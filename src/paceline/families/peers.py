@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.endpoint import Message
 from paceline.op import Op
-from paceline.strategy import Ended
+from paceline.strategy import MissedEnd
 from paceline.worker.replica import Replica
 
 LINGERS = 12  # How often one asks that is done whether it was heard, before it leaves all the same.
@@ -27,7 +27,10 @@ class Peers(ABC):
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
-        self.rank, self.data_shard = replica.rank, replica.rank if replica.data_shard is None else replica.data_shard
+        self.rank, self.data_shard = (
+            replica.rank,
+            replica.rank if replica.cursor.shard is None else replica.cursor.shard,
+        )
         ranks = self.endpoint.layout.worker_ranks
         self.is_new = self.rank not in ranks
         self.data_shards = (
@@ -144,7 +147,7 @@ class Peers(ABC):
             await self._ask(min(having), Message("model?"), lambda: self._model is not None)
         if self._model is not None:
             self.begin_with(self._model)
-            self.replica.resume_at(self._model.steps)
+            self.replica.cursor.resume_at(self._model.steps)
             self._model = None
         self._is_in = True
         for done in list(self._done.values()):
@@ -187,7 +190,7 @@ class Peers(ABC):
         elif kind == "model?":
             if self._is_in:
                 await self.send(
-                    src, Message("model", tuple(t.clone() for t in self.model()), steps=self.replica.step_index)
+                    src, Message("model", tuple(t.clone() for t in self.model()), steps=self.replica.cursor.step)
                 )
         elif kind == "model":
             self._model = message
@@ -219,8 +222,7 @@ class Peers(ABC):
     async def _be_late(self) -> None:
         """The others have ended, or gone on for long, without this worker, as it came too late or was silent: leave it to them."""
         await self.flush()
-        self.replica.missed_end = True
-        raise Ended
+        raise MissedEnd
 
     async def _strike_off(self, rank: int) -> None:
         self.data_shards.pop(rank, None)

@@ -9,7 +9,7 @@ import torch
 
 from paceline.endpoint import Message
 from paceline.server.requests import HasEnded, answered
-from paceline.strategy import Ended
+from paceline.strategy import MissedEnd
 from paceline.stripes import stripe_of
 from paceline.worker.replica import Replica
 
@@ -20,11 +20,6 @@ class BatchWorker:
     """A worker without a will of its own: it does what the coordinator tells it."""
 
     def __init__(self, w: Replica) -> None:
-        if not w.learner.has_global_data:
-            raise ValueError(
-                "Sandblaster in a loop of your own: it works on the same data again and again, in portions that it hands out; "
-                "give the data to train() or simulate() as a Task"
-            )
         self.w, self.endpoint = w, w.endpoint
         self.coordinator, *self.shards = self.endpoint.layout.server_ranks
         numel = w.params.numel()
@@ -34,11 +29,11 @@ class BatchWorker:
             )
         self.slices = [stripe_of(j, numel, len(self.shards)) for j in range(len(self.shards))]
         self._steps = w.plan.require("steps_per_epoch", "Sandblaster")
-        end = w.plan.require("steps", "Sandblaster") if w.last_step is None else w.last_step
-        self._first, self._last = -(-w.step_index // self._steps), end // self._steps
+        end = w.plan.require("steps", "Sandblaster") if w.cursor.last_step is None else w.cursor.last_step
+        self._first, self._last = -(-w.cursor.step // self._steps), end // self._steps
         if self._first >= self._last:
             raise ValueError(
-                f"Sandblaster from step {w.step_index} to {end}: it works on whole epochs, of {self._steps} steps, and there is none"
+                f"Sandblaster from step {w.cursor.step} to {end}: it works on whole epochs, of {self._steps} steps, and there is none"
             )
         self._serial = 0
         self._number, self._sum = 0, 0  # The pass that it is in, and which of its sums it is adding to.
@@ -62,21 +57,20 @@ class BatchWorker:
             await self._pull()
             await self._ask(Message("bye"))
         except HasEnded:
-            self.w.missed_end = True
-            raise Ended from None
+            raise MissedEnd from None
 
     async def _draw(self) -> Message:
         self._number = 0
         return await self._ask(
-            Message("draw", (torch.tensor([self._first, self._last, self._steps, self.w.data_shards]),))
+            Message("draw", (torch.tensor([self._first, self._last, self._steps, self.w.cursor.shards]),))
         )
 
     async def _compute(self, order: Message) -> Message:
         """Add the gradient of a portion to the sum, unless another worker has done it meanwhile."""
         w, number, portion = self.w, self._number, int(order.tensors[0][3])
-        step, data_shard = divmod(portion, w.data_shards)
-        w.seek((self._first + number - 1) * self._steps + step, data_shard)
-        g, samples = await w.gradient(), int(w.batch_samples)
+        step, data_shard = divmod(portion, w.cursor.shards)
+        w.cursor.seek((self._first + number - 1) * self._steps + step, data_shard)
+        g, samples = await w.gradient(), int(w.batch.samples)
         order = await self._ask(Message("report", (torch.tensor([number, portion]),)))
         if order.kind in ("work", "push") and order.tensors[0][2] and samples:
             assert w.learner.loss is not None

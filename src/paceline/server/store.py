@@ -15,7 +15,7 @@ from paceline.op import Op
 from paceline.server.dispatcher import MOST_DRAWN
 from paceline.server.requests import HasEnded, answered
 from paceline.server.work_queue import WorkItem
-from paceline.strategy import Ended
+from paceline.strategy import MissedEnd
 from paceline.stripes import stripe_of
 from paceline.worker.replica import Replica
 from paceline.worker.rows import positions, within
@@ -50,7 +50,7 @@ class Store:
         self._codec_state, self._pulls = replica.codec_state(codec), pulls
         self._joined = False
         self._serial, self._life = 0, 0
-        self._first_step = replica.step_index
+        self._first_step = replica.cursor.step
         self._hand: deque[WorkItem] = deque()  # What this worker is to work on next.
         self._ahead = 1  # How many tickets it wants to have at hand while it works.
         self._drawn: Message | None = None  # The request for more that was not answered yet.
@@ -114,7 +114,7 @@ class Store:
         """
         w = self.replica
         if not w.learner.has_global_data:  # The user's loop has data of its own.
-            if w.advance():
+            if w.cursor.advance():
                 self._steps += 1
                 return True
             if before_waiting is not None and self._steps:
@@ -122,16 +122,16 @@ class Store:
             return False
         if not self._hand and not await self._draw(before_waiting):
             return False
-        w.seek(*self._hand.popleft())
+        w.cursor.seek(*self._hand.popleft())
         self._steps += 1
         if self._drawn is None and len(self._hand) < self._ahead:
             await self._ask_for_tickets(self._ahead - len(self._hand))
         return True
 
     async def _ask_for_tickets(self, wanted: int, *, now: bool = False) -> None:
-        end = self.replica.last_step
+        end = self.replica.cursor.last_step
         assert end is not None
-        extent = torch.tensor([self._first_step, end, self.replica.data_shards])
+        extent = torch.tensor([self._first_step, end, self.replica.cursor.shards])
         self._drawn = Message("draw", (extent,), samples=wanted, steps=int(now), serial=self._next_serial())
         await self.endpoint.send(self.shards[0], self._drawn)
 
@@ -194,7 +194,7 @@ class Store:
         self, kind: str, update: Tensor | None, samples: float | None = None, runs: Tensor | None = None
     ) -> list[Message]:
         """What to send to each shard."""
-        seen = int(self.replica.batch_samples if samples is None else samples) if update is not None else 0
+        seen = int(self.replica.batch.samples if samples is None else samples) if update is not None else 0
         parts = (
             [()] * len(self.shards) if update is None else [self._said(update, where, runs) for where in self.slices]
         )
@@ -231,14 +231,14 @@ class Store:
         messages = self._messages(kind, update, samples, runs)
         for message in messages:
             if kind == "join":
-                message.samples = self.replica.data_shard or 0
+                message.samples = self.replica.cursor.shard or 0
             elif kind == "leave":  # Whether that means that all work is done.
                 message.steps = int(self.replica.learner.has_global_data)
         await self._send(messages)
         for j, (rank, where) in enumerate(zip(self.shards, self.slices, strict=True)):
             answer = await self._answer(rank, messages[j], VALUES)
             if kind == "join" and j == 0 and answer.steps:
-                self.replica.resume_at(answer.steps)
+                self.replica.cursor.resume_at(answer.steps)
             self._take(answer, j, where, into)
             del answer  # It may lie in the shard's own memory, which is not to be kept.
         return self.value if into is None else into
@@ -270,8 +270,7 @@ class Store:
             except HasEnded:
                 answer = Message("ended")
             if answer.kind == "ended":  # Whoever comes too late has nothing to do.
-                self.replica.missed_end = True
-                raise Ended
+                raise MissedEnd
             if answer.kind == "bring":
                 await self._bring()
             elif answer.kind == "away":

@@ -30,7 +30,7 @@ from paceline.families.peers import Peers
 from paceline.families.topology import Ring, Topology, check_connected, peer_of
 from paceline.needs import Needs
 from paceline.strategy import Strategy
-from paceline.worker.replica import Replica
+from paceline.worker.replica import Replica, train_alone
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Gossip(Strategy):
             )
 
     async def worker(self, w: Replica) -> None:
-        if w.data_shards == 1:
-            return await w.train_alone()
-        check_connected(self.topology, w.data_shards)
+        if w.cursor.shards == 1:
+            return await train_alone(w)
+        check_connected(self.topology, w.cursor.shards)
         pair = Pairing(w)
         await pair.enter()
         for k in w.steps_alone():
@@ -69,7 +69,7 @@ class Gossip(Strategy):
                 continue
             for i in range(self.rounds):
                 await pair.ask(
-                    peer_of(self.topology, pair.data_shard, w.data_shards, k // self.period * self.rounds + i)
+                    peer_of(self.topology, pair.data_shard, w.cursor.shards, k // self.period * self.rounds + i)
                 )
                 if not self.overlap:
                     await pair.until_free()

@@ -68,7 +68,7 @@ class Sandblaster(Strategy):
         return self.shards + 1
 
     async def worker(self, w: Replica) -> None:
-        w.publish(w.params)  # What is evaluated is the point that is being tried, not a mean of this and the last.
+        w.published = w.params  # What is evaluated is the point that is being tried, not a mean of this and the last.
         await BatchWorker(w).work()
 
     async def server(self, s: Shard) -> None:

@@ -23,12 +23,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec
+from paceline.codecs.codec import Codec, check_one_to_one
 from paceline.endpoint import Message
 from paceline.families.peers import Peers
 from paceline.needs import Needs
 from paceline.strategy import Strategy
-from paceline.worker.replica import Replica
+from paceline.worker.replica import Replica, train_alone
 
 MOST_OWED = (
     16  # Messages of a sender after which it is told that they have come, if this worker says nothing else to it.
@@ -54,10 +54,7 @@ class Strom(Strategy):
         return Needs(collectives=False, messages=True, optimizer=self.lr is None)
 
     def __post_init__(self) -> None:
-        if self.codec is not None and self.codec.reduction == "factors":
-            raise ValueError(
-                f"Strom(codec={self.codec}): it is a way to a mean over all workers; here each hears the others one by one"
-            )
+        check_one_to_one(f"Strom(codec={self.codec})", self.codec)
         if self.lr is not None and not self.lr > 0:
             raise ValueError(
                 f"Strom(lr={self.lr}): a learning rate is positive; None leaves the steps to the optimizer"
@@ -69,8 +66,8 @@ class Strom(Strategy):
 
     async def worker(self, w: Replica) -> None:
         flood = Flood(w, self.codec, scale=1.0 if self.lr is None else self.lr)
-        if w.data_shards == 1 and self.lr is None:
-            return await w.train_alone()
+        if w.cursor.shards == 1 and self.lr is None:
+            return await train_alone(w)
         before = torch.empty_like(w.params if self.lr is None else w.params[:0])
 
         async def step() -> None:
@@ -81,12 +78,12 @@ class Strom(Strategy):
                 w.params.copy_(before)
             else:
                 update = await w.gradient()
-            if w.batch_samples:
+            if w.batch.samples:
                 await flood.spread(update)
             await flood.take_all()
 
         await flood.enter()
-        if w.step_index < self.few_steps and w.data_shards > 1:
+        if w.cursor.step < self.few_steps and w.cursor.shards > 1:
             await self._begin(w, flood, step)
         for _ in w.steps_alone():
             await step()
@@ -94,20 +91,20 @@ class Strom(Strategy):
 
     async def _begin(self, w: Replica, flood: Flood, step: Callable[[], Awaitable[None]]) -> None:
         """Train as one of the few, or wait for them."""
-        data_shard = w.data_shard
+        data_shard = w.cursor.shard
         if flood.data_shard >= self.few:
             await flood.until(lambda: flood.have_come(self.few, self.few_steps))
         elif w.learner.has_global_data:  # In the user's own loop each worker has its own part, and no other.
             for k, part in product(
-                range(w.step_index, self.few_steps), range(flood.data_shard, w.data_shards, self.few)
+                range(w.cursor.step, self.few_steps), range(flood.data_shard, w.cursor.shards, self.few)
             ):
-                if w.has_data(k):
-                    w.seek(k, part)
+                if w.cursor.has_data(k):
+                    w.cursor.seek(k, part)
                     await step()
         else:
             return
-        w.data_shard = data_shard
-        w.resume_at(self.few_steps)
+        w.cursor.shard = data_shard
+        w.cursor.resume_at(self.few_steps)
 
 
 class Flood(Peers):
@@ -146,7 +143,12 @@ class Flood(Peers):
         self._owed[dst] = 0
         heard, stable = self._upto.get(dst, 0), min(self._said) - 1
         return Message(
-            "update", (self._said[number],), serial=number, version=heard, samples=stable, steps=self.replica.step_index
+            "update",
+            (self._said[number],),
+            serial=number,
+            version=heard,
+            samples=stable,
+            steps=self.replica.cursor.step,
         )
 
     def _apply(self, data: Tensor) -> None:
