@@ -75,7 +75,7 @@ with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
             x = torch.randn(numel, generator=torch.Generator().manual_seed(seed + e.rank))
             vote = SyncVote(1.0, rank=e.rank)
             routine = (lambda c: mean(c, x, vote)) if link is None else (lambda c: mean_encoded(c, x, vote, link))
-            e.run_collectives(routine, lambda total: total).wait()
+            e.run_collectives(routine).wait()
         once(0)
         e.all_reduce(torch.zeros(1)).wait()
         time.sleep(0.2)  # Until the last of it is acknowledged.
