@@ -54,6 +54,7 @@ import paceline as pl
 from paceline import codecs
 from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
+from tests.laws.slots import Slots
 torch.set_num_threads(1)
 # What the interface sent, less the 66 bytes of Ethernet, IPv4 and TCP headers of each packet, acknowledgements included, and less
 # the segments, of 1448 bytes at most, that TCP has sent twice.
@@ -61,8 +62,6 @@ def on_the_wire():
     [sent] = [line.split()[9:11] for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
     names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
     return int(sent[0]) - 66 * int(sent[1]) - 1448 * int(values[names.index("RetransSegs")])
-class Kept:
-    def __init__(self, **values): self.__dict__.update(values)
 numel = 1_000_000
 with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
     e = job.endpoint
@@ -70,7 +69,7 @@ with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
         # Messages large enough for their headers, some 5 kB for ten of them, not to count.
         settings = {"threshold": {"tau": 1.5}, "power-sgd": {"rank": 64}}.get(name, {})
         codec = None if name == "none" else pl.registry.codec(name, **settings)
-        link = codec and codec.codec_state(lambda **initial: Kept(**initial), torch.zeros(numel), key=e.rank)
+        link = codec and codec.codec_state(Slots(), torch.zeros(numel), key=e.rank)
         def once(seed):
             x = torch.randn(numel, generator=torch.Generator().manual_seed(seed + e.rank))
             vote = SyncVote(1.0, rank=e.rank)
