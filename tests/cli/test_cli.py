@@ -99,6 +99,7 @@ def test_settings_are_the_same_after_serialisation():
         assert registry.from_plain(plain) == strategy
 
 
+@pytest.mark.slow
 def test_demo_writes_a_report_and_prints_a_table(tmp_path):
     report = tmp_path / "report.html"
     shown = runner.invoke(cli.app, ["demo", "--epochs", "1", "--report", str(report)])

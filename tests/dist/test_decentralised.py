@@ -6,8 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from tests.dist import forked
 from tests.dist.test_elastic import counting
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -175,8 +174,7 @@ for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom
     with open(f"{sys.argv[1]}/{session.rank}.txt", "a") as file:
         print(json.dumps(model.weight.flatten().tolist()), file=file)
 """)
-    command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = forked.paceline("run", "-n", "2", str(script), str(tmp_path), folder=tmp_path, timeout_s=100)
     assert done.returncode == 0, done.stderr
     first, second = (
         [json.loads(line) for line in (tmp_path / f"{rank}.txt").read_text().splitlines()] for rank in range(2)

@@ -214,6 +214,7 @@ def test_diloco_without_a_barrier_is_diloco_when_all_are_in_the_quorum_and_equal
 # Staleness and clocks.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2, 4])
 @pytest.mark.parametrize("compute", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.3, 2.1, 3.7]], ids=["equal", "unequal"])
 def test_mean_staleness_is_others_over_updates(updates: int, compute: list[float]):
@@ -264,6 +265,7 @@ def test_in_fp32_it_is_the_same_up_to_rounding(pushes: Any, pulls: Any):
     assert close(coded.params, plain.params, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "pulls"), [(OneBit(), None), (QSGD(), QSGD()), (OneBit(), OneBit())], ids=str)
 def test_codecs_train_and_save_bytes(codec: Any, pulls: Any):
     task = quadratic(steps=600, batch=6, numel=2000, dtype=torch.float32)

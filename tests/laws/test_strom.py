@@ -216,6 +216,7 @@ def test_nobody_waits_for_a_slow_or_dead_peer():
 # What is learnt.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [Strom(Threshold(tau=0.05, limit=math.inf), lr=0.2 / 8), Gossip(RandomPairs()), Gossip()],
