@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
 
 LAUNCHER_PIPE = "PACELINE_LAUNCHER_PIPE"  # The variable with the file descriptor of the launcher's pipe.
-# Servers watch the first process of each rank.  Its replacement joins them as a new rank and publishes this id, which is
-# above every id that Linux gives.
+# Servers watch the first process of each rank.  Its replacement joins them as a new rank and publishes this id, which
+# is above every id that Linux gives.
 DEAD_PID = 2**30
 
 _joined = itertools.count()  # Jobs that this process has joined.  All ranks count the same, so it names the job's keys.
