@@ -27,9 +27,12 @@ from paceline import (
     Task,
     simulate,
 )
+from paceline.families.pairing import Pairing
+from paceline.families.peers import Peers
+from paceline.families.run_end import RunEnd
 from paceline.families.topology import Topology, check_connected, peer_of
 from paceline.needs import Needs
-from paceline.strategies.gossip import Pairing
+from paceline.strategies.gossip import half_difference
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
 
 PAIRED: dict[str, Topology] = {"ring": Ring(), "exponential": Exponential(), "random": RandomPairs(seed=3)}
@@ -57,15 +60,17 @@ class Mixing(Strategy):
 
     async def worker(self, w: Replica) -> None:
         w.params.copy_(self.start(w.rank))
-        pair = Pairing(w)
+        peers = Peers(w)
+        pairing = Pairing(peers, w.params, half_difference)
+        end = RunEnd(peers)
         for i in range(self.rounds):
-            await pair.ask(peer_of(self.topology, w.rank, w.data_shards, i))
-            await w.gradient()  # Time passes, a different one for each worker.
-            await pair.take_all()
+            await pairing.offer(peer_of(self.topology, w.rank, w.data_shards, i))
+            await w.gradient()  # Takes a different time on each worker.
+            await peers.handle_all()
             if self.waits:
-                await pair.until_free()
-        await pair.until_free()
-        await pair.finish()
+                await pairing.wait()
+        await pairing.wait()
+        await end.wait_for_all()
 
 
 def mixed(topology: Topology, cluster: Cluster, start: Callable[[int], Tensor], rounds: int, **more: Any) -> Tensor:
@@ -132,7 +137,7 @@ def test_a_rank_that_is_wrong_later_on_is_refused_when_it_comes_up():
     [
         ({"period": 0}, "period=0"),
         ({"rounds": 0, "overlap": False}, "rounds=0"),
-        ({"rounds": 2}, r"Gossip\(rounds=2\): one average is under way while the next gradient is; give overlap=False"),
+        ({"rounds": 2}, r"Gossip\(rounds=2\): with overlap there is one average for each gradient; give overlap=False"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str):

@@ -31,8 +31,7 @@ from paceline import (
     TopK,
     simulate,
 )
-from paceline.families.peers import Peers
-from paceline.strategies.strom import Flood
+from paceline.families.broadcast import BroadcastLog
 from paceline.study.demo import CLUSTER, Demo
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
 
@@ -136,15 +135,10 @@ def test_any_codec_will_do(codec: Codec):
 
 def test_a_lost_message_that_nobody_asks_for_again_leaves_a_replica_behind_for_ever(monkeypatch: pytest.MonkeyPatch):
     """What the numbers are for: without them the same losses end in different models."""
-
-    async def never(self: Flood, done: Any) -> None:
-        pass
-
     strategy = Strom(Threshold(TAU, limit=math.inf), LR)
     whole = simulate(dyadic(), strategy, uneven(4, 1), faults=LOSSY)
     assert all(same(p, whole.params) for p in params(whole))
-    monkeypatch.setattr(Flood, "want", never)
-    monkeypatch.setattr(Flood, "has_all", Peers.has_all)
+    monkeypatch.setattr(BroadcastLog, "missing", nothing_missing)
     broken = simulate(dyadic(), strategy, uneven(4, 1), faults=LOSSY)
     assert any(not same(p, broken.params) for p in params(broken))
 
@@ -159,13 +153,13 @@ def test_what_all_have_is_forgotten():
     kept: list[int] = []
     task = dyadic(steps=60)
 
-    class Watched(Flood):
-        async def spread(self, update: Tensor) -> None:
-            await super().spread(update)
-            kept.append(len(self._said) + sum(map(len, self._kept.values())))
+    class Watched(BroadcastLog):
+        async def broadcast(self, data: Tensor) -> None:
+            await super().broadcast(data)
+            kept.append(len(self._sent) + sum(map(len, self._kept.values())))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.strategies.strom.Flood", Watched)
+        patch.setattr("paceline.strategies.strom.BroadcastLog", Watched)
         simulate(task, Strom(None, LR), Cluster(workers=3, compute=["10ms", "10ms", "11ms"]))
         assert max(kept) < 20
         kept.clear()
