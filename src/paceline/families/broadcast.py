@@ -1,9 +1,10 @@
-"""Broadcast log: every message of every worker is delivered once to all others, in any order, although messages are lost and workers die.
+"""Broadcast log: every message of every worker is delivered once to all others, in any order, although messages are
+lost and workers die.
 
-A sender numbers its messages from 1.  Each message tells its receiver up to which number the sender has the receiver's own messages, so
-acknowledgements rarely need messages of their own.  A sender keeps a message until all peers have acknowledged it, so that a receiver that
-finds a gap can request it again.  A receiver keeps a message too, until the sender says that all have it: if the sender dies, each message
-that one worker has received is relayed to all others.
+A sender numbers its messages from 1.  Each message tells its receiver up to which number the sender has the receiver's
+own messages, so acknowledgements rarely need messages of their own.  A sender keeps a message until all peers have
+acknowledged it, so that a receiver that finds a gap can request it again.  A receiver keeps a message too, until the
+sender says that all have it: if the sender dies, each message that one worker has received is relayed to all others.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ NONE = Numbers()
 
 
 class BroadcastLog(Service):
-    """What this worker has sent to all and received from all.  `deliver` is called once with the data of each message of a peer."""
+    """What this worker has sent to all and received from all.  `deliver` is called once with the data of each message
+    of a peer."""
 
     types: ClassVar = (Broadcast, Ack, Resend, Relay)
 

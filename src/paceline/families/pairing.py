@@ -1,15 +1,16 @@
 """Pairing: exchanges between two peers, one at a time for each worker.  What one gives, the other gets, exactly once.
 
-A worker offers a copy of its vector to a peer and continues.  The peer subtracts a part from its own vector and replies with it; the worker
-adds it to its vector, whatever that is by then.  The sum over both does not change.
+A worker offers a copy of its vector to a peer and continues.  The peer subtracts a part from its own vector and replies
+with it; the worker adds it to its vector, whatever that is by then.  The sum over both does not change.
 
-Until its offer is answered, a worker takes part in no other exchange: two exchanges with one vector would overlap.  Nevertheless no
-worker waits in a circle:
+Until its offer is answered, a worker takes part in no other exchange: two exchanges with one vector would
+overlap.  Nevertheless no worker waits in a circle:
 
-- If two workers have sent offers to each other, each has the other's copy.  Both compute the same exchange, and no reply is needed.
-- Each offer has a priority, a hash of its number.  A worker with an open offer that receives another offer refuses it ("busy") if its
-  priority is the lower one, and otherwise answers it later.  So along a chain of waiting workers priorities fall, and no chain is a circle.
-  Each offer has a new priority, so no worker is refused for ever.
+- If two workers have sent offers to each other, each has the other's copy.  Both compute the same exchange, and no
+  reply is needed.
+- Each offer has a priority, a hash of its number.  A worker with an open offer that receives another offer refuses it
+  ("busy") if its priority is the lower one, and otherwise answers it later.  So along a chain of waiting workers
+  priorities fall, and no chain is a circle. Each offer has a new priority, so no worker is refused for ever.
 - If a peer dies, offers to it are void.
 """
 
@@ -28,14 +29,16 @@ from paceline.protocol.requests import Deduplicator, Requests, Verdict
 
 
 class Offer(Request):
-    """A copy of the sender's vector, for an exchange.  `answered` is the receiver's newest offer that the sender has answered."""
+    """A copy of the sender's vector, for an exchange.  `answered` is the receiver's newest offer that the sender has
+    answered."""
 
     copy: Tensor
     answered: Number = 0
 
 
 class Share(Reply):
-    """What the receiver adds to its vector.  If the offers of both have crossed, `answered` is the sender's own offer: it needs no reply."""
+    """What the receiver adds to its vector.  If the offers of both have crossed, `answered` is the sender's own offer:
+    it needs no reply."""
 
     share: Tensor
     answered: Number = 0
@@ -50,7 +53,8 @@ class GotShare(Numbered):
 
 
 class Pairing(Service):
-    """This worker's exchanges of a vector.  `share(mine, theirs)` is what it gives: it is subtracted here, and added there."""
+    """This worker's exchanges of a vector.  `share(mine, theirs)` is what it gives: it is subtracted here, and added
+    there."""
 
     types: ClassVar = (Offer, Share, Busy, GotShare)
 
@@ -69,7 +73,8 @@ class Pairing(Service):
         peers.add(self)
 
     async def offer(self, data_shard: int | None) -> None:
-        """Offer an exchange to the member with that data shard.  If an older offer is open, there is none; retransmit that one if it is due."""
+        """Offer an exchange to the member with that data shard.  If an older offer is open, there is none; retransmit
+        that one if it is due."""
         if self._partner is not None:
             retransmit_s = self._endpoint.retransmit_s
             if retransmit_s is not None and self._endpoint.now() - self._sent_at > retransmit_s:
@@ -135,7 +140,7 @@ class Pairing(Service):
         elif mine is None:
             await self._peers.send(src, self._noted(offer, Share(self._give(self._vector, offer))))
         elif self._partner == src and offer.answered < mine.request_id:
-            # The offers have crossed.  The reply is sent only if the peer sends its offer again: it has not got this worker's.
+            # The offers have crossed.  Send the reply only if the peer repeats its offer: it has not got this worker's.
             self._noted(offer, Share(self._give(mine.copy, offer), mine.request_id))
             await self._close()
         elif priority(src, offer.request_id) < priority(self._peers.rank, mine.request_id):

@@ -1,7 +1,7 @@
 """Peers: the other workers of a method without a server.  Which of them are members, and the messages to and from them.
 
-A worker handles messages between two gradients, and never waits for a peer while it has data.  Each worker keeps its own roster.  A
-worker that replaces a dead one says so to all peers, and starts with the model of one of them.
+A worker handles messages between two gradients, and never waits for a peer while it has data.  Each worker keeps its
+own roster.  A worker that replaces a dead one says so to all peers, and starts with the model of one of them.
 
 `Peers` knows who is a member.  What peers exchange is the task of services: see `BroadcastLog`, `Pairing` and `RunEnd`.
 """
@@ -51,7 +51,8 @@ class NotAPeer(Message):
 
 
 class Service:
-    """A protocol between peers.  `Peers` hands it the messages of its `types`, and calls it when the membership changes."""
+    """A protocol between peers.  `Peers` hands it the messages of its `types`, and calls it when the membership
+    changes."""
 
     types: ClassVar[tuple[type[Message], ...]] = ()
     needs_model: ClassVar[bool] = True  # Messages are kept until this worker has a model.
@@ -84,7 +85,8 @@ class Service:
 
 
 class Peers:
-    """The members of a group of workers, as one of them sees it.  Add all services before the first message is handled."""
+    """The members of a group of workers, as one of them sees it.  Add all services before the first message is
+    handled."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -125,7 +127,8 @@ class Peers:
             pass
 
     async def wait_until(self, condition: Callable[[], bool], timeouts: int | None = None) -> None:
-        """Handle messages until the condition holds; after each timeout, retransmit.  Return after that many timeouts at most."""
+        """Handle messages until the condition holds; after each timeout, retransmit.  Return after that many timeouts
+        at most."""
         retransmit_s = self.endpoint.retransmit_s
         due = self.endpoint.now() + (retransmit_s or 0.0)
         await self.flush()
@@ -203,7 +206,7 @@ class Peers:
         for rank in self.members:
             await self.send(rank, PeerJoin(self.data_shard))
         await self.wait_until(lambda: self.all_in(self._welcomed))
-        # Ask for a model only now: from here on all peers keep for this worker what they send, so no message is missing.
+        # Ask for a model only now: all peers know this worker, so each message is in the model or will be sent to it.
         while self._model is None and (having := [rank for rank in self.members if self._welcomed.get(rank)]):
             await self._ask_for_model(min(having))
         if self._model is not None:
@@ -264,7 +267,8 @@ class Peers:
             await service.peer_died(rank)
 
     async def _miss_end(self) -> None:
-        """The peers have ended the run or declared this worker dead: it was silent or started too late.  Its model does not count."""
+        """The peers have ended the run or declared this worker dead: it was silent or started too late.  Its model does
+        not count."""
         await self.flush()
         self.replica.missed_end = True
         raise Ended

@@ -1,4 +1,5 @@
-"""The end of a run without a server: all workers have finished, each has all messages of the others, and all take the same mean."""
+"""The end of a run without a server: all workers have finished, each has all messages of the others, and all take the
+same mean."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ RETRIES = 12  # Timeouts after which a worker leaves without the last acknowledg
 
 
 class Finished(Message):
-    """The sender has no data left.  It has broadcast `count` messages, and has these of dead workers: pairs of sender and number."""
+    """The sender has no data left.  It has broadcast `count` messages, and has these of dead workers: pairs of sender
+    and number."""
 
     count: Number = 0
     of_dead: Tensor | None = None
@@ -42,7 +44,8 @@ class HasMean(Message):
 
 
 class RunEnd(Service):
-    """Add it to the peers after the service with the method's own messages: with a `log`, these messages are part of the end."""
+    """Add it to the peers after the service with the method's own messages: with a `log`, these messages are part of
+    the end."""
 
     types: ClassVar = (Finished, HasAll, FinalModel, FinalMean, HasMean)
     needs_model: ClassVar = False
@@ -68,7 +71,8 @@ class RunEnd(Service):
     # All have finished, and all have all messages.
 
     async def wait_for_all(self) -> None:
-        """Report that this worker has finished; return when all peers have, and all messages of all workers are everywhere."""
+        """Report that this worker has finished; return when all peers have, and all messages of all workers are
+        everywhere."""
         peers = self._peers
         peers.has_finished = True
         await self._report_to_all()

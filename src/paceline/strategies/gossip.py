@@ -1,10 +1,12 @@
 """Gossip: workers average in pairs (Lian et al. 2018, AD-PSGD; not AdaptiveAveraging, which is ADPSGD).
 
-There is no server.  A worker sends a copy of its model to a peer and computes its next gradient.  The peer moves by half of the difference
-and replies with the other half, which the worker adds to its model, whatever that is by then.  An average takes as much from one model as
-it adds to the other, so the mean of all models is moved by gradients only.
+There is no server.  A worker sends a copy of its model to a peer and computes its next gradient.  The peer moves by
+half of the difference and replies with the other half, which the worker adds to its model, whatever that is by
+then.  An average takes as much from one model as it adds to the other, so the mean of all models is moved by gradients
+only.
 
-With all pairs averaged after each step (two workers; or 2**n, `Exponential()` and n rounds) and no overlap it is AllReduceSGD.
+With all pairs averaged after each step (two workers; or 2**n, `Exponential()` and n rounds) and no overlap it is
+AllReduceSGD.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Strom's decentralised asynchronous SGD (Interspeech 2015): each worker sends to all others the few values that have changed enough.
+"""Strom's decentralised asynchronous SGD (Interspeech 2015): each worker sends to all others the few values that have
+changed enough.
 
-There is no server.  Each worker has the whole model.  It encodes its update by a threshold, applies what it has encoded, and sends the same
-bytes to all others, which apply them when they arrive.  What is below the threshold waits in the sender's residual.  Updates are only
-added, so their order does not matter: once all messages have arrived, all models are equal, up to rounding, and have moved by all updates
-except the residuals.
+There is no server.  Each worker has the whole model.  It encodes its update by a threshold, applies what it has
+encoded, and sends the same bytes to all others, which apply them when they arrive.  What is below the threshold waits
+in the sender's residual.  Updates are only added, so their order does not matter: once all messages have arrived, all
+models are equal, up to rounding, and have moved by all updates except the residuals.
 
-For this reason receivers do not step with their own optimizers: momentum depends on the order.  With `lr` a worker sends gradients, and
-all step by `lr` times these.  Without, it sends the steps of its own optimizer, with momentum and schedule.  The threshold is in the units
-of what is sent.
+For this reason receivers do not step with their own optimizers: momentum depends on the order.  With `lr` a worker
+sends gradients, and all step by `lr` times these.  Without, it sends the steps of its own optimizer, with momentum and
+schedule.  The threshold is in the units of what is sent.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from paceline.worker.replica import Replica
 class Strom(Strategy):
     """Send every update, encoded by `codec` (None: as it is), to all other workers, and apply theirs when they arrive.
 
-    With `lr` updates are gradients and are applied with this learning rate, otherwise they are steps of the local optimizer.  Updates are
-    added, not averaged: with N workers, divide the learning rate by N.  For the first `few_steps` steps only the first `few` workers
-    train, on all data shards of each minibatch; the others apply what these send.
+    With `lr` updates are gradients and are applied with this learning rate, otherwise they are steps of the local
+    optimizer.  Updates are added, not averaged: with N workers, divide the learning rate by N.  For the first
+    `few_steps` steps only the first `few` workers train, on all data shards of each minibatch; the others apply what
+    these send.
     """
 
     codec: Codec | None
