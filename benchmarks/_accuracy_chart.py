@@ -7,7 +7,8 @@ from typing import Any
 
 import vl_convert
 
-from paceline.report.charts import COLOURS, log_ticks
+from paceline.report.axes import log_ticks
+from paceline.report.swatch import COLOURS
 
 GREY = "#7d8590"  # Readable on white and on near-black.
 TEXT = {"labelColor": GREY, "titleColor": GREY, "labelFontSize": 12, "titleFontSize": 12.5, "titleFontWeight": "normal"}

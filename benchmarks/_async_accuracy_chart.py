@@ -8,7 +8,7 @@ from typing import Any
 import vl_convert
 
 from benchmarks._accuracy_chart import LOOK
-from paceline.report.charts import COLOURS
+from paceline.report.swatch import COLOURS
 
 APART = 1.035  # Methods stand so many times apart, so that none hides another.
 ERRORS = (10, 12, 15, 20, 30, 50, 90)  # Percent.

@@ -9,7 +9,8 @@ from typing import Any
 import vl_convert
 
 from benchmarks._accuracy_chart import GREY, LOOK
-from paceline.report.charts import log_ticks, swatch, wants_log
+from paceline.report.axes import log_ticks, wants_log
+from paceline.report.swatch import swatch
 
 Curve = list[tuple[float, float]]  # Seconds, and percent.
 LEAST = 70.0  # Percent; what is below is not drawn.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from paceline import codecs
 from paceline.codecs import Codec, kernels
+from paceline.state import ResizeRule
 
 MEGABYTES = 25
 GIB = 1 << 30
@@ -50,11 +52,9 @@ CODECS: list[Codec] = [
 ]
 
 
-class Kept:
-    """What a link remembers, here only for as long as the benchmark."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update({n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()})
+def remember(name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> SimpleNamespace:
+    """A slot of codec state that lasts as long as the benchmark."""
+    return SimpleNamespace(**{n: v.clone() if isinstance(v, Tensor) else v for n, v in initial.items()})
 
 
 def eager_one_bit(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
     """One codec's row."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     copy, into = torch.empty_like(x), torch.zeros_like(x)
-    codec_state = codec.codec_state(lambda **initial: Kept(**initial), x)
+    codec_state = codec.codec_state(remember, x)
     encode, add = by_hand(codec, x, torch.zeros_like(x), into) or by_definition(codec, x, torch.zeros_like(x), into)
     data, said = codec_state.encode(x), encode()
     nbytes = data.numel()

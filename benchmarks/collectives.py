@@ -38,8 +38,9 @@ from paceline.codecs.codec import ErrorFeedback
 from paceline.collectives import SyncVote, mean_by_stripes
 from paceline.endpoint import Layout
 from paceline.op import drive
-from paceline.transport.endpoint import Clock, ProcessEndpoint
-from paceline.transport.shared_memory import BLOCK, SharedMemory
+from paceline.transport.endpoint import Backends, Clock, ProcessEndpoint
+from paceline.transport.relay import BLOCK
+from paceline.transport.shared_memory import SharedMemory
 
 SHARED, ENDPOINT, GLOO, MPI, COPY, ONE_BIT = "shared memory", "endpoint", "gloo", "MPI", "one-core copy", "OneBit"
 ALONE = "no waiting"
@@ -118,7 +119,8 @@ def connected(rank: int, ranks: int, path: str) -> tuple[dict[str, Reduce], Proc
     store = dist.FileStore(f"{path}/store", ranks)
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=ranks)
     shared = SharedMemory.connect(dist.PrefixStore("shared", store), rank, range(ranks), timeout_s=TIMEOUT_S)
-    endpoint = ProcessEndpoint(rank, Layout(ranks), Clock(time.time()), group=dist.group.WORLD, shared=shared)
+    backends = Backends(shared=shared, process_group=dist.group.WORLD)
+    endpoint = ProcessEndpoint(rank, Layout(ranks), Clock(time.time()), backends=backends)
     reduce: dict[str, Reduce] = {
         SHARED: lambda x: shared.all_reduce(x).wait(),
         ENDPOINT: lambda x: endpoint.all_reduce(x).wait(),

@@ -96,7 +96,8 @@ class Apart(pl.Strategy):
     needs = pl.Needs(shared_memory=True)
 
     async def worker(self, w: pl.Replica) -> None:
-        await w.train_alone()
+        for _ in w.steps_alone():
+            await w.local_step()
 
 
 CASES: dict[str, tuple[int, pl.Strategy]] = {"1": (1, pl.Hogwild()), "2": (2, pl.Hogwild()), "apart": (2, Apart())}

@@ -91,7 +91,7 @@ class Worker:
         dist.barrier()  # What a slower peer is still to be sent belongs to the turn.
         turn = {"began": began, "ended": ended, "cpu": cpu, "sent": sent_bytes() - sent, "period": BY_NAME[name].period}
         if trainee.session is not None:
-            now = trainee.session.loop.replica.step_index
+            now = trainee.session.loop.replica.cursor.step
             periods = [sync.period for sync in trainee.session.trace.syncs if sync.step >= now - steps]
             turn["period"] = mean(periods) if periods else BY_NAME[name].period
         return turn

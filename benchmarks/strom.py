@@ -51,6 +51,11 @@ class Weighed(pl.Threshold):
         return data
 
 
+def values(state: Any, slot: str) -> dict[str, Any]:
+    """What a slot of a saved state holds."""
+    return state["slots"][slot]["values"]
+
+
 def pixels(images: Tensor) -> Tensor:
     return (images.float().view(-1, 784) / 255 - 0.2860) / 0.3530
 
@@ -150,9 +155,9 @@ def mass(steps: int, path: Path | None) -> dict[str, Any]:
     task = speech_sized(steps, 2, ledger.model, path)
     start = torch.cat([p.detach().view(-1) for p in task.build().parameters()]).double()
     run = pl.simulate(task, pl.Strom(codec, lr=rate), pl.Cluster(2), strict=False)
-    residuals = [state["replica"]["memories"][0]["residual"].double() for state in run.states]
+    residuals = [values(state, "codec.residuals")["residual"].double() for state in run.states]
     expected = start - rate * (torch.cat(ledger.totals) - residuals[0] - residuals[1])
-    models = [state["replica"]["params"].double() for state in run.states]
+    models = [values(state, "model")["params"].double() for state in run.states]
     return {
         "steps": steps,
         "values": expected.numel(),

@@ -23,7 +23,7 @@ from torch import nn
 
 import paceline as pl
 from paceline import cli
-from paceline.report import text
+from paceline.report import formats
 from paceline.study.demo import CLUSTER, STRATEGIES, Demo, row
 
 ROOT = Path(__file__).parents[1]
@@ -136,7 +136,8 @@ def test_the_readmes_times_and_bytes_are_those_of_the_demo():
     rows = [row(name, STRATEGIES[name], run, CLUSTER.workers, reference / run.seconds) for name, run in runs.items()]
     readme = {cells[0]: cells[2:5] for cells in _table(ROOT / "README.md", "speed-up") if len(cells) == 5}
     assert {
-        r.name: [text.seconds(r.seconds), text.nbytes(r.bytes_per_worker), text.factor(r.speedup)] for r in rows
+        r.name: [formats.seconds(r.seconds), formats.nbytes(r.bytes_per_worker), formats.factor(r.speedup)]
+        for r in rows
     }.items() <= readme.items()
 
 

@@ -24,7 +24,8 @@ from paceline.codecs import (
     TopK,
 )
 from paceline.errors import ClusterError, PeerLost
-from paceline.families.averaging import Averaging, NonFiniteReplica, SyncResult, SyncRounds
+from paceline.families.averaging import Averaging, NonFiniteReplica, SyncRounds
+from paceline.families.sync import SyncResult
 from paceline.families.topology import Exponential, RandomPairs, Ring
 from paceline.needs import Needs
 from paceline.op import Op
@@ -85,12 +86,14 @@ from paceline.strategies import (
 from paceline.strategy import Strategy
 from paceline.task import Task
 from paceline.trace import Trace
+from paceline.worker.batch import NonFiniteGradient
 from paceline.worker.plan import Plan
-from paceline.worker.replica import NonFiniteGradient, Replica
+from paceline.worker.replica import Replica
 
 if TYPE_CHECKING:
-    from paceline.session.attach import Session, attach
+    from paceline.session.attach import attach
     from paceline.session.ddp import ddp_hook
+    from paceline.session.session import Session
     from paceline.session.train import train
 
 __version__ = "0.1.0"
@@ -199,7 +202,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "Session": "paceline.session.attach",
+    "Session": "paceline.session.session",
     "attach": "paceline.session.attach",
     "ddp_hook": "paceline.session.ddp",
     "train": "paceline.session.train",

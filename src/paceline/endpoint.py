@@ -17,7 +17,6 @@ from paceline.op import Op
 from paceline.protocol.messages import Message
 from paceline.trace import Trace
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -113,15 +112,13 @@ class Endpoint(Protocol):
         ...
 
     def run_collectives(
-        self,
-        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]],
-        then: Callable[[S], T],
-        *,
-        kind: str = "exchange",
+        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]], *, kind: str = "exchange"
     ) -> Op[T]:
-        """Begin a routine of several collectives on the endpoint that it is given, possibly in another thread: they keep their
-        order among themselves and towards all others, whatever this rank starts meanwhile.  `then` makes the result of the
-        routine's, in the caller's own thread."""
+        """Start a routine of several collectives on the endpoint that it is given, possibly in another thread.
+
+        The collectives keep their order, among themselves and relative to all others, whatever this rank starts
+        meanwhile.  The routine must touch only what is its own until the Op was awaited.
+        """
         ...
 
     def send(self, dst: int, message: Message) -> Op[None]: ...

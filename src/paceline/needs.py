@@ -6,9 +6,12 @@ raises one kind of error.  No driver asks a strategy for its class or its name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+if TYPE_CHECKING:
+    from paceline.strategy import Strategy
 
 Length = Literal["steps", "steps_per_epoch", "samples", "batch"]
 """What a strategy may have to know about the run before it starts: the fields of `Plan`."""
@@ -41,7 +44,7 @@ class Needs:
         return self.collectives and not (self.servers or self.messages or self.shared_memory)
 
     def followed_by(self, then: Needs) -> Needs:
-        """The needs of a method that starts with these and continues with `then`; workers meet in a collective between."""
+        """The needs of a method that starts with these and continues with `then`; a collective lies between the two."""
         return Needs(
             collectives=True,
             servers=self.servers or then.servers,
@@ -50,4 +53,98 @@ class Needs:
             optimizer=self.optimizer or then.optimizer,
             global_data=self.global_data or then.global_data,
             length=tuple(dict.fromkeys([*self.length, *then.length])),
+        )
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a driver offers to a strategy.  The defaults are those of `train` and `simulate` with a Task."""
+
+    call: str  # The name of the call, for the error text: "attach", "train", "simulate".
+    global_data: bool = True  # Any worker can read any part of any minibatch.
+    optimizer: bool = True  # The caller gave an optimizer.
+    length: Sequence[Length] = get_args(Length)  # What is known about the run before it starts.
+    one_host: bool = True  # All workers run on one host.
+    equal_start: bool = True  # All ranks build the same initial model.
+    fixed_workers: bool = True  # No worker joins, leaves or dies, and no message is lost.
+    unbroken: bool = True  # The run is neither stopped early nor resumed.
+    stages: int = 1  # The number of processes that hold one replica of the model.
+
+
+class Unmet(NamedTuple):
+    """A need that a driver does not meet."""
+
+    need: str
+    driver: str  # The part of the call that does not offer it.
+    remedy: str
+
+
+def check(strategy: Strategy, offers: Offers) -> None:
+    """Raise ValueError if the strategy needs something that the driver does not offer.
+
+    >>> from paceline.strategies import Sandblaster
+    >>> check(Sandblaster(), Offers("train"))
+    >>> check(Sandblaster(), Offers("attach", global_data=False))
+    Traceback (most recent call last):
+    ValueError: attach(Sandblaster): it needs global data (any worker can read any part of a minibatch), which \
+a loop of your own does not offer; use train() or simulate() with a Task
+    """
+    for unmet in (*_unmet_by_driver(strategy.needs, offers), *_unmet_by_request(strategy.needs, offers)):
+        raise ValueError(
+            f"{offers.call}({type(strategy).__name__}): it needs {unmet.need}, which {unmet.driver} does not offer; "
+            f"{unmet.remedy}"
+        )
+
+
+def _unmet_by_driver(needs: Needs, offers: Offers) -> Iterator[Unmet]:
+    """What the strategy needs and the driver, or the place where it runs, does not have."""
+    if needs.global_data and not offers.global_data:
+        yield Unmet(
+            "global data (any worker can read any part of a minibatch)",
+            "a loop of your own",
+            "use train() or simulate() with a Task",
+        )
+    if needs.optimizer and not offers.optimizer:
+        yield Unmet("an optimizer (its workers take their own steps)", "optimizer=None", "give the model's optimizer")
+    missing = [field for field in needs.length if field not in offers.length]
+    if missing:
+        yield Unmet(
+            f"the {' and '.join(field.replace('_', ' ') for field in missing)} of the run before it starts",
+            "this call",
+            "give loader=..., epochs=..., with a loader that has a length, a dataset and a batch_size",
+        )
+    if needs.shared_memory and not offers.one_host:
+        yield Unmet(
+            "shared memory (all workers on one host)",
+            "a job on several hosts",
+            "start all workers on one host, or use a method with servers",
+        )
+
+
+def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
+    """What the strategy needs and the caller asked to do without."""
+    if needs.elastic and not needs.servers and not offers.equal_start:
+        yield Unmet(
+            "the same initial parameters on every rank (it has no server that could send them)",
+            "initial='broadcast'",
+            "build the model after the same torch.manual_seed on every rank",
+        )
+    if not needs.elastic and not offers.fixed_workers:
+        yield Unmet(
+            "all workers and all messages in every step (its workers wait for each other)",
+            "a run with faults",
+            "use a method with servers or peers, or run it without faults",
+        )
+    if not needs.ordered and not offers.unbroken:
+        yield Unmet(
+            "a run without a stop (messages in flight are in no saved state)",
+            "a run that is stopped or resumed",
+            "use a synchronous method, such as AllReduceSGD or PeriodicAveraging",
+        )
+    if not needs.ordered and offers.stages > 1:
+        yield Unmet(
+            "the whole model in each worker (its workers do not wait for each other, so the stages of one worker would "
+            "take different steps)",
+            f"stages={offers.stages}",
+            "use AllReduceSGD or a method that averages, or stages=1",
         )

@@ -1,8 +1,8 @@
-"""Op: the one thing a strategy can wait for.
+"""Op: the one thing that a strategy waits for.
 
-An Op is started when it is called for and finished when it is awaited; between the two the rank may do other work.
-Strategies await Ops; whoever drives the strategy decides what waiting means: virtual time in the simulator, blocking in
-a real process, the user's next `backward()` or `step()` in an attached loop.  This is not asyncio: there is no event loop.
+An Op starts when it is created and ends when it is awaited.  Between the two, the rank may do other work.  A strategy
+awaits Ops; its driver decides what waiting means: virtual time in the simulator, blocking in a real process, the user's
+next `backward()` or `step()` in an attached loop.  This is not asyncio: there is no event loop.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
 class Op(Generic[T]):
-    """Something begun on one rank, whose result is had by `await` (in a strategy) or `wait()` (outside of one)."""
+    """An operation in flight on one rank.  In a strategy, `await` it for its result; elsewhere call `wait()`."""
 
     __slots__ = ("kind",)
 
@@ -26,15 +25,15 @@ class Op(Generic[T]):
         return (yield self)
 
     def wait(self) -> T:
-        """Block until it is finished; only real backends can."""
-        raise RuntimeError(f"'{self.kind}' can only be awaited: its driver decides when it is finished")
+        """Block until the operation ends.  Only Ops of real processes support this."""
+        raise RuntimeError(f"'{self.kind}' can only be awaited: its driver decides when it ends")
 
     def __repr__(self) -> str:
         return f"<Op {self.kind}>"
 
 
 class Ready(Op[T]):
-    """An Op that was finished when it was started."""
+    """An Op that ended when it was started."""
 
     __slots__ = ("value",)
 
@@ -47,7 +46,7 @@ class Ready(Op[T]):
 
 
 class Begun(Op[T]):
-    """Finished by a call, in the thread of whoever waits first."""
+    """An Op that a function call ends, in the thread of the first caller of `wait`."""
 
     def __init__(self, kind: str, finish: Callable[[], T]) -> None:
         super().__init__(kind)
@@ -55,14 +54,15 @@ class Begun(Op[T]):
 
     def wait(self) -> T:
         if self._finish is not None:
-            self._value, self._finish = self._finish(), None
+            self._value = self._finish()
+            self._finish = None
         return self._value
 
 
 class Routine(Op[T]):
-    """A coroutine begun at once and carried on, in the caller's own thread, by whoever waits for it.
+    """A coroutine that starts at once and continues in `wait`, in the caller's own thread.
 
-    Nothing runs behind the caller's back, so the ranks of a job start their collectives in one and the same order.
+    Nothing runs in the background, so all ranks of a job start their collectives in the same order.
     """
 
     __slots__ = ("_coroutine", "_error", "_pending", "_result")
@@ -72,10 +72,7 @@ class Routine(Op[T]):
         self._coroutine: Coroutine[Op[Any], Any, T] | None = coroutine
         self._pending: Op[Any] | None = None
         self._error: Exception | None = None
-        try:
-            self._advance(None)
-        except Exception as error:  # Begun here, but told where it is awaited.
-            self._coroutine, self._error = None, error
+        self._advance(None)
 
     def wait(self) -> T:
         while self._coroutine is not None:
@@ -91,16 +88,17 @@ class Routine(Op[T]):
         return self._result
 
     def _advance(self, value: Any, error: BaseException | None = None) -> None:
+        """Run the coroutine to its next Op.  An error that leaves it is kept, and raised by every `wait`."""
         assert self._coroutine is not None
         try:
             self._pending = self._coroutine.throw(error) if error is not None else self._coroutine.send(value)
+            return
         except StopIteration as stop:
-            self._coroutine, self._pending, self._result = None, None, stop.value
-
-
-async def and_then(coroutine: Coroutine[Op[Any], Any, S], then: Callable[[S], T]) -> T:
-    """What `then` makes of a coroutine's result."""
-    return then(await coroutine)
+            self._result = stop.value
+        except Exception as failure:
+            self._error = failure
+        self._coroutine = None
+        self._pending = None
 
 
 def drive(coroutine: Coroutine[Op[Any], Any, T]) -> T:

@@ -1,21 +1,106 @@
-"""Memory: what a strategy remembers between iterations, and what becomes of it when the number of workers changes."""
+"""State: whatever outlives a step, in named and versioned slots.
+
+A strategy, a worker, a learner and a server shard each declare their slots where they use them: a name, a version, initial
+values, and a resize rule that says what becomes of the slot with another number of workers or shards.  `StateStore` holds
+the slots of one rank, writes them into a plain dict and reads them back.  `resized` and `resharded` apply the rules.  They
+know no slot by name: a new strategy resumes and resizes without a change here.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-Kind = Literal["shared", "own", "owed"]
-"""Shared: the same on all workers.  Own: each worker's, of which the mean counts.  Owed: what a worker has still to say."""
+from paceline.stripes import stripe_of
+
+FORMAT = 1  # The layout of `state_dict`; a state with another format is refused.
+
+Values = dict[str, Any]
 
 
-class Memory:
-    """What a strategy remembers between iterations, as attributes; it is saved and resumed."""
+@dataclass(frozen=True)
+class Resize:
+    """A change in the number of workers, or of shards, as a resize rule sees it."""
+
+    count: int  # The new number.
+    weights: Sequence[float]  # Of each old worker: its samples since its parameters were last averaged.
+    step: int  # The step at which the states were saved.
+    unit: int = 1  # Vectors are cut between shards at multiples of this.
+
+
+class ResizeRule(Protocol):
+    """What becomes of a slot with another number of workers or shards.
+
+    It gets the values of the old workers that count (a worker whose parameters are not finite does not), and returns the
+    values of every new one: one dict that all get, or one for each.
+    """
+
+    def __call__(self, values: Sequence[Values], resize: Resize, /) -> Values | Sequence[Values]: ...
+
+
+RESIZE_RULES: dict[str, ResizeRule] = {}
+_NAMES: dict[ResizeRule, str] = {}
+_SEES_ALL: set[str] = set()  # The rules that also get the workers that do not count.
+R = TypeVar("R", bound=ResizeRule)
+
+
+def resize_rule(name: str, *, sees_all: bool = False) -> Callable[[R], R]:
+    """Register a rule under a name.  A saved slot names its rule, so that states on disk can be resized too."""
+
+    def register(rule: R) -> R:
+        if name in RESIZE_RULES:
+            raise ValueError(f"resize_rule({name!r}): another rule has this name")
+        RESIZE_RULES[name] = rule
+        _NAMES[rule] = name
+        if sees_all:
+            _SEES_ALL.add(name)
+        return rule
+
+    return register
+
+
+@resize_rule("same")
+def same(values: Sequence[Values], resize: Resize) -> Values:
+    """All workers have equal values; new workers get them too."""
+    return values[0]
+
+
+@resize_rule("per worker")
+def per_worker(values: Sequence[Values], resize: Resize) -> Values:
+    """Each worker has its own values; new workers get the mean, weighted by samples."""
+    return mean_of(values, resize.weights)
+
+
+@resize_rule("residual")
+def residual(values: Sequence[Values], resize: Resize) -> Values:
+    """Each worker has still to deliver its values, as its share of a mean; the next mean delivers as much as before."""
+    return mean_of(values, [1.0] * len(values))
+
+
+@resize_rule("shard")
+def shard(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
+    """Each shard has a slice of every vector; the slices are joined and cut again.  Other values are the same for all."""
+    return [_cut(values, index, resize) for index in range(resize.count)]
+
+
+def _cut(values: Sequence[Any], index: int, resize: Resize) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _cut([value[key] for value in values], index, resize) for key in first}
+    if isinstance(first, Tensor) and first.dim() == 1:
+        joined = torch.cat(list(values))
+        return joined[stripe_of(index, joined.numel(), resize.count, unit=resize.unit)].clone()
+    return first
+
+
+class Slot:
+    """The values of one slot, as attributes."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -25,129 +110,305 @@ class Memory:
 
     def __getattr__(
         self, name: str
-    ) -> Any:  # Only asked for what is not there; it tells type checkers that the rest is.
-        raise AttributeError(f"this memory holds {sorted(vars(self))}, not '{name}'")
+    ) -> Any:  # Called only for a missing name; it tells type checkers that others exist.
+        raise AttributeError(f"this slot holds {sorted(vars(self))}, not '{name}'")
 
 
-def restored(initial: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """What was saved, in the place of what a strategy would begin with; refused if it is another's."""
-    if saved and saved.keys() != initial.keys():
-        raise ValueError(
-            f"the saved memory holds {sorted(saved)}, the strategy remembers {sorted(initial)}: it was saved by another strategy"
-        )
-    for name, value in initial.items():
-        if isinstance(value, Tensor) and (was := saved.get(name, value)).shape != value.shape:
+Memory = Slot
+
+
+@dataclass
+class _Entry:
+    """A declared slot: its rule, its version, and how its values are read and written."""
+
+    rule: str  # Its name.
+    version: int
+    save: Callable[[], Values]
+    load: Callable[[Values], None] | None = None  # None: the slot was filled when it was declared.
+    before_save: Callable[[], Awaitable[None]] | None = None
+
+
+class StateStore:
+    """The slots of one rank.
+
+    >>> states = StateStore()
+    >>> momentum = states.slot("momentum", velocity=torch.zeros(2))
+    >>> momentum.velocity += 1
+    >>> saved = states.state_dict(strategy="Example", step=3)
+    >>> again = StateStore()
+    >>> again.load_state_dict(saved, strategy="Example")
+    >>> again.slot("momentum", velocity=torch.zeros(2)).velocity
+    tensor([1., 1.])
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._saved: dict[str, Any] = {}  # Slots of a loaded state that have not been declared yet.
+        self._has_loaded = False
+        self._prefix = ""
+
+    def slot(
+        self,
+        name: str,
+        /,
+        *,
+        rule: ResizeRule = same,
+        version: int = 1,
+        before_save: Callable[[], Awaitable[None]] | None = None,
+        **initial: Any,
+    ) -> Slot:
+        """Declare a slot and get its values: those of the loaded state, otherwise the initial ones.
+
+        Declare slots before the first step.  `before_save` is awaited before the state is saved: it brings what is still in
+        flight into the slot.
+        """
+        full = self._new_name(name)
+        if self._has_loaded:
+            slot = Slot(**_restored(full, self._take(full, version), initial))
+        else:
+            slot = Slot(**{key: copied(value) for key, value in initial.items()})
+        self._entries[full] = _Entry(_name_of(rule), version, lambda: copied(vars(slot)), before_save=before_save)
+        return slot
+
+    def bind(
+        self,
+        name: str,
+        /,
+        *,
+        save: Callable[[], Values],
+        load: Callable[[Values], None],
+        rule: ResizeRule = same,
+        version: int = 1,
+    ) -> None:
+        """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers."""
+        full = self._new_name(name)
+        self._entries[full] = _Entry(_name_of(rule), version, save, load)
+
+    @contextmanager
+    def scope(self, prefix: str, *, keep: bool = False) -> Generator[None]:
+        """Within this block, slot names start with `prefix/`.  Unless told to keep them, the end of the block drops them."""
+        outer = self._prefix
+        self._prefix = f"{outer}{prefix}/"
+        inner = self._prefix
+        try:
+            yield
+        finally:
+            self._prefix = outer
+        if not keep:
+            self._entries = {name: entry for name, entry in self._entries.items() if not name.startswith(inner)}
+
+    async def before_save(self) -> None:
+        """Await what is still in flight, so that the slots hold all of the state."""
+        for entry in self._entries.values():
+            if entry.before_save is not None:
+                await entry.before_save()
+
+    def state_dict(self, *, strategy: str, step: int, **header: Any) -> dict[str, Any]:
+        """All slots, as plain dicts, lists, numbers, text and tensors.  They are copies."""
+        slots = {
+            name: {"version": entry.version, "rule": entry.rule, "values": entry.save()}
+            for name, entry in self._entries.items()
+        }
+        return {"format": FORMAT, "strategy": strategy, "step": step, **header, "slots": slots}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strategy: str) -> None:
+        """Load what `state_dict` gave, before the strategy starts.
+
+        A bound slot is loaded now.  Other slots are filled when they are declared.  Nothing is loaded unless all bound slots
+        fit.
+        """
+        check_header(state, strategy)
+        slots = dict(state["slots"])
+        bound = {name: entry for name, entry in self._entries.items() if entry.load is not None}
+        for name, entry in bound.items():
+            _check_slot(name, slots, entry.version)
+        for name, entry in bound.items():
+            assert entry.load is not None
+            entry.load(copied(slots.pop(name)["values"]))
+        self._entries = bound
+        self._saved = slots
+        self._has_loaded = True
+
+    def check_complete(self) -> None:
+        """Raise if the loaded state has a slot that has not been declared: it would be lost."""
+        if self._saved:
+            names = sorted(self._saved)
             raise ValueError(
-                f"the saved memory's '{name}' has the shape {tuple(was.shape)}, but the strategy remembers {tuple(value.shape)}: "
-                "it was saved with another model, or with other settings"
+                f"the saved state has the slots {names}, which the strategy does not declare before its first step: "
+                "another strategy saved it, or one with other settings"
             )
-    return {name: _like(value, saved.get(name, value)) for name, value in initial.items()}
+        self._has_loaded = False
+
+    def _new_name(self, name: str) -> str:
+        full = self._prefix + name
+        if full in self._entries:
+            raise ValueError(f"the slot '{full}' is declared twice: give each slot a name of its own")
+        return full
+
+    def _take(self, name: str, version: int) -> Values:
+        values = _check_slot(name, self._saved, version)
+        del self._saved[name]
+        return values
 
 
-def _like(initial: Any, value: Any) -> Any:
-    """A copy of a value, where and as the strategy would have made it."""
-    return value.to(initial, copy=True) if isinstance(initial, Tensor) else copy.deepcopy(value)
+def _name_of(rule: ResizeRule) -> str:
+    if rule not in _NAMES:
+        raise ValueError(
+            f"{rule!r} is no resize rule: use same, per_worker, residual or shard of paceline.state, or @resize_rule"
+        )
+    return _NAMES[rule]
+
+
+def check_header(state: Any, strategy: str) -> None:
+    """Raise if a saved state has another format, or another strategy saved it."""
+    if not isinstance(state, Mapping) or "slots" not in state or "format" not in state:
+        raise ValueError(
+            f"a saved state is a dict with 'format' and 'slots', as state_dict() gives it, not {_kind(state)}"
+        )
+    if state["format"] != FORMAT:
+        raise ValueError(
+            f"the state was saved in format {state['format']}, and this version of paceline reads format {FORMAT}"
+        )
+    if state["strategy"] != strategy:
+        raise ValueError(f"the state was saved under {state['strategy']}, and this run uses {strategy}")
+
+
+def _check_slot(name: str, slots: Mapping[str, Any], version: int) -> Values:
+    if name not in slots:
+        raise ValueError(
+            f"the saved state has no slot '{name}', only {sorted(slots)}: another strategy saved it, or one with other settings"
+        )
+    if (saved := slots[name]["version"]) != version:
+        raise ValueError(
+            f"the slot '{name}' was saved in version {saved}, and this version of paceline reads version {version}"
+        )
+    return slots[name]["values"]
+
+
+def _restored(name: str, saved: Values, initial: Values) -> Values:
+    """The saved values, on the device and in the dtype of the initial ones; refused if they do not fit."""
+    if saved.keys() != initial.keys():
+        raise ValueError(f"the saved slot '{name}' holds {sorted(saved)}, and the strategy declares {sorted(initial)}")
+    for key, value in initial.items():
+        if isinstance(value, Tensor) and saved[key].shape != value.shape:
+            raise ValueError(
+                f"'{key}' in the saved slot '{name}' has the shape {tuple(saved[key].shape)}, and the strategy declares "
+                f"{tuple(value.shape)}: it was saved with another model, or with other settings"
+            )
+    return {
+        key: saved[key].to(value, copy=True) if isinstance(value, Tensor) else copied(saved[key])
+        for key, value in initial.items()
+    }
 
 
 def copied(value: Any) -> Any:
+    """A deep copy."""
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def resized(states: Sequence[dict[str, Any]], workers: int) -> list[dict[str, Any]]:
-    """The saved states of some workers, made into those of another number of workers.
+def _kind(value: object) -> str:
+    return f"a dict with {sorted(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__
 
-    What all workers had alike they have again.  Where each had its own (parameters between two synchronisations, optimizer
-    state, statistics in buffers) all begin with the mean, weighted by samples, and of counters with the largest; who has NaN or
-    infinity in its parameters does not count.  What workers still owed each other (the residuals of codecs) is shared out so that
-    the next mean delivers as much as it would have.  Random numbers go on where a worker stays, and begin anew where one joins.
-    No minibatch is lost: each is cut into as many parts as there are workers.
+
+def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str, Any]]:
+    """The saved states of all workers, turned into those of another number of workers.
+
+    Every slot follows its own rule.  A worker with NaN or infinity in its parameters does not count.  No minibatch is lost:
+    each is cut into as many parts as there are workers.
     """
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")
-    if len({state["replica"]["k"] for state in states}) > 1:
-        raise ValueError(
-            f"resized: the states were saved at different steps, {[state['replica']['k'] for state in states]}"
-        )
+    for state in states:
+        check_header(state, states[0]["strategy"])
+    steps = [state["step"] for state in states]
+    if len(set(steps)) > 1:
+        raise ValueError(f"resized: the states were saved at different steps, {steps}")
+    _check_same_slots(states)
     if workers == len(states):
-        return [copy.deepcopy(state) for state in states]
-    sound = [state for state in states if state["replica"]["params"].isfinite().all()] or list(states)
-    mean = partial(_mean, weights=[_samples_since_meeting(state["replica"]) for state in sound])
-    replica = _resized_replica([state["replica"] for state in sound], mean)
-    result = []
-    for rank in range(workers):
-        state = copy.deepcopy(states[min(rank, len(states) - 1)]) | {"replica": copy.deepcopy(replica)}
-        if "trainee" in state:
-            state["trainee"]["optimizer"] = mean([s["trainee"]["optimizer"] for s in sound])
-            if rank >= len(states):
-                seed = (replica["k"] + 1) * 1_000_003 + rank
-                state["trainee"]["rng"] = torch.Generator().manual_seed(seed).get_state()
-        elif "optimizer" in state:
-            state["optimizer"] = mean([s["optimizer"] for s in sound])
-        result.append(state)
-    return result
-
-
-def _samples_since_meeting(replica: dict[str, Any]) -> float:
-    """What a worker's parameters would count for in a mean."""
-    seen = [
-        m["seen"]
-        for kind, m in zip(replica["kinds"], replica["memories"], strict=True)
-        if kind == "own" and "seen" in m
+        return [copied(dict(state)) for state in states]
+    counted = [state for state in states if state["is_finite"]] or list(states)
+    resize = Resize(workers, [state["weight"] for state in counted], steps[0])
+    weight = sum(resize.weights) / workers
+    new: list[dict[str, Any]] = [
+        {**states[0], "rank": rank, "workers": workers, "weight": weight, "slots": {}} for rank in range(workers)
     ]
-    return replica["samples"] - sum(seen[0]) / len(seen[0]) if seen else replica["since_mean"]
+    for name in states[0]["slots"]:
+        rule = states[0]["slots"][name]["rule"]
+        _resize_slot(name, states if rule in _SEES_ALL else counted, resize, new)
+    return new
 
 
-def _resized_replica(replicas: Sequence[dict[str, Any]], mean: Callable[[Sequence[Any]], Any]) -> dict[str, Any]:
-    kinds = replicas[0]["kinds"]
-    if any(r["kinds"] != kinds for r in replicas):
-        raise ValueError("resized: the states were saved by different strategies")
-    rules: dict[Kind, Callable[[Sequence[Any]], Any]] = {
-        "shared": lambda memories: copy.deepcopy(memories[0]),
-        "own": mean,
-        "owed": _owed,
-    }
-    memories = [rules[kind]([r["memories"][i] for r in replicas]) for i, kind in enumerate(kinds)]
-    own = mean([{n: v for n, v in r.items() if n not in ("memories", "kinds")} for r in replicas])
-    return own | {"memories": memories, "kinds": list(kinds)}
+def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1) -> list[dict[str, Any]]:
+    """The saved states of all server shards, turned into those of another number of shards."""
+    if shards < 1 or not states:
+        raise ValueError(f"resharded({len(states)} states, shards={shards}): there must be at least one of each")
+    _check_same_slots(states)
+    resize = Resize(shards, [1.0] * len(states), states[0]["step"], unit)
+    new: list[dict[str, Any]] = [{**states[0], "rank": rank, "slots": {}} for rank in range(shards)]
+    for name in states[0]["slots"]:
+        _resize_slot(name, states, resize, new)
+    return new
 
 
-def _mean(values: Sequence[Any], weights: Sequence[float], name: str = "") -> Any:
-    """Of floating-point numbers the mean, weighted if they are parts of a vector; of others, and of what counts steps, the largest.
+def _resize_slot(name: str, states: Sequence[Mapping[str, Any]], resize: Resize, new: Sequence[dict[str, Any]]) -> None:
+    slots = [state["slots"][name] for state in states]
+    rule = slots[0]["rule"]
+    if rule not in RESIZE_RULES:
+        raise ValueError(
+            f"the slot '{name}' follows the resize rule '{rule}': import the module that declares it first"
+        )
+    values = RESIZE_RULES[rule]([slot["values"] for slot in slots], resize)
+    each = [values] * resize.count if isinstance(values, dict) else values
+    for state, own in zip(new, each, strict=True):
+        state["slots"][name] = {"version": slots[0]["version"], "rule": rule, "values": copied(own)}
 
-    What is alike stays as it is.  Of what differs in length, as some workers have had no data yet, the longest.
+
+def _check_same_slots(states: Sequence[Mapping[str, Any]]) -> None:
+    def layout(state: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+        return {name: (slot["version"], slot["rule"]) for name, slot in state["slots"].items()}
+
+    for rank, state in enumerate(states):
+        if layout(state) != layout(states[0]):
+            different = sorted(set(layout(state).items()) ^ set(layout(states[0]).items()))
+            names = sorted({name for name, _ in different})
+            raise ValueError(
+                f"resized: state {rank} and state 0 differ in the slots {names}: one strategy saved all states"
+            )
+
+
+def mean_of(values: Sequence[Any], weights: Sequence[float], name: str = "") -> Any:
+    """The mean of equally built values.
+
+    Equal values stay as they are.  Tensors of floating-point numbers are averaged by weight, single numbers without.  Of
+    integers, and of an optimizer's `step`, the largest counts.  Of lists and tensors of unequal length, the longest is kept.
     """
     first = values[0]
     if isinstance(first, dict):
-        names = list(dict.fromkeys(k for v in values for k in v))
-        having = {k: [i for i, v in enumerate(values) if k in v] for k in names}
-        return {k: _mean([values[i][k] for i in having[k]], [weights[i] for i in having[k]], str(k)) for k in names}
+        names = list(dict.fromkeys(key for value in values for key in value))
+        having = {key: [i for i, value in enumerate(values) if key in value] for key in names}
+        return {
+            key: mean_of([values[i][key] for i in having[key]], [weights[i] for i in having[key]], str(key))
+            for key in names
+        }
     if isinstance(first, (list, tuple)):
-        if len({len(v) for v in values}) > 1:
-            return copy.deepcopy(max(values, key=len))
-        return type(first)(_mean(column, weights, name) for column in zip(*values, strict=True))
+        if len({len(value) for value in values}) > 1:
+            return copied(max(values, key=len))
+        return type(first)(mean_of(column, weights, name) for column in zip(*values, strict=True))
     if isinstance(first, Tensor):
-        if any(v.shape != first.shape for v in values):
-            return max(values, key=Tensor.numel).clone()
-        stacked = torch.stack([v.to(first) for v in values])
-        if all(torch.equal(v, first) for v in stacked[1:]):
-            return first.clone()
-        if not first.dtype.is_floating_point or name == "step":
-            return stacked.max(0).values
-        shares = torch.tensor(
-            weights if sum(weights) else [1.0] * len(weights), dtype=torch.float64, device=first.device
-        )
-        return torch.tensordot(shares / shares.sum(), stacked.double(), 1).to(first.dtype)
+        return _mean_tensor(values, weights, is_counter=name == "step")
     if isinstance(first, (bool, str)) or not isinstance(first, (int, float)) or all(v == first for v in values):
-        return copy.deepcopy(first)
+        return copied(first)
     return sum(values) / len(values) if isinstance(first, float) else max(values)
 
 
-def _owed(memories: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each worker's residual counts for its share of a mean, an owner's for all of its stripe, wherever stripes will lie."""
-    result = _mean(memories, [1.0] * len(memories))
-    if "owner_residual" in result:
-        result["residual"] = result["residual"] + sum(m["owner_residual"] for m in memories)
-        result["owner_residual"] = torch.zeros_like(result["owner_residual"])
-    if "adapted" in result:
-        result["adapted"] = {}  # Settings that were found for stripes that are no more.
-    return result
+def _mean_tensor(values: Sequence[Tensor], weights: Sequence[float], *, is_counter: bool) -> Tensor:
+    first = values[0]
+    if any(v.shape != first.shape for v in values):
+        return max(values, key=Tensor.numel).clone()
+    stacked = torch.stack([v.to(first) for v in values])
+    if all(torch.equal(v, first) for v in stacked[1:]):
+        return first.clone()
+    if not first.dtype.is_floating_point or is_counter:
+        return stacked.max(0).values
+    shares = torch.tensor(weights if sum(weights) else [1.0] * len(weights), dtype=torch.float64, device=first.device)
+    return torch.tensordot(shares / shares.sum(), stacked.double(), 1).to(first.dtype)

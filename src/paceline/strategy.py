@@ -34,11 +34,15 @@ class Strategy(ABC):
 
 
 class Stopped(Exception):
-    """Raised out of a strategy where its run is broken off, to be resumed later."""
+    """Raised in a strategy to stop its run, which can be resumed later."""
 
 
 class Ended(Exception):
-    """Raised out of a strategy at a mean to which nobody had anything to add, nor will have."""
+    """Raised in a strategy when no worker has data left."""
+
+
+class MissedEnd(Ended):
+    """Raised in a strategy when the run has ended without this worker: it joined too late, or was taken for dead."""
 
 
 def spelled(cls: type) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.state import Resize, StateStore, per_worker, resize_rule
 from paceline.stripes import stripe_of
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
@@ -190,13 +191,32 @@ class Trainee:
             self.flat.params.copy_(kept)
         return values
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-            "rng": self._rng.clone(),
-            "rng_of_all": self._rng_of_all.clone(),
-        }
+    def bind_state(self, states: StateStore) -> None:
+        """Declare what outlives a step here: the optimizer's state and the random numbers."""
+        optimizer = self.optimizer
+        states.bind(
+            "optimizer",
+            rule=per_worker,
+            save=lambda: copy.deepcopy(optimizer.state_dict()),
+            load=optimizer.load_state_dict,
+        )
+        states.bind("random numbers", rule=resize_random_numbers, save=self._save_random, load=self._load_random)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self._rng, self._rng_of_all = state["rng"].clone(), state["rng_of_all"].clone()
+    def _save_random(self) -> dict[str, Any]:
+        return {"own": self._rng.clone(), "shared": self._rng_of_all.clone()}
+
+    def _load_random(self, values: dict[str, Any]) -> None:
+        self._rng = values["own"]
+        self._rng_of_all = values["shared"]
+
+
+@resize_rule("random numbers", sees_all=True)
+def resize_random_numbers(values: Sequence[dict[str, Any]], resize: Resize) -> Sequence[dict[str, Any]]:
+    """A worker that stays continues its random numbers; one that joins starts new ones."""
+    new: list[dict[str, Any]] = []
+    for rank in range(resize.count):
+        kept = copy.deepcopy(values[min(rank, len(values) - 1)])
+        if rank >= len(values):
+            kept["own"] = torch.Generator().manual_seed((resize.step + 1) * 1_000_003 + rank).get_state()
+        new.append(kept)
+    return new

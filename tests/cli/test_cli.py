@@ -1,10 +1,12 @@
-"""The command line, as far as it needs no processes."""
+"""The command line, without worker processes."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from paceline import cli, registry
@@ -14,10 +16,8 @@ from paceline.strategies import STRATEGIES
 runner = CliRunner()
 
 
-def test_the_commands_and_their_flags_are_these():
-    """A new flag is a promise: it is added here on purpose."""
-    import typer.main
-
+def test_commands_and_flags_are_exactly_these():
+    """A flag is a promise to users, so each one is listed here."""
     group = typer.main.get_command(cli.app)
     found = {name: sorted(flag for p in command.params for flag in p.opts) for name, command in group.commands.items()}
     assert found == {
@@ -28,8 +28,13 @@ def test_the_commands_and_their_flags_are_these():
     }
 
 
+def test_every_file_of_the_folder_is_a_command():
+    names = {path.stem for path in Path(cli.__file__).parent.glob("*.py") if not path.stem.startswith("_")}
+    assert set(typer.main.get_command(cli.app).commands) == names
+
+
 @pytest.mark.parametrize(("command", "classes"), [("strategies", STRATEGIES), ("codecs", CODECS)])
-def test_listings_have_a_line_and_settings_for_everything(command, classes):
+def test_lists_have_a_line_and_settings_for_every_class(command, classes):
     shown = runner.invoke(cli.app, [command])
     listed = json.loads(runner.invoke(cli.app, [command, "--json"]).stdout)
     assert [row["class"] for row in listed] == [cls.__name__ for cls in classes]
@@ -38,7 +43,7 @@ def test_listings_have_a_line_and_settings_for_everything(command, classes):
         assert row["summary"].endswith(".") and len(row["summary"]) < 140
 
 
-def test_one_strategy_can_be_asked_for():
+def test_list_of_one_strategy_shows_only_that_one():
     listed = json.loads(runner.invoke(cli.app, ["strategies", "block-momentum", "--json"]).stdout)
     assert [row["name"] for row in listed] == ["block-momentum"]
     assert {"name": "rate", "type": "float", "default": 1.0, "required": False} in listed[0]["settings"]
@@ -79,13 +84,13 @@ def test_one_strategy_can_be_asked_for():
         (lambda: registry.rule("sgd", lr=0), "Sgd(lr=0): the learning rate must be positive"),
     ],
 )
-def test_a_wrong_name_or_value_is_told_with_what_would_be_right(call, said):
+def test_error_for_a_wrong_name_or_value_says_what_is_right(call, said):
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value).startswith(said)
 
 
-def test_settings_survive_the_way_to_another_process():
+def test_settings_are_the_same_after_serialisation():
     for strategy in (
         registry.strategy("block-momentum", period=3),
         registry.strategy("parameter-server", rule=registry.rule("sgd", lr=0.5)),
@@ -94,7 +99,7 @@ def test_settings_survive_the_way_to_another_process():
         assert registry.from_plain(plain) == strategy
 
 
-def test_the_demo_writes_a_report_and_prints_a_table(tmp_path):
+def test_demo_writes_a_report_and_prints_a_table(tmp_path):
     report = tmp_path / "report.html"
     shown = runner.invoke(cli.app, ["demo", "--epochs", "1", "--report", str(report)])
     assert shown.exit_code == 0, shown.output

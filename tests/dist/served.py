@@ -68,7 +68,7 @@ class Server:
         )
         self.shard = Shard(endpoint)
         self.silent = 0  # Messages that were refused without an answer, as they were no requests.
-        self._refuse, self.shard.refuse = self.shard.refuse, self.refuse
+        self._refuse, self.shard.replies.refuse = self.shard.replies.refuse, self.refuse
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(gate,), daemon=True)
         self.thread.start()
@@ -167,7 +167,7 @@ class Rogue:
 
     def throw(self, frames: list[bytes]) -> None:
         """Whatever this is."""
-        self.box._outbox(SERVER).send_multipart(frames)
+        self.box._outbox.socket(SERVER).send_multipart(frames)
 
     def take(self, until: int) -> None:
         """Count what the server has answered, up to the request with this number."""
@@ -194,7 +194,7 @@ def serving(
     keys = HashStore()
     with pytest.MonkeyPatch.context() as patch:
         if is_far:
-            patch.setattr(mailbox, "here", lambda: "")
+            patch.setattr(mailbox, "memory_domain", lambda: "")
         server = Server(keys, rule, gate, codec, pulls)
         good, bad = Good(keys, rule, codec, pulls, numel), [Rogue(rank, keys) for rank in rogues]
         absent = [Rogue(rank, keys) for rank in (ROGUE, OTHER) if rank not in rogues]

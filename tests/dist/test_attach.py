@@ -83,14 +83,14 @@ def test_one_worker_needs_no_launcher_and_equals_the_plain_loop(name):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    # Block momentum adds a difference back to where it came from, which rounds; all others leave one worker's bits alone.
+    # Block momentum subtracts and adds the same vector, which rounds; the others do not change one worker's bits.
     tolerance = 1e-6 if "block-momentum" in name else 0.0
     assert torch.allclose(attached(job, strategy), vector(model), rtol=tolerance, atol=tolerance)
 
 
 def test_every_rank_sees_its_part_of_each_minibatch_and_each_sample_once(tmp_path):
     def work(rank):
-        torch.manual_seed(rank)  # Ranks that do not share a seed must still shuffle alike.
+        torch.manual_seed(rank)  # Ranks with different seeds must still shuffle in the same order.
         model = nn.Linear(1, 1)
         dataset = TensorDataset(torch.arange(103.0).unsqueeze(1))
         loader = DataLoader(dataset, batch_size=20, shuffle=True)
@@ -112,10 +112,10 @@ def test_every_rank_sees_its_part_of_each_minibatch_and_each_sample_once(tmp_pat
         assert max(sizes) - min(sizes) <= 1
     epochs = [[sorted(x for r in ranks for part in r[e * 6 : (e + 1) * 6] for x in part)] for e in range(2)]
     assert epochs == [[list(map(float, range(103)))]] * 2
-    assert ranks[0][:6] != ranks[0][6:], "every epoch is shuffled anew"
+    assert ranks[0][:6] != ranks[0][6:], "every epoch has another order"
 
 
-def test_ranks_that_read_different_minibatches_are_told(tmp_path):
+def test_ranks_that_read_different_minibatches_get_an_error(tmp_path):
     def work(rank):
         model = nn.Linear(1, 1)
         with pl.attach(
@@ -126,7 +126,7 @@ def test_ranks_that_read_different_minibatches_are_told(tmp_path):
                 session.step()
 
     for result in forked.run(2, work, tmp_path):
-        assert "rank 1 reads another first minibatch than rank 0" in result["error"]
+        assert "the first minibatch of rank 1 differs from that of rank 0" in result["error"]
 
 
 @pytest.mark.parametrize("name", [*ORDERED, "server"])
@@ -151,7 +151,7 @@ def test_unequal_data_ends_cleanly_with_equal_models(name, tmp_path):
         assert results[0] == results[1] == results[2]
 
 
-def test_a_worker_that_never_gets_a_sample_is_told_and_takes_part(tmp_path):
+def test_a_worker_that_never_gets_a_sample_gets_a_warning_and_takes_part(tmp_path):
     def work(rank):
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
@@ -164,7 +164,7 @@ def test_a_worker_that_never_gets_a_sample_is_told_and_takes_part(tmp_path):
         return [[str(w.message) for w in caught if w.category is EmptyShard], vector(model).tolist()]
 
     results = forked.run(3, work, tmp_path)
-    assert [len(told) for told, _ in results] == [0, 0, 1]
+    assert [len(warned) for warned, _ in results] == [0, 0, 1]
     assert "rank 2 got no sample out of 2 minibatches" in results[2][0][0]
     assert results[0][1] == results[1][1] == results[2][1]
 
@@ -180,7 +180,7 @@ def test_a_loader_without_minibatches_is_refused(tmp_path):
         assert "the loader yielded no minibatch" in result["error"]
 
 
-def test_models_that_differ_in_shape_are_named_at_the_start(tmp_path):
+def test_different_shapes_of_models_raise_an_error_at_the_start(tmp_path):
     def work(rank):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 + (rank == 1)))
@@ -193,7 +193,7 @@ def test_models_that_differ_in_shape_are_named_at_the_start(tmp_path):
         )
 
 
-def test_models_that_start_from_other_values_are_named_or_broadcast(tmp_path):
+def test_different_initial_values_raise_an_error_or_are_broadcast(tmp_path):
     def work(rank, initial="equal"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
@@ -225,41 +225,41 @@ def poisoned(policy: str, strategy: pl.Strategy, rank: int) -> dict[str, object]
                 loss.backward()
                 session.step()
             skipped = session.skipped
-    told = [str(w.message) for w in caught if w.category is pl.NonFiniteGradient]
+    warned = [str(w.message) for w in caught if w.category is pl.NonFiniteGradient]
     return {
         "finite": bool(vector(model).isfinite().all()),
-        "told": told,
+        "warned": warned,
         "skipped": skipped,
         "vector": vector(model).tolist(),
     }
 
 
 @pytest.mark.parametrize("name", ORDERED)
-def test_a_nan_gradient_is_named_and_skipped(name, tmp_path):
+def test_a_nan_gradient_is_reported_and_skipped(name, tmp_path):
     results = forked.run(2, lambda rank: poisoned("skip", ORDERED[name], rank), tmp_path)
-    assert results[1]["told"] == [
+    assert results[1]["warned"] == [
         "rank 1 has NaN or infinity in the gradient of '2.bias' at step 3; the step was skipped"
     ]
-    assert results[0]["told"] == []
+    assert results[0]["warned"] == []
     assert results[0]["finite"] and results[1]["finite"]
     assert results[0]["vector"] == results[1]["vector"]
-    # A step of all together is skipped by all; a step of one's own only by oneself.
+    # If gradients are exchanged, all ranks skip the step; if not, only the rank with the NaN.
     assert [r["skipped"] for r in results] == ([1, 1] if "all-reduce" in name or "one-bit" in name else [0, 1])
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "averaging"])
-def test_a_nan_gradient_stops_the_run_or_passes_if_so_asked(name, tmp_path):
+def test_a_nan_gradient_stops_the_run_or_passes_on_request(name, tmp_path):
     stopped = forked.run(2, lambda rank: poisoned("stop", ORDERED[name], rank), tmp_path / "stop")
     assert stopped[1]["error"].startswith(
         "FloatingPointError: rank 1 has NaN or infinity in the gradient of '2.bias' at step 3"
     )
-    assert "error" in stopped[0], "the other rank learns of it, by the same exchange or by the loss of its peer"
+    assert "error" in stopped[0], "the other rank hears of it, from the same exchange or because its peer is dead"
     passed = forked.run(2, lambda rank: poisoned("pass", ORDERED[name], rank), tmp_path / "pass")
-    assert not passed[0]["finite"] and not passed[0]["told"]
+    assert not passed[0]["finite"] and not passed[0]["warned"]
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "one-bit", "averaging"])
-def test_grad_scaler_sees_one_ranks_overflow_and_no_rank_falls_out_of_step(name, tmp_path):
+def test_grad_scaler_sees_the_overflow_of_one_rank_and_all_ranks_stay_in_step(name, tmp_path):
     def work(rank):
         job = task()
         model = job.build()
@@ -280,7 +280,7 @@ def test_grad_scaler_sees_one_ranks_overflow_and_no_rank_falls_out_of_step(name,
 
     results = forked.run(2, work, tmp_path)
     scales = [r["scale"] for r in results]
-    # Exchanged gradients overflow everywhere, a gradient of one's own only there.
+    # An exchanged gradient overflows on all ranks, a local one only on its own.
     assert scales == ([512.0, 512.0] if name != "averaging" else [1024.0, 512.0])
     assert results[0]["vector"] == results[1]["vector"]
     assert all(torch.tensor(r["vector"]).isfinite().all() for r in results)
@@ -296,7 +296,7 @@ def test_scaled_gradients_give_the_same_steps_as_unscaled_ones(tmp_path):
             for x, y in session.shard(minibatches(job)):
                 optimizer.zero_grad()
                 scaler.scale(F.cross_entropy(model(x), y)).backward()
-                scaler.unscale_(session.optimizer) if session.loop.replica.step_index % 2 else None
+                scaler.unscale_(session.optimizer) if session.loop.replica.cursor.step % 2 else None
                 scaler.step(session.optimizer)
                 scaler.update()
         return vector(model).tolist()
@@ -333,7 +333,7 @@ def test_accumulated_gradients_equal_the_whole_minibatch(name, how, tmp_path):
         assert torch.allclose(torch.tensor(result), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_a_second_backward_that_was_not_announced_is_refused(tmp_path):
+def test_an_unannounced_second_backward_is_refused(tmp_path):
     def work(rank):
         torch.manual_seed(0)
         model = nn.Linear(2, 2)
@@ -342,10 +342,10 @@ def test_a_second_backward_that_was_not_announced_is_refused(tmp_path):
             model(torch.ones(3, 2)).sum().backward()
 
     for result in forked.run(2, work, tmp_path):
-        assert "give attach(accumulate=2) or run all but the last `with session.no_sync()`" in result["error"]
+        assert "give attach(accumulate=2) or run all passes but the last `with session.no_sync()`" in result["error"]
 
 
-def test_clipping_after_backward_sees_the_gradient_of_all(tmp_path):
+def test_clipping_after_backward_sees_the_mean_gradient(tmp_path):
     def work(rank):
         job = task()
         model = job.build()
@@ -372,7 +372,7 @@ def test_clipping_after_backward_sees_the_gradient_of_all(tmp_path):
     assert torch.allclose(vector(model), torch.tensor(first[1]), rtol=1e-4, atol=1e-5)
 
 
-def test_the_sessions_optimizer_is_a_real_one():
+def test_the_sessions_optimizer_is_a_torch_optimizer():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     with pl.attach(model, optimizer, pl.PeriodicAveraging(period=2)) as session:
@@ -383,9 +383,9 @@ def test_the_sessions_optimizer_is_a_real_one():
         schedule.step()
         assert optimizer.param_groups[0]["lr"] == 0.25
         assert session.optimizer.state_dict() == optimizer.state_dict()
-        with pytest.raises(RuntimeError, match=r"would go past the strategy: call session.step\(\)"):
+        with pytest.raises(RuntimeError, match=r"would bypass the strategy: call session.step\(\)"):
             optimizer.step()
-    optimizer.step()  # After the session it is the user's again.
+    optimizer.step()  # After the session the user may step again.
 
 
 def test_an_optimizer_that_lacks_a_parameter_is_refused():
@@ -395,7 +395,7 @@ def test_an_optimizer_that_lacks_a_parameter_is_refused():
 
 
 @pytest.mark.parametrize("name", ORDERED)
-def test_a_session_saved_and_loaded_goes_on_as_if_unbroken(name, tmp_path):
+def test_a_resumed_session_equals_an_unbroken_one(name, tmp_path):
     def work(rank):
         job = task()
         batches = minibatches(job)
@@ -422,7 +422,7 @@ def test_a_session_saved_and_loaded_goes_on_as_if_unbroken(name, tmp_path):
     assert forked.run(2, work, tmp_path) == [True, True]
 
 
-def test_a_state_that_cannot_be_resumed_from_is_refused():
+def test_states_that_cannot_be_resumed_are_refused():
     job = task()
 
     def session(strategy, optimizer=True):
@@ -433,23 +433,26 @@ def test_a_state_that_cannot_be_resumed_from_is_refused():
         state = averaging.state_dict()
     with (
         session(pl.BlockMomentum()) as blocks,
-        pytest.raises(ValueError, match="saved under PeriodicAveraging, this session runs BlockMomentum"),
+        pytest.raises(ValueError, match="saved under PeriodicAveraging, but this session runs BlockMomentum"),
     ):
         blocks.load_state_dict(state)
     server = pl.ParameterServer(servers=1)
-    with session(server, optimizer=False) as served, pytest.raises(ValueError, match="holds its parameters on servers"):
+    refusal = r"load_state_dict\(ParameterServer\): it needs a run without a stop"
+    with session(server, optimizer=False) as served, pytest.raises(ValueError, match=refusal):
         served.load_state_dict(state)
 
 
-def test_an_optimizer_that_is_never_asked_is_told_of():
+def test_an_unused_optimizer_raises_a_warning_and_a_missing_one_an_error():
     model = nn.Linear(2, 2)
-    with pytest.warns(UserWarning, match="the optimizer's own settings have no effect"):
+    with pytest.warns(UserWarning, match="the settings of the optimizer have no effect"):
         pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.ParameterServer(servers=1)).close()
-    with pytest.raises(ValueError, match="workers take their own steps under AllReduceSGD and need an optimizer"):
+    with pytest.raises(
+        ValueError, match=r"attach\(AllReduceSGD\): it needs an optimizer \(its workers take their own steps\)"
+    ):
         pl.attach(model, None, pl.AllReduceSGD())
 
 
-def test_what_is_deployed_can_be_evaluated_in_mid_run():
+def test_published_parameters_can_be_evaluated_during_the_run():
     job = task()
     model = job.build()
     optimizer = job.optimizer(model.parameters())
@@ -465,7 +468,7 @@ def test_what_is_deployed_can_be_evaluated_in_mid_run():
         assert torch.equal(published, session.loop.replica.published)
 
 
-def test_samples_that_are_counted_by_hand_weigh_as_much_as_sharded_ones(tmp_path):
+def test_samples_counted_by_hand_have_the_same_weight_as_sharded_ones(tmp_path):
     def work(rank):
         job = task()
         model = job.build()
@@ -503,7 +506,7 @@ def test_a_loader_without_indices_is_read_whole_and_sliced(tmp_path):
     assert forked.run(2, work, tmp_path) == [[[0.0, 1.0], [4.0, 5.0], [8.0]], [[2.0, 3.0], [6.0, 7.0], [9.0]]]
 
 
-def test_a_minibatch_that_leaves_a_worker_out_is_refused_where_several_make_a_step(tmp_path):
+def test_a_minibatch_without_a_part_for_each_worker_is_refused_under_accumulation(tmp_path):
     def work(rank):
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
@@ -514,7 +517,7 @@ def test_a_minibatch_that_leaves_a_worker_out_is_refused_where_several_make_a_st
                     session.step()
 
     for result in forked.run(2, work, tmp_path):
-        assert "a minibatch of 1 samples for 2 workers, 2 of which make a step" in result["error"]
+        assert "a minibatch has 1 samples for 2 workers, and 2 minibatches make a step" in result["error"]
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "averaging"])
@@ -541,8 +544,8 @@ def test_buffers_are_broadcast_at_the_start_and_equal_at_the_end(name, tmp_path)
 
 @pytest.mark.parametrize("name", ["all-reduce", "one-bit", "averaging", "block-momentum"])
 @pytest.mark.parametrize("ends", ["an empty part", "one ends first"])
-def test_clipping_scaling_and_schedules_keep_ranks_together_though_one_has_no_data(name, ends, tmp_path):
-    """What the user's loop does around a step is done on every rank at every step, or made up for at the end."""
+def test_clipping_scaling_and_schedules_stay_in_step_when_one_rank_has_no_data(name, ends, tmp_path):
+    """Every rank runs the code around each step, or takes the model of another rank at the end."""
 
     def work(rank):
         torch.manual_seed(0)
@@ -572,7 +575,7 @@ def test_clipping_scaling_and_schedules_keep_ranks_together_though_one_has_no_da
     assert (torch.tensor(first[0]) - vector(nn.Linear(3, 1))).norm() < 1.0
 
 
-def test_evaluating_through_shard_counts_for_nothing(tmp_path):
+def test_evaluation_through_shard_counts_no_samples(tmp_path):
     def work(rank):
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
@@ -584,13 +587,13 @@ def test_evaluating_through_shard_counts_for_nothing(tmp_path):
                 with torch.no_grad():
                     for (held_out,) in session.shard([(torch.arange(3.0).unsqueeze(1),), (torch.full((1, 1), 9.0),)]):
                         seen += held_out.view(-1).tolist()
-                assert session.loop.samples is None
+                assert session.loop.batch.samples is None
         return seen
 
     assert forked.run(2, work, tmp_path) == [[0.0, 1.0, 9.0], [2.0]]
 
 
-def test_a_backward_that_raised_is_forgotten(tmp_path):
+def test_a_backward_pass_that_raised_has_no_effect(tmp_path):
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -615,7 +618,7 @@ def test_a_backward_that_raised_is_forgotten(tmp_path):
     assert first == second and isinstance(first, list)
 
 
-def test_the_sessions_optimizer_follows_what_the_users_has_loaded():
+def test_the_sessions_optimizer_shares_what_the_users_optimizer_has_loaded():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -626,9 +629,9 @@ def test_the_sessions_optimizer_follows_what_the_users_has_loaded():
         assert session.optimizer.state is optimizer.state
 
 
-def test_an_optimizer_that_holds_more_than_the_model_is_refused():
+def test_an_optimizer_with_more_parameters_than_the_model_is_refused():
     model, other = nn.Linear(2, 2), nn.Linear(3, 1)
-    with pytest.raises(ValueError, match=r"a parameter of shape \[1, 3\] that is none of the model's"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \[1, 3\] that the model does not have"):
         pl.attach(model, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1), pl.AllReduceSGD())
 
 
@@ -654,10 +657,10 @@ def test_a_gradient_beyond_its_codec_is_skipped_like_a_nan(tmp_path):
         model = job.build()
         optimizer = job.optimizer(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
-        told = pytest.warns(
+        warns = pytest.warns(
             pl.NonFiniteGradient, match=r"beyond its codec: Fp16\(\) cannot encode .* fp16 ends at 65504"
         )
-        with told, pl.attach(model, optimizer, pl.AllReduceSGD(codec=pl.Fp16())) as session:
+        with warns, pl.attach(model, optimizer, pl.AllReduceSGD(codec=pl.Fp16())) as session:
             for x, y in session.shard(minibatches(job)):
                 optimizer.zero_grad()
                 scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -672,7 +675,7 @@ def test_a_gradient_beyond_its_codec_is_skipped_like_a_nan(tmp_path):
     assert torch.tensor(first[0]).isfinite().all()
 
 
-def test_a_killed_worker_is_named_by_the_others_at_once(tmp_path):
+def test_the_other_ranks_report_a_killed_worker_at_once(tmp_path):
     def work(rank):
         job = task(steps=10_000)
         model = job.build()
@@ -693,7 +696,7 @@ def test_a_killed_worker_is_named_by_the_others_at_once(tmp_path):
 
     first, killed, third = forked.run(3, work, tmp_path)
     assert killed == {"error": "no result, exit code -9"}
-    # A survivor may also hear of it from another survivor that has already given up.
+    # A survivor may also hear of it from another survivor that has already failed.
     assert 1 in (first[0], third[0])
-    # A fraction of a second on a quiet machine; the timeout, which would be the other way to notice, is half an hour.
+    # It takes a fraction of a second on an idle machine; the timeout is 30 minutes.
     assert first[1] < 3.0 and third[1] < 3.0

@@ -1,4 +1,4 @@
-"""Methods that meet now and then, and warm starts, on real processes and in a loop that the user wrote."""
+"""Averaging methods and warm starts, on real processes and in a user's own loop."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
     ["averaging, delayed", "block momentum by one-bit, delayed", "diloco, streaming", "then", "then, from averaging"],
 )
 @pytest.mark.parametrize("at", [5, 9])
-def test_a_session_saved_and_loaded_goes_on_as_if_unbroken(name, at, tmp_path):
-    """Also while an exchange is under way."""
+def test_a_resumed_session_equals_an_unbroken_one(name, at, tmp_path):
+    """Also while an exchange is in flight."""
 
     def work(rank):
         def session_on(model):
@@ -75,7 +75,7 @@ def test_a_session_saved_and_loaded_goes_on_as_if_unbroken(name, at, tmp_path):
         assert unbroken == resumed
 
 
-def test_a_loader_tells_the_strategies_how_long_the_run_is(tmp_path):
+def test_a_loader_gives_the_length_of_the_run(tmp_path):
     """An epoch of 5 minibatches at period 1, then 4, while they are sampled until half of 4 epochs."""
 
     def work(rank):
@@ -103,7 +103,7 @@ def test_a_loader_tells_the_strategies_how_long_the_run_is(tmp_path):
         assert steps == [0, 1, 2, 3, 4, 8] and plan == [20, 5, 50, 10] and has_losses
 
 
-def test_a_strategy_that_must_know_more_says_how_to_tell():
+def test_a_strategy_that_needs_the_length_says_how_to_give_it():
     model = nn.Linear(3, 1)
     with pytest.raises(
         ValueError,
@@ -114,7 +114,7 @@ def test_a_strategy_that_must_know_more_says_how_to_tell():
         pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.PeriodicAveraging(), epochs=3)
 
 
-def test_ada_comm_follows_the_loss_that_it_is_told(tmp_path):
+def test_ada_comm_follows_the_loss_of_the_session(tmp_path):
     def work(rank):
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -125,10 +125,10 @@ def test_ada_comm_follows_the_loss_that_it_is_told(tmp_path):
         return [s.period for s in session.trace.syncs]
 
     for periods in forked.run(2, work, tmp_path):
-        assert periods[:4] == [8, 8, 4, 2]  # While the loss asks for no shorter period than there is, it halves.
+        assert periods[:4] == [8, 8, 4, 2]  # The period halves if the loss does not ask for a shorter one.
 
 
-def test_ada_comm_asks_for_a_loss_that_nobody_has_told(tmp_path):
+def test_ada_comm_without_a_loss_raises_an_error(tmp_path):
     def work(rank):
         model = nn.Linear(1, 1)
         with pl.attach(
@@ -141,7 +141,7 @@ def test_ada_comm_asks_for_a_loss_that_nobody_has_told(tmp_path):
     assert all("call session.step(loss)" in result["error"] for result in forked.run(2, work, tmp_path))
 
 
-def test_a_period_in_samples_needs_somebody_who_counts_them():
+def test_a_period_in_samples_needs_counted_samples():
     model = nn.Linear(1, 1)
     with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.0), pl.PeriodicAveraging(samples=64)) as session:
         model(torch.ones(1, 1)).sum().backward()
@@ -151,7 +151,7 @@ def test_a_period_in_samples_needs_somebody_who_counts_them():
             session.step()
 
 
-def test_a_pass_left_before_its_step_does_not_count(tmp_path):
+def test_an_epoch_left_before_a_step_does_not_count_its_samples(tmp_path):
     def work(rank):
         model = nn.Linear(1, 1)
         with pl.attach(
@@ -168,8 +168,8 @@ def test_a_pass_left_before_its_step_does_not_count(tmp_path):
     assert forked.run(2, work, tmp_path) == [[5], [5]]
 
 
-def test_the_loss_is_told_where_something_else_takes_the_step(tmp_path):
-    """And forgotten after it."""
+def test_the_loss_can_be_given_when_other_code_takes_the_step(tmp_path):
+    """The session forgets it after the step."""
 
     def work(rank):
         model = nn.Linear(1, 1)
@@ -186,7 +186,7 @@ def test_the_loss_is_told_where_something_else_takes_the_step(tmp_path):
     assert forked.run(1, work, tmp_path) == [[2.0, None, 3.0]]
 
 
-def test_saving_on_one_rank_alone_while_a_mean_is_under_way_disturbs_nobody(tmp_path):
+def test_one_rank_can_save_its_state_while_a_mean_is_in_flight(tmp_path):
     def work(rank):
         job = task()
         model = job.build()
@@ -204,7 +204,7 @@ def test_saving_on_one_rank_alone_while_a_mean_is_under_way_disturbs_nobody(tmp_
     assert first == second
 
 
-def test_what_a_loader_shows_of_an_epoch_decides_when_enough_was_seen():
+def test_the_loader_decides_how_many_samples_an_epoch_has():
     data = TensorDataset(torch.zeros(105, 1))
     drawn = torch.utils.data.WeightedRandomSampler([1.0] * 105, 1000)
     assert _plan(DataLoader(data, batch_size=10), None, 1).steps_for(samples=206) == 22
@@ -217,7 +217,7 @@ def test_what_a_loader_shows_of_an_epoch_decides_when_enough_was_seen():
 
 @pytest.mark.parametrize("workers_of_loader", [0, 2])
 def test_whole_minibatches_become_parts_at_the_switch(workers_of_loader, tmp_path):
-    """Also those that a loader's own processes have read ahead."""
+    """Also those that the loader has prefetched."""
 
     def work(rank):
         model = nn.Linear(1, 1)
@@ -239,7 +239,7 @@ def test_whole_minibatches_become_parts_at_the_switch(workers_of_loader, tmp_pat
     assert sorted(x for rank in (first, second) for part in rank[2:] for x in part) == list(map(float, range(20, 60)))
 
 
-def test_another_number_of_workers_goes_on_from_everybodys_states(tmp_path):
+def test_another_number_of_workers_resumes_from_the_states_of_all(tmp_path):
     job, strategy = task(), pl.BlockMomentum(period=4, codec=pl.OneBit(), optimizer_state="average", delay=1)
 
     def train(rank, batches, state=None):
@@ -258,7 +258,7 @@ def test_another_number_of_workers_goes_on_from_everybodys_states(tmp_path):
     forked.run(3, lambda rank: train(rank, minibatches(job)[:9]), tmp_path)
     states = [torch.load(tmp_path / f"state-{rank}") for rank in range(3)]
     fewer = pl.resized(states, 2)
-    assert all(state["replica"]["k"] == 9 for state in fewer)
+    assert all(state["step"] == 9 for state in fewer)
     (tmp_path / "fewer").mkdir()
     first, second = forked.run(2, lambda rank: train(rank, minibatches(job)[9:], fewer[rank]), tmp_path / "fewer")
     assert first == second and torch.tensor(first).isfinite().all()

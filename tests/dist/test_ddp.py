@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # DDP loads it, which takes its time: before the processes fork, it is done once.
+import torch._dynamo  # DDP loads it, which is slow: load it once, before the processes fork.
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,9 +32,11 @@ from paceline.codecs.top_k import TopK
 from paceline.collectives import SyncVote, mean_encoded
 from paceline.engines.job import Job
 from paceline.op import drive
-from paceline.session.ddp import BucketState, DdpHook
+from paceline.session.bucket_state import BucketState
+from paceline.session.ddp import DdpHook
 from paceline.stripes import stripe_of
 from tests.dist import forked
+from tests.laws.slots import Slots
 
 pytestmark = pytest.mark.dist
 
@@ -42,7 +44,7 @@ EVERY: dict[str, Codec] = {
     **{codec.__name__: codec() for codec in CODECS if codec.__name__ not in ("Threshold",)},
     "Threshold": Threshold(tau=0.01),
     "PowerSGD": PowerSGD(),
-    # Momentum is no gradient: with it what is said is not what was meant.
+    # No momentum: with it, the sum of all messages would not be the sum of the gradients.
     "DGC": DGC(ratio=0.1, momentum=0.0),
     "DGC in warm-up": DGC(ratio=0.1, momentum=0.0, warmup=8),
     "TopK": TopK(ratio=0.1),
@@ -54,17 +56,17 @@ EVERY: dict[str, Codec] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm():
-    """Kernels that are loaded here are not loaded by every process again."""
+    """Load the kernels once, before the processes fork."""
     for codec in (*EVERY.values(), pl.OneBit(bucket=32)):
         codec_state, x = (
-            codec.codec_state(lambda **initial: pl.Memory(**initial), torch.zeros(4096)),
+            codec.codec_state(Slots(), torch.zeros(4096)),
             torch.randn(4096) / 100,
         )
         codec_state.add(codec_state.encode(x), x)
 
 
 class Net(nn.Module):
-    """Its layers are not defined in the order in which they run, so that DDP cuts its buckets anew after the first backward."""
+    """Its layers run in another order than they are defined, so DDP changes its buckets after the first backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,9 +85,8 @@ class Net(nn.Module):
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return Net().to(
-        memory_format=torch.channels_last
-    )  # Its convolution's weight lies in memory in another order than row by row.
+    # The weight of the convolution does not lie row by row in memory.
+    return Net().to(memory_format=torch.channels_last)
 
 
 def ddp(model: nn.Module, **settings: Any) -> DistributedDataParallel:
@@ -109,7 +110,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def state_of(model: nn.Module) -> list[float]:
-    """Parameters alone: buffers are rank 0's at the beginning of a pass, and each rank's own at its end."""
+    """The parameters without the buffers, which differ between ranks at the end of a pass."""
     return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()]).tolist()
 
 
@@ -125,25 +126,24 @@ def trained(
     return state_of(model)
 
 
-def everyones(x: Tensor) -> Tensor:
-    """The sum over the ranks."""
+def sum_over_ranks(x: Tensor) -> Tensor:
     x = x.clone()
     dist.all_reduce(x)
     return x
 
 
-def owed(hook: DdpHook, model: DistributedDataParallel) -> Tensor:
-    """What all ranks together have not yet said of the mean, by parameter: each its own part, and owners their stripes."""
+def unsent_by_all(hook: DdpHook, model: DistributedDataParallel) -> Tensor:
+    """The part of the mean that all ranks together have not yet sent, by parameter."""
     state, total = hook.state_dict(), []
     for name, p in model.module.named_parameters():
         zero = torch.zeros_like(p, dtype=torch.float64)
         mine = state.get(f"residual.{name}", zero).double() / dist.get_world_size()
         total.append((mine + state.get(f"owner_residual.{name}", zero).double()).reshape(-1))
-    return everyones(torch.cat(total))
+    return sum_over_ranks(torch.cat(total))
 
 
 def own_gradient(model: DistributedDataParallel, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """This rank's gradient, by a model that is no DDP."""
+    """This rank's own gradient, without DDP."""
     alone = copy.deepcopy(model.module)
     alone.zero_grad()
     F.cross_entropy(alone(batch[0]), batch[1]).backward()
@@ -154,8 +154,8 @@ def gradient_of(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.reshape(-1).double() for p in model.parameters()])
 
 
-def alike(results: list[Any]) -> bool:
-    """Whether all ranks came to the same bits, and to an end at all."""
+def all_equal(results: list[Any]) -> bool:
+    """Whether no rank failed and all have the same bits."""
     assert all(not (isinstance(r, dict) and "error" in r) for r in results), results
     return all(r == results[0] for r in results)
 
@@ -168,18 +168,18 @@ def test_fp32_equals_ddp_without_a_hook(ranks, tmp_path):
         return [[trained(rank, codec, **s) for codec in (None, pl.Fp32(), pl.OneBit(bucket=64))] for s in settings]
 
     results = forked.run(ranks, work, tmp_path)
-    assert alike(results)
+    assert all_equal(results)
     for plain, fp32, one_bit in results[0]:
         if ranks == 2:
             assert plain == fp32
-        else:  # Thirds round, and sums are taken in another order.
+        else:  # Thirds round, and the sums have another order.
             assert torch.allclose(torch.tensor(plain), torch.tensor(fp32), rtol=1e-5, atol=1e-6)
         assert one_bit != plain
 
 
 def of_one_codec(rank: int, codec: Codec) -> dict[str, Any]:
-    """Six steps, of which the second cuts the buckets anew; then a new DDP that goes on from what the first one saved."""
-    warnings.simplefilter("ignore")  # Thresholds may say that they are too low.
+    """Seven steps.  DDP changes its buckets in the second; in the fifth a new DDP resumes from the saved state."""
+    warnings.simplefilter("ignore")  # Thresholds may warn that they are too low.
     model = ddp(net())
     hook = pl.ddp_hook(codec, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -193,12 +193,12 @@ def of_one_codec(rank: int, codec: Codec) -> dict[str, Any]:
             hook = pl.ddp_hook(codec, model)
             model.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        meant = meant + everyones(own_gradient(model, batch)) / dist.get_world_size()
+        meant = meant + sum_over_ranks(own_gradient(model, batch)) / dist.get_world_size()
         step(model, optimizer, batch)
         said = said + gradient_of(model)
-        gaps.append(((said + owed(hook, model) - meant).abs().max() / meant.abs().max()).item())
-        cuts.append([r.names for r in hook._remains.values()])
-    # Back to a state, and again: nothing that matters may be missing from it.
+        gaps.append(((said + unsent_by_all(hook, model) - meant).abs().max() / meant.abs().max()).item())
+        cuts.append([state.names for state in hook._buckets.states.values()])
+    # Resume twice from one state: both runs must be equal, so nothing is missing from the state.
     saved, ends = copy.deepcopy(model.state_dict()), []
     for _ in range(2):
         model.load_state_dict(saved)
@@ -211,7 +211,7 @@ def of_one_codec(rank: int, codec: Codec) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def of_every_codec(tmp_path_factory):
-    """In one run of three processes, since starting them takes most of the time."""
+    """All codecs in one run of three processes: to start processes takes most of the time."""
 
     def work(rank):
         results = {}
@@ -227,15 +227,15 @@ def of_every_codec(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_codec_keeps_all_ranks_alike_and_what_it_did_not_say(name, of_every_codec):
+def test_every_codec_keeps_all_ranks_equal_and_loses_no_residual(name, of_every_codec):
     results = [r[name] for r in of_every_codec]
     assert all("error" not in r for r in results), results
-    assert alike([r["state"] for r in results])
+    assert all_equal([r["state"] for r in results])
     for result in results:
         assert result["finite"]
         assert result["replayed"]
         cuts = result["cuts"]
-        assert len(cuts[2]) >= 4 and cuts[0] != cuts[2] and cuts[4] != cuts[6], "the buckets were to be cut anew, twice"
+        assert len(cuts[2]) >= 4 and cuts[0] != cuts[2] and cuts[4] != cuts[6], "DDP did not change its buckets twice"
         if EVERY[name].feedback:
             assert max(result["gaps"]) < 1e-5
         else:
@@ -243,40 +243,43 @@ def test_every_codec_keeps_all_ranks_alike_and_what_it_did_not_say(name, of_ever
 
 
 @pytest.mark.parametrize("codec", [pl.OneBit(bucket=32), pl.Fp16(), PowerSGD(rank=1)], ids=str)
-def test_buckets_are_exchanged_as_by_the_collective_itself(codec, tmp_path):
+def test_the_hook_exchanges_buckets_exactly_as_the_collective_does(codec, tmp_path):
     def work(rank):
-        model, given, told = ddp(net()), [], []
+        model = ddp(net())
+        inputs = []
+        outputs = []
         hook = pl.ddp_hook(codec)
 
         def spy(state, bucket):
             x = bucket.buffer()
-            given.append((x.clone(), [p.shape for p in bucket.parameters()], tuple(id(p) for p in bucket.parameters())))
-            return hook(state, bucket).then(lambda future: told.append(future.value().clone()) or future.value())
+            inputs.append(
+                (x.clone(), [p.shape for p in bucket.parameters()], tuple(id(p) for p in bucket.parameters()))
+            )
+            return hook(state, bucket).then(lambda future: outputs.append(future.value().clone()) or future.value())
 
         model.register_comm_hook(None, spy)
         optimizer = sgd(model)
-        for batch in batches(rank, 1):  # Cuts the buckets that the next steps have.
+        for batch in batches(rank, 1):  # From here on the buckets stay the same.
             step(model, optimizer, batch)
-        hook._remains.clear()
-        given.clear()
-        told.clear()
+        hook._buckets.states.clear()
+        inputs.clear()
+        outputs.clear()
         for batch in batches(rank, 3):
             step(model, optimizer, batch)
-        links: dict[tuple[int, ...], Any] = {}
+        codec_states: dict[tuple[int, ...], Any] = {}
         with Job(pl.AllReduceSGD(), device=torch.device("cpu"), apart=True) as job:
-            for x, shapes, key in given:
-                if key not in links:
-                    fresh = lambda **initial: pl.Memory(**{n: v.clone() for n, v in initial.items()})  # noqa: E731
-                    links[key] = codec.fitted(shapes).codec_state(fresh, x, key=rank)
-                drive(mean_encoded(job.endpoint, x, SyncVote(1.0, rank=rank), links[key]))
-        return [len(links), all(torch.equal(x, y) for (x, _, _), y in zip(given, told, strict=True))]
+            for x, shapes, key in inputs:
+                if key not in codec_states:
+                    codec_states[key] = codec.fitted(shapes).codec_state(Slots(), x, key=rank)
+                drive(mean_encoded(job.endpoint, x, SyncVote(1.0, rank=rank), codec_states[key]))
+        return [len(codec_states), all(torch.equal(x, y) for (x, _, _), y in zip(inputs, outputs, strict=True))]
 
     for result in forked.run(2, work, tmp_path):
         assert result[0] >= 4
         assert result[1]
 
 
-def test_the_first_steps_may_go_without_the_codec_and_a_saved_model_knows_how_many_were(tmp_path):
+def test_the_first_steps_can_go_without_the_codec_and_a_saved_model_keeps_their_number(tmp_path):
     def work(rank):
         model = nn.Linear(40, 30)
         ddp = DistributedDataParallel(model)
@@ -296,7 +299,7 @@ def test_the_first_steps_may_go_without_the_codec_and_a_saved_model_knows_how_ma
         assert min(distinct[:2]) > 1000 and max(distinct[2:]) < 200
 
 
-def test_a_world_of_one_is_left_alone(tmp_path):
+def test_a_hook_changes_nothing_for_one_rank(tmp_path):
     def work(rank):
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "alone"), 1), rank=0, world_size=1)
         model = net()
@@ -309,7 +312,7 @@ def test_a_world_of_one_is_left_alone(tmp_path):
     assert hooked == plain
 
 
-def test_gradients_gathered_without_sync_are_exchanged_once(tmp_path):
+def test_gradients_accumulated_without_sync_are_exchanged_once(tmp_path):
     def work(rank, codec):
         model = ddp(net())
         hook = pl.ddp_hook(codec, model) if codec is not None else None
@@ -331,11 +334,11 @@ def test_gradients_gathered_without_sync_are_exchanged_once(tmp_path):
     for plain, fp32, one_bit in results:
         assert plain[0] == fp32[0]
         assert 0 < one_bit[1] < fp32[1]
-    assert alike([[p for p, _ in r] for r in results])
+    assert all_equal([[p for p, _ in r] for r in results])
 
 
 class Branches(nn.Module):
-    """Which parameters a pass reaches is the caller's choice."""
+    """The caller chooses which parameters a pass reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +349,7 @@ class Branches(nn.Module):
         return torch.stack([self.branches[i](x) for i in self.taken]).sum(0)
 
 
-def test_parameters_that_get_no_gradient(tmp_path):
+def test_unused_parameters_work_as_without_a_hook(tmp_path):
     def work(rank, codec):
         torch.manual_seed(0)
         model = ddp(Branches(), find_unused_parameters=True)
@@ -354,7 +357,7 @@ def test_parameters_that_get_no_gradient(tmp_path):
             pl.ddp_hook(codec, model)
         optimizer, generator = sgd(model), torch.Generator().manual_seed(rank)
         for k in range(8):
-            # The first branch is taken by rank 0 alone, the second now and then, the third always and the last never.
+            # Only rank 0 takes the first branch; every other step takes the second; no step takes the last.
             model.module.taken = (*(() if rank else (0,)), *((1,) if k % 2 else ()), 2)
             optimizer.zero_grad()
             model(torch.randn(8, 16, generator=generator)).square().mean().backward()
@@ -364,7 +367,7 @@ def test_parameters_that_get_no_gradient(tmp_path):
     results = forked.run(
         2, lambda rank: [work(rank, codec) for codec in (None, pl.Fp32(), pl.OneBit(), PowerSGD(rank=2))], tmp_path
     )
-    assert alike(results)
+    assert all_equal(results)
     plain, fp32, *encoded = results[0]
     assert plain == fp32
     for state, unused in encoded:
@@ -373,7 +376,7 @@ def test_parameters_that_get_no_gradient(tmp_path):
 
 
 @pytest.mark.parametrize("codec", [pl.OneBit(), TopK(ratio=0.1), PowerSGD(rank=2), pl.Fp32()], ids=str)
-def test_a_nan_of_one_rank_is_everybodys_and_what_was_not_said_survives_it(codec, tmp_path):
+def test_a_nan_of_one_rank_reaches_all_ranks_and_leaves_the_residuals(codec, tmp_path):
     def work(rank):
         model = ddp(net())
         hook = pl.ddp_hook(codec, model)
@@ -392,7 +395,7 @@ def test_a_nan_of_one_rank_is_everybodys_and_what_was_not_said_survives_it(codec
         return {"nans": nans, "kept": kept, "then": gradient_of(model).tolist()}
 
     results = forked.run(2, work, tmp_path)
-    assert alike([[r["nans"], r["then"]] for r in results])
+    assert all_equal([[r["nans"], r["then"]] for r in results])
     for result in results:
         assert "last.bias" in result["nans"] and "conv.weight" not in result["nans"]
         assert result["kept"] and all(result["kept"])
@@ -400,40 +403,31 @@ def test_a_nan_of_one_rank_is_everybodys_and_what_was_not_said_survives_it(codec
 
 
 @pytest.mark.parametrize("hosts", [[[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2], [3]]], ids=str)
-def test_what_is_owed_when_buckets_are_cut_anew_is_said_once(hosts):
-    """By whoever speaks for a host, whose word counts as much as the host has ranks."""
-    numel, speakers = 4096, sorted(min(h) for h in hosts)
+def test_owner_residuals_are_sent_once_when_buckets_change(hosts):
+    """The first rank of each host sends it, with the weight of all ranks of the host."""
+    numel, owners = 4096, sorted(min(h) for h in hosts)
 
-    def remains(rank: int) -> BucketState:
-        return BucketState(
-            pl.OneBit(bucket=32),
-            ["w"],
-            [torch.zeros(numel)],
-            torch.zeros(numel),
-            rank,
-            torch.zeros(1, dtype=torch.int64),
-        )
+    def bucket(rank: int) -> BucketState:
+        return BucketState(pl.OneBit(bucket=32), ["w"], [torch.zeros(numel)], torch.zeros(numel), rank, {})
 
-    owed = torch.zeros(numel)
-    for place, rank in enumerate(speakers):
-        before, after = remains(rank), remains(rank)
-        # One stripe as these buckets are cut, and values of another as former ones were.
-        before.memory["owner_residual"][numel // 8 : numel // 4] = 1.0 + place
-        after.take({name: piece.clone() for name, piece in before.pieces()}, rank, hosts)
-        own = stripe_of(place, numel, len(speakers), unit=32)
-        assert (
-            not after.memory["owner_residual"][: own.start].any()
-            and not after.memory["owner_residual"][own.stop :].any()
-        )
+    unsent = torch.zeros(numel)
+    for place, rank in enumerate(owners):
+        before, after = bucket(rank), bucket(rank)
+        # Values that lie in one stripe of the new bucket, and that had other owners in the old buckets.
+        before.slots["residuals"].owner_residual[numel // 8 : numel // 4] = 1.0 + place
+        after.restore({piece.key: piece.values.clone() for piece in before.pieces()}, rank, hosts)
+        own = stripe_of(place, numel, len(owners), unit=32)
+        residuals = after.slots["residuals"]
+        assert not residuals.owner_residual[: own.start].any() and not residuals.owner_residual[own.stop :].any()
         share = next(len(h) for h in hosts if rank in h) / 4
-        owed += after.memory["owner_residual"] + share * after.memory["residual"]
-    assert torch.allclose(owed[numel // 8 : numel // 4], torch.tensor(float(sum(range(1, len(speakers) + 1)))))
-    assert not owed[: numel // 8].any() and not owed[numel // 4 :].any()
+        unsent += residuals.owner_residual + share * residuals.residual
+    assert torch.allclose(unsent[numel // 8 : numel // 4], torch.tensor(float(sum(range(1, len(owners) + 1)))))
+    assert not unsent[: numel // 8].any() and not unsent[numel // 4 :].any()
 
 
-def test_a_lost_peer_is_an_error_now_and_later(tmp_path):
+def test_a_dead_peer_is_an_error_in_this_and_later_steps(tmp_path):
     def work(rank):
-        model, told = ddp(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), []
+        model, errors = ddp(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), []
         pl.ddp_hook(pl.OneBit(), model)
         for k in range(4):
             if rank == 1 and k == 2:
@@ -441,15 +435,15 @@ def test_a_lost_peer_is_an_error_now_and_later(tmp_path):
             try:
                 model(torch.ones(2, 8)).sum().backward()
             except RuntimeError as error:
-                told.append(str(error))
-        return told
+                errors.append(str(error))
+        return errors
 
-    told = forked.run(2, work, tmp_path, timeout_s=30)[0]
-    assert len(told) == 2
-    assert "PeerLost: rank 1 is gone" in told[0]
+    errors = forked.run(2, work, tmp_path, timeout_s=30)[0]
+    assert len(errors) == 2
+    assert "PeerLost: rank 1 is gone" in errors[0]
 
 
-def test_models_in_bfloat16(tmp_path):
+def test_the_hook_works_for_models_in_bfloat16(tmp_path):
     def work(rank):
         def build():
             return net().to(torch.bfloat16)
@@ -468,13 +462,13 @@ def test_models_in_bfloat16(tmp_path):
         return ends
 
     results = forked.run(2, work, tmp_path)
-    assert alike([[state for state, _ in r] for r in results])
+    assert all_equal([[state for state, _ in r] for r in results])
     for plain, *hooked in results:
         assert plain[0] == hooked[0][0]
         assert all(loss < 0.3 for _, loss in (plain, *hooked))
 
 
-def test_joined_ranks_of_unequal_data(tmp_path):
+def test_the_hook_works_with_join_for_unequal_data(tmp_path):
     def work(rank):
         ends = []
         for codec in (None, pl.Fp32(), pl.OneBit()):
@@ -489,13 +483,13 @@ def test_joined_ranks_of_unequal_data(tmp_path):
         return ends
 
     results = forked.run(2, work, tmp_path)
-    assert alike(results)
+    assert all_equal(results)
     assert results[0][0] == results[0][1]
 
 
-def test_what_does_not_fit_a_state_is_named(tmp_path):
+def test_a_state_that_does_not_fit_raises_an_error_and_changes_nothing(tmp_path):
     def work(rank):
-        model, told = ddp(net()), []
+        model, errors = ddp(net()), []
         hook = pl.ddp_hook(PowerSGD(rank=2), model)
         optimizer = sgd(model)
         for batch in batches(rank, 2):
@@ -511,7 +505,7 @@ def test_what_does_not_fit_a_state_is_named(tmp_path):
             try:
                 model.load_state_dict(good | {name: value})
             except ValueError as error:
-                told.append(str(error))
+                errors.append(str(error))
         assert all(torch.equal(value, before[name]) for name, value in hook.state_dict().items())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -520,64 +514,69 @@ def test_what_does_not_fit_a_state_is_named(tmp_path):
         assert torch.equal(hook.state_dict()["factors.hidden.weight"], before["factors.hidden.weight"])
         plain = ddp(net())
         pl.ddp_hook(pl.OneBit(), plain)
-        plain.load_state_dict(ddp(net()).state_dict())  # A state without a hook's is no mistake.
-        return [told, [str(w.message) for w in caught]]
+        plain.load_state_dict(ddp(net()).state_dict())  # A state of a model without a hook can be loaded.
+        return [errors, [str(w.message) for w in caught]]
 
-    for rank, (told, warned) in enumerate(forked.run(2, work, tmp_path)):
-        assert told == [
-            "ddp_hook(PowerSGD(rank=2)): the saved 'residual.last.weight' has the shape (5, 23), "
-            "for parameter 'last.weight' of the shape (5, 24) it must have (5, 24)",
-            "ddp_hook(PowerSGD(rank=2)): the saved 'factors.hidden.weight' has the shape (4, 96), "
-            "for parameter 'hidden.weight' of the shape (24, 96) it must have (2, 96)",
-            "ddp_hook(PowerSGD(rank=2)): the saved 'residual.first.weight' belongs to no parameter of this model that is trained",
+    for rank, (errors, warned) in enumerate(forked.run(2, work, tmp_path)):
+        assert errors == [
+            "ddp_hook(PowerSGD(rank=2)): the saved 'residual.last.weight' has the shape (5, 23); "
+            "for the parameter 'last.weight' of the shape (5, 24) it must be (5, 24)",
+            "ddp_hook(PowerSGD(rank=2)): the saved 'factors.hidden.weight' has the shape (4, 96); "
+            "for the parameter 'hidden.weight' of the shape (24, 96) it must be (2, 96)",
+            "ddp_hook(PowerSGD(rank=2)): the saved 'residual.first.weight' belongs to no trainable parameter of this "
+            "model",
         ]
-        assert len(warned) == 1 and f"saved by rank {1 - rank}, and this is rank {rank}" in warned[0]
+        assert len(warned) == 1 and f"saved by rank {1 - rank}, but this is rank {rank}" in warned[0]
 
 
-def test_mistakes_are_named(tmp_path):
+def test_mistakes_raise_errors_that_name_them(tmp_path):
     def work(rank):
-        told = []
+        errors = []
 
-        def tell(mistake):
+        def expect_error(mistake):
             try:
                 mistake()
             except (ValueError, RuntimeError) as error:
-                told.append(str(error))
+                errors.append(str(error))
 
-        tell(lambda: pl.ddp_hook((pl.OneBit(), pl.OneBit(bucket=64))[rank], ddp(net())))
-        tell(lambda: pl.ddp_hook(pl.OneBit(), ddp(net()), start=2 * rank))
+        expect_error(lambda: pl.ddp_hook((pl.OneBit(), pl.OneBit(bucket=64))[rank], ddp(net())))
+        expect_error(lambda: pl.ddp_hook(pl.OneBit(), ddp(net()), start=2 * rank))
         half = dist.new_group([rank], use_local_synchronization=True)
-        tell(lambda: pl.ddp_hook(pl.OneBit(), ddp(net(), process_group=half)))
+        expect_error(lambda: pl.ddp_hook(pl.OneBit(), ddp(net(), process_group=half)))
         hook = pl.ddp_hook(pl.OneBit(), ddp(net()))
-        tell(lambda: hook.register(ddp(net())))
-        tell(pl.ddp_hook(pl.OneBit()).state_dict)
+        expect_error(lambda: hook.register(ddp(net())))
+        expect_error(pl.ddp_hook(pl.OneBit()).state_dict)
         sparse = ddp(nn.Embedding(9, 4, sparse=True))
         pl.ddp_hook(pl.OneBit(), sparse)
-        tell(lambda: sparse(torch.tensor([1, 2])).sum().backward())
-        return told
+        expect_error(lambda: sparse(torch.tensor([1, 2])).sum().backward())
+        return errors
 
-    for told in forked.run(2, work, tmp_path):
-        assert told == [
-            "rank 1 has ddp_hook(OneBit(bucket=64)), but rank 0 has ddp_hook(OneBit(bucket=512)): all must have the same",
-            "rank 1 has ddp_hook(OneBit(bucket=512), start=2), but rank 0 has ddp_hook(OneBit(bucket=512)): all must have the same",
-            "ddp_hook(OneBit(bucket=512)): the model's process group has 1 of 2 ranks; the hook works among all of them",
-            "ddp_hook(OneBit(bucket=512)) serves another model already: make one for each",
-            "ddp_hook(OneBit(bucket=512)) knows no parameters' names: make it with the model, ddp_hook(codec, ddp)",
-            "ddp_hook(OneBit(bucket=512)): a parameter has a sparse gradient; codecs encode dense ones (Embedding(sparse=False))",
+    for errors in forked.run(2, work, tmp_path):
+        assert errors == [
+            "rank 1 has ddp_hook(OneBit(bucket=64)), but rank 0 has ddp_hook(OneBit(bucket=512)): "
+            "all ranks must have the same",
+            "rank 1 has ddp_hook(OneBit(bucket=512), start=2), but rank 0 has ddp_hook(OneBit(bucket=512)): "
+            "all ranks must have the same",
+            "ddp_hook(OneBit(bucket=512)): the model's process group has 1 of 2 ranks, but the hook needs all of them",
+            "ddp_hook(OneBit(bucket=512)) is registered with another model: make one hook for each model",
+            "ddp_hook(OneBit(bucket=512)) does not know the names of the parameters: make it with the model, "
+            "ddp_hook(codec, ddp)",
+            "ddp_hook(OneBit(bucket=512)): a parameter has a sparse gradient, but codecs encode dense gradients; "
+            "give Embedding(sparse=False)",
         ]
 
 
-def test_a_hooks_group_waits_as_long_as_the_hook(tmp_path):
-    """torch gives every new group the same half an hour, whatever the first one has."""
+def test_the_hooks_process_group_has_the_timeout_of_the_hook(tmp_path):
+    """torch gives every new group 30 minutes, whatever timeout the default group has."""
 
     def work(rank):
         hook = pl.ddp_hook(pl.OneBit(), ddp(net()), timeout_s=77.0)
-        return hook._job.endpoint._process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        return hook._job.endpoint._torch.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     assert forked.run(2, work, tmp_path) == [77.0, 77.0]
 
 
-def test_a_hook_ends_with_its_model_and_a_copy_of_the_model_has_none(tmp_path):
+def test_a_hook_is_freed_with_its_model_and_a_copy_of_the_model_has_no_hook(tmp_path):
     def work(rank):
         threads = threading.active_count()
         model = ddp(net())
@@ -617,7 +616,7 @@ kept = main(int(sys.argv[1]))
 
 
 @pytest.mark.parametrize("end", ["destroy", "leave"])
-def test_processes_end_by_themselves_and_in_silence(end, tmp_path):
+def test_processes_end_without_output(end, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     start = [sys.executable, "-X", "faulthandler", str(script)]

@@ -52,7 +52,7 @@ from pathlib import Path
 import torch
 import paceline as pl
 from paceline import codecs
-from paceline.collectives import Ballot, mean, mean_encoded
+from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
 torch.set_num_threads(1)
 # What the interface sent, less the 66 bytes of Ethernet, IPv4 and TCP headers of each packet, acknowledgements included, and less
@@ -70,12 +70,12 @@ with Job(pl.AllReduceSGD(), device=torch.device("cpu")) as job:
         # Messages large enough for their headers, some 5 kB for ten of them, not to count.
         settings = {"threshold": {"tau": 1.5}, "power-sgd": {"rank": 64}}.get(name, {})
         codec = None if name == "none" else pl.registry.codec(name, **settings)
-        link = codec and codec.link(lambda **initial: Kept(**initial), torch.zeros(numel), key=e.rank)
+        link = codec and codec.codec_state(lambda **initial: Kept(**initial), torch.zeros(numel), key=e.rank)
         def once(seed):
             x = torch.randn(numel, generator=torch.Generator().manual_seed(seed + e.rank))
-            vote = Ballot(1.0, rank=e.rank)
+            vote = SyncVote(1.0, rank=e.rank)
             routine = (lambda c: mean(c, x, vote)) if link is None else (lambda c: mean_encoded(c, x, vote, link))
-            e.exchange(routine, lambda total: total).wait()
+            e.run_collectives(routine, lambda total: total).wait()
         once(0)
         e.all_reduce(torch.zeros(1)).wait()
         time.sleep(0.2)  # Until the last of it is acknowledged.

@@ -1,4 +1,4 @@
-"""The mailbox: everything arrives as it was sent, in order, and nothing from strangers; through the socket or in parcels."""
+"""The mailbox: messages arrive unchanged and in order, none from strangers; through the socket or through segments."""
 
 # pyright: basic, reportPrivateImportUsage=false
 from __future__ import annotations
@@ -25,24 +25,25 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 from paceline.errors import ClusterError
 from paceline.op import drive
 from paceline.protocol.messages import Message
-from paceline.transport import mailbox
-from paceline.transport.mailbox import COPY_BELOW, UNREAD, Mailbox
+from paceline.transport import mailbox, outbox
+from paceline.transport.connections import COPY_BELOW, UNREAD
+from paceline.transport.mailbox import Mailbox
 from paceline.transport.wire import DTYPES
 from tests.messages import Goodbye, Hello, Note, TheEnd
 
 DEADLINE_S = 10.0
-both_ways = pytest.mark.parametrize("is_far", [False, True], ids=["parcels", "socket"])
+both_ways = pytest.mark.parametrize("is_far", [False, True], ids=["segments", "socket"])
 
 
 @contextmanager
 def job(
     size: int, store: Store | None = None, is_far: bool = False, timeout_s: float = DEADLINE_S, **settings: object
 ) -> Iterator[list[Mailbox]]:
-    """The mailboxes of a job; if they are far, each takes the others to be on other hosts, so that all goes through the sockets."""
+    """The mailboxes of a job; `is_far`: each takes the others to be on other hosts, so that all goes through the sockets."""
     store = store or HashStore()
     with pytest.MonkeyPatch.context() as patch:
         if is_far:
-            patch.setattr(mailbox, "here", lambda: "")
+            patch.setattr(mailbox, "memory_domain", lambda: "")
         boxes = [Mailbox(store, rank, size, timeout_s=timeout_s, **settings) for rank in range(size)]  # pyright: ignore
     try:
         yield boxes
@@ -52,7 +53,7 @@ def job(
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """ZeroMQ tells nobody when it has turned somebody away, so the tests that need to know must look."""
+    """Poll: ZeroMQ does not report that it has refused a connection."""
     end = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -63,7 +64,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel()).remainder(2 if dtype is torch.bool else 100).to(dtype).reshape(shape)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["parcels", "socket"])
+@pytest.fixture(scope="module", params=[False, True], ids=["segments", "socket"])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Mailbox]]:
     with job(2, is_far=request.param) as boxes:
         yield boxes
@@ -81,7 +82,7 @@ def test_a_tensor_of_any_type_and_shape_arrives_as_it_was_sent(
     assert came.data_ptr() % dtype.itemsize == 0
 
 
-def test_a_message_arrives_with_all_that_is_in_it(pair: list[Mailbox]):
+def test_a_message_arrives_with_all_its_fields(pair: list[Mailbox]):
     small = numbers(3), numbers(2, 2, dtype=torch.bfloat16), torch.tensor(7)
     sent = Note(2**62, -1, "seven", (*small, numbers(2**16), torch.tensor(8)))
     pair[0].send(1, sent).wait()
@@ -112,7 +113,7 @@ def test_a_received_tensor_may_be_written_to_and_outlives_its_mailbox(is_far: bo
     assert small.tolist() == [1, 2, 3, 4, 5] and torch.equal(large, numbers(COPY_BELOW) + 1)
 
 
-def test_a_rank_may_write_to_itself(pair: list[Mailbox]):
+def test_a_rank_may_send_to_itself(pair: list[Mailbox]):
     pair[0].send(0, Note()).wait()
     assert pair[0].recv(src=0).wait().src == 0
 
@@ -163,12 +164,12 @@ def test_a_strategy_can_await_both_ends(pair: list[Mailbox]):
 
 
 @pytest.mark.parametrize(("src", "whom"), [(None, "any rank"), (1, "rank 1")])
-def test_a_receive_that_takes_too_long_says_from_whom_and_how_long(pair: list[Mailbox], src: int | None, whom: str):
+def test_a_receive_that_times_out_names_the_sender_and_the_time(pair: list[Mailbox], src: int | None, whom: str):
     with pytest.raises(TimeoutError, match=rf"^rank 0 waited 0\.05 s for a message from {whom}$"):
         pair[0].recv(src=src, timeout=0.05).wait()
 
 
-def test_what_has_arrived_is_given_even_when_the_time_is_over(pair: list[Mailbox]):
+def test_a_message_that_has_arrived_is_returned_even_after_the_timeout(pair: list[Mailbox]):
     pair[1].send(0, Hello()).wait()
     pair[1].send(0, Goodbye()).wait()
     assert isinstance(pair[0].recv().wait(), Hello)
@@ -192,7 +193,7 @@ def test_two_ranks_that_both_send_before_they_read_do_not_wait_for_each_other(
     is_far: bool, monkeypatch: pytest.MonkeyPatch
 ):
     x = torch.zeros(COPY_BELOW)
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", 4 * x.nbytes)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", 4 * x.nbytes)
     with job(2, is_far=is_far) as (a, b), ThreadPoolExecutor(2) as threads:
 
         def exchange(box: Mailbox) -> list[int]:
@@ -206,7 +207,7 @@ def test_two_ranks_that_both_send_before_they_read_do_not_wait_for_each_other(
 @both_ways
 def test_an_awaited_send_waits_for_a_reader_that_cannot_keep_up(is_far: bool, monkeypatch: pytest.MonkeyPatch):
     x = torch.zeros(COPY_BELOW)
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", UNREAD * x.nbytes)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", UNREAD * x.nbytes)
     with job(2, is_far=is_far, timeout_s=0.3) as (a, b):
         sent = 0
         with pytest.raises(ClusterError, match=r"^rank 0 could not send 'note' to rank 1 within 0\.3 s$"):
@@ -218,7 +219,7 @@ def test_an_awaited_send_waits_for_a_reader_that_cannot_keep_up(is_far: bool, mo
         a.send(1, Note(values=(x,))).wait()
 
 
-def test_a_rank_that_never_comes_is_named():
+def test_a_rank_that_never_joins_is_named():
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.05))
     a = Mailbox(store, 0, 2)
@@ -230,9 +231,9 @@ def test_a_rank_that_never_comes_is_named():
 def test_the_callers_mistakes_are_named(pair: list[Mailbox]):
     with pytest.raises(ValueError, match=r"Mailbox\(rank=2, size=2\)"):
         Mailbox(HashStore(), 2, 2)
-    with pytest.raises(ValueError, match="send: rank 2 is none of this job's, which are 0 to 1"):
+    with pytest.raises(ValueError, match="send: rank 2 is not in this job, whose ranks are 0 to 1"):
         pair[0].send(2, Note())
-    with pytest.raises(ValueError, match="recv: rank -1 is none"):
+    with pytest.raises(ValueError, match="recv: rank -1 is not in this job"):
         pair[0].recv(src=-1)
     with pytest.raises(ValueError, match=r"send of a torch\.complex64 tensor: a mailbox carries float32, "):
         pair[0].send(1, Note(values=(torch.zeros(2, dtype=torch.complex64),)))
@@ -257,7 +258,7 @@ def test_a_rank_has_one_mailbox_in_a_store():
 @pytest.mark.skipif(
     not os.path.exists("/proc/net/if_inet6") or not Path("/proc/net/if_inet6").read_text(), reason="no IPv6 here"
 )
-def test_a_mailbox_can_live_at_an_ipv6_address():
+def test_a_mailbox_can_have_an_ipv6_address():
     with job(2, bind="::1") as (a, b):
         assert a.address.startswith("tcp://[::1]:")
         b.send(0, Hello()).wait()
@@ -287,19 +288,19 @@ def test_a_tensor_beyond_the_limit_is_not_sent_and_one_at_the_limit_arrives(is_f
         assert b.recv().wait().nbytes == 4_000_000
 
 
-def test_a_frame_beyond_the_limit_does_not_reach_memory():
+def test_a_frame_beyond_the_limit_is_not_read_into_memory():
     with job(2, is_far=True, max_nbytes=1000) as (a, b):
-        b.max_nbytes = None  # A rank that does not keep to it.
+        b.max_nbytes = None  # A rank that ignores the limit.
         b.send(0, Note(values=(torch.zeros(1_000_000),)))
         with pytest.raises(TimeoutError):
             a.recv(timeout=0.2).wait()
-        b._outboxes.pop(0).close(linger=0)
+        b._outbox._sockets.pop(0).close(linger=0)
         assert_serves(a, b)
 
 
 def send_much(store: Store) -> None:
     torch.set_num_threads(1)
-    mailbox.here = lambda: ""
+    mailbox.memory_domain = lambda: ""
     Mailbox(store, 1, 3).send(0, Note(values=(torch.zeros(50_000_000),) * 2)).wait()
 
 
@@ -309,7 +310,7 @@ def test_a_rank_killed_within_a_message_does_not_stop_the_others(tmp_path: Path)
     a, c = Mailbox(store, 0, 3, timeout_s=DEADLINE_S), Mailbox(store, 2, 3)
     child = multiprocessing.get_context("fork").Process(target=send_much, args=(store,))
     child.start()
-    until(lambda: len(a._door._admitted) == 1)  # Two tensors of 200 MB take long enough.
+    until(lambda: len(a._connections.authenticator._admitted) == 1)  # Two tensors of 200 MB take long enough.
     child.kill()
     child.join()
     with pytest.raises(TimeoutError):
@@ -347,25 +348,35 @@ def test_a_stranger_without_a_key_is_refused(pair: list[Mailbox]):
     assert_serves(*pair)
 
 
-def test_a_stranger_with_a_key_that_nobody_published_is_refused(pair: list[Mailbox]):
-    for boxes in (pair, None):  # Once where all ranks are known, and once where the store must be asked.
+def test_a_stranger_with_an_unpublished_key_is_refused(pair: list[Mailbox]):
+    for boxes in (pair, None):  # Once where all ranks are known, and once where the store must be read.
         with job(2) as fresh:
             box, peer = boxes or fresh
             public, secret = zmq.curve_keypair()
-            stranger(box, curve_publickey=public, curve_secretkey=secret, curve_serverkey=box._public)
+            stranger(box, curve_publickey=public, curve_secretkey=secret, curve_serverkey=box._connections.public_key)
             assert box.last_refusal == "a stranger at 127.0.0.1: no rank of this job has published its key"
             assert_serves(box, peer)
 
 
 def test_a_stranger_with_a_ranks_public_key_but_not_its_secret_is_refused(pair: list[Mailbox]):
     _, secret = zmq.curve_keypair()
-    stranger(pair[0], curve_publickey=pair[1]._public, curve_secretkey=secret, curve_serverkey=pair[0]._public)
+    stranger(
+        pair[0],
+        curve_publickey=pair[1]._connections.public_key,
+        curve_secretkey=secret,
+        curve_serverkey=pair[0]._connections.public_key,
+    )
     assert_serves(*pair)
 
 
-def test_a_stranger_that_takes_this_rank_for_another_is_refused(pair: list[Mailbox]):
+def test_a_stranger_that_expects_another_rank_is_refused(pair: list[Mailbox]):
     wrong, _ = zmq.curve_keypair()
-    stranger(pair[0], curve_publickey=pair[1]._public, curve_secretkey=pair[1]._secret, curve_serverkey=wrong)
+    stranger(
+        pair[0],
+        curve_publickey=pair[1]._connections.public_key,
+        curve_secretkey=pair[1]._connections.secret_key,
+        curve_serverkey=wrong,
+    )
     assert_serves(*pair)
 
 
@@ -374,9 +385,9 @@ def test_a_rank_of_another_job_is_refused():
     with job(2, PrefixStore("a", store)) as ours, job(2, PrefixStore("b", store)) as theirs:
         stranger(
             ours[0],
-            curve_publickey=theirs[1]._public,
-            curve_secretkey=theirs[1]._secret,
-            curve_serverkey=ours[0]._public,
+            curve_publickey=theirs[1]._connections.public_key,
+            curve_secretkey=theirs[1]._connections.secret_key,
+            curve_serverkey=ours[0]._connections.public_key,
         )
         assert_serves(*ours)
 
@@ -384,7 +395,7 @@ def test_a_rank_of_another_job_is_refused():
 @pytest.mark.parametrize(
     "said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 20, b"\xff" + bytes(8) + b"\x7f\x03", os.urandom(4096)]
 )
-def test_other_protocols_on_its_port_do_not_disturb_it(pair: list[Mailbox], said: bytes):
+def test_other_protocols_on_its_port_do_not_stop_the_mailbox(pair: list[Mailbox], said: bytes):
     host, port = pair[0].address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(said)
@@ -394,17 +405,17 @@ def test_other_protocols_on_its_port_do_not_disturb_it(pair: list[Mailbox], said
 # Malformed messages of ranks that were admitted
 
 
-def deliver(pair: list[Mailbox], letters: list[list[bytes]]) -> list[Message]:
-    """Send raw frames as rank 1 and give what rank 0 made of them; all others must have been counted."""
+def deliver(pair: list[Mailbox], raw: list[list[bytes]]) -> list[Message]:
+    """Send raw frames as rank 1 and return the messages that rank 0 received; the others must have been counted as refused."""
     a, b = pair
     before = a.refused
-    for frames in letters:
-        b._outbox(0).send_multipart(frames)
+    for frames in raw:
+        b._outbox.socket(0).send_multipart(frames)
     b.send(0, TheEnd()).wait()
     came: list[Message] = []
     while not isinstance(message := a.recv().wait(), TheEnd):
         came.append(message)
-    assert a.refused - before == len(letters) - len(came)
+    assert a.refused - before == len(raw) - len(came)
     return came
 
 
@@ -416,8 +427,8 @@ def header(tensors: object = (), values: object = None, tag: object = "note", **
     return msgspec.msgpack.encode([tensors, {"type": tag, "values": values, **fields}])
 
 
-def form(name: str, *shape: int, place: object = None) -> object:
-    return [name, shape, place]
+def form(name: str, *shape: int, location: object = None) -> object:
+    return [name, shape, location]
 
 
 @pytest.mark.parametrize(
@@ -484,8 +495,8 @@ def test_an_empty_tensor_with_huge_sides_is_allowed(pair: list[Mailbox]):
 
 
 sides = st.one_of(st.integers(0, 5), st.integers(-(2**63), 2**64 - 1))
-places = st.one_of(st.none(), st.lists(sides, min_size=4, max_size=6))
-entries = st.tuples(st.sampled_from([*DTYPES, "complex64", "", "object"]), st.lists(sides, max_size=4), places)
+locations = st.one_of(st.none(), st.lists(sides, min_size=4, max_size=6))
+entries = st.tuples(st.sampled_from([*DTYPES, "complex64", "", "object"]), st.lists(sides, max_size=4), locations)
 odd = st.one_of(
     st.none(),
     st.booleans(),
@@ -503,21 +514,21 @@ lies = st.builds(
     number=st.one_of(st.integers(0, 9), odd),
     text=st.one_of(st.text(max_size=3), odd),
 )
-letters = st.builds(
+raw_messages = st.builds(
     lambda head, rest: [head, *rest],
     st.one_of(lies, st.binary(max_size=60)),
     st.lists(st.binary(max_size=40), max_size=3),
 )
 
 
-@given(batch=st.lists(letters, min_size=1, max_size=20))
+@given(batch=st.lists(raw_messages, min_size=1, max_size=20))
 @settings(max_examples=150, deadline=None)
 def test_frames_of_any_bytes_are_a_message_or_counted(pair: list[Mailbox], batch: list[list[bytes]]):
     for message in deliver(pair, batch):
         assert message.src == 1 and all(t.dtype in DTYPES.values() for t in message.tensors())
 
 
-def test_two_thousand_damaged_letters_do_not_stop_it(pair: list[Mailbox]):
+def test_two_thousand_damaged_messages_do_not_stop_the_mailbox(pair: list[Mailbox]):
     noise = torch.Generator().manual_seed(0)
 
     def pick(below: int) -> int:
@@ -538,12 +549,12 @@ def test_two_thousand_damaged_letters_do_not_stop_it(pair: list[Mailbox]):
                 del frames[pick(3)]
         damaged.append([bytes(frame) for frame in frames] or [b""])
     came = deliver(pair, damaged)
-    # A flipped bit in a number or a text is a different message and not a malformed one.
+    # A flipped bit in a number, or in a text, makes a different message and not a malformed one.
     assert len(came) < 600
     assert all(t.nbytes in (24, 4) for m in came for t in m.tensors())
 
 
-# Coming and going
+# Opening and closing
 
 
 def open_files() -> int:
@@ -565,13 +576,11 @@ def one_job(is_far: bool) -> list[str]:
 
 @both_ways
 def test_closing_leaves_no_thread_no_port_and_no_file(is_far: bool):
-    one_job(is_far)  # pyzmq keeps one thread for all lent buffers of the process, and torch its own.
+    one_job(is_far)  # pyzmq keeps one thread for all buffers in flight, and torch its own.
     before, natives = (set(threading.enumerate()), open_files()), native_threads()
     addresses = one_job(is_far)
     assert (set(threading.enumerate()), open_files()) == before
-    until(
-        lambda: native_threads() <= natives
-    )  # A thread that has been joined may be listed for a moment longer, then as now.
+    until(lambda: native_threads() <= natives)  # A joined thread may be listed for a moment longer.
     for address in addresses:
         host, port = address.removeprefix("tcp://").split(":")
         with socket.socket() as probe:
@@ -587,7 +596,7 @@ def test_closing_flushes_what_was_sent():
 
 
 @both_ways
-def test_closing_does_not_wait_longer_than_told_for_a_rank_that_is_gone(is_far: bool):
+def test_closing_does_not_wait_longer_than_linger_s_for_a_closed_rank(is_far: bool):
     with job(2, is_far=is_far) as (a, b):
         b.close()
         a.send(1, Note(values=(torch.zeros(COPY_BELOW),)))
@@ -630,7 +639,7 @@ def pass_round(path: str, rank: int, size: int) -> None:
 
 
 @pytest.mark.dist
-def test_three_processes_pass_a_tensor_round(tmp_path: Path):
+def test_three_processes_pass_a_tensor_around(tmp_path: Path):
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=pass_round, args=(str(tmp_path / "store"), rank, 3)) for rank in range(3)]
     for process in ranks:
@@ -648,7 +657,7 @@ def use_inherited(box: Mailbox) -> None:
     try:
         box.send(0, Note())
     except RuntimeError as error:
-        os._exit(0 if "not of this process" in str(error) else 1)
+        os._exit(0 if "belongs to another process" in str(error) else 1)
     os._exit(2)
 
 

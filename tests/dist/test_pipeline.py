@@ -298,7 +298,7 @@ def calling_twice(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[], pl.Run], str]] = {
     "servers": (
         lambda: pl.train(task(), pl.ASGD(), 2, stages=2),
-        r"train\(ASGD, stages=2\): its workers do not wait for each other",
+        r"train\(ASGD\): it needs the whole model in each worker .*, which stages=2 does not offer",
     ),
     "no such layer": (
         lambda: pl.train(task(), pl.AllReduceSGD(), 2, stages=["3", "9"]),

@@ -23,7 +23,7 @@ from torch.distributed import FileStore, HashStore
 from paceline import Adam, Bound, ClusterError, Compensated, Fp16, Momentum, Quorum, RoundRobin, Sgd
 from paceline.op import drive
 from paceline.protocol.messages import Away, Message, Refused, Wait
-from paceline.server import dispatcher, shard
+from paceline.server import dispatcher, queues, shard
 from paceline.server.messages import (
     DrawWork,
     Exchange,
@@ -41,7 +41,7 @@ from paceline.server.messages import (
     Work,
     WorkerLost,
 )
-from paceline.transport import mailbox
+from paceline.transport import outbox
 from tests.dist.served import (
     LAYOUT,
     NEWCOMER,
@@ -299,7 +299,7 @@ def test_a_probe_for_an_update_spoils_no_memory():
 
 def test_of_one_worker_only_so_many_requests_are_kept():
     with serving(Momentum(lr=0.5), RoundRobin()) as (server, good, (rogue,)):
-        for i in range(shard.MOST_HELD):
+        for i in range(queues.MOST_HELD):
             rogue.say(Exchange(FINE, request_id=i + 1))
         assert told(rogue.ask(Exchange(FINE, request_id=100))).startswith("64 of its requests wait to be answered")
         assert server.refused == (0, 1)
@@ -311,11 +311,11 @@ def test_of_one_worker_only_so_many_requests_are_kept():
 
 def test_before_the_first_value_no_more_are_kept_either():
     with serving() as (server, good, (rogue,)):
-        for i in range(shard.MOST_HELD):
+        for i in range(queues.MOST_HELD):
             rogue.say(Pull(request_id=i + 1))
         assert "64 of its requests wait" in told(rogue.ask(Pull(request_id=100)))
         good.exchange()
-        assert all(isinstance(rogue.hear(), Value) for _ in range(shard.MOST_HELD))
+        assert all(isinstance(rogue.hear(), Value) for _ in range(queues.MOST_HELD))
         assert server.refused == (0, 1)
 
 
@@ -416,7 +416,7 @@ def test_a_shard_ends_though_somebody_goes_on_talking(monkeypatch: pytest.Monkey
 
 
 def test_who_does_not_take_its_answers_is_gone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mailbox, "UNREAD_NBYTES", 2**20)
+    monkeypatch.setattr(outbox, "UNREAD_NBYTES", 2**20)
     with serving(numel=2**16, is_far=False) as (server, good, (rogue,)):
         server.box.timeout_s = 0.2
         good.exchange()

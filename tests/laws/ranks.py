@@ -24,7 +24,7 @@ from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
 from paceline.transport.comm_thread import CommThread
-from paceline.transport.endpoint import Clock, ProcessEndpoint
+from paceline.transport.endpoint import Backends, Clock, ProcessEndpoint
 from paceline.transport.mailbox import Mailbox
 from paceline.transport.shared_memory import SharedMemory
 
@@ -134,14 +134,16 @@ def _child(
                 Layout(workers),
                 clock,
                 ranks=ranks,
-                group=group,
-                shared=SharedMemory.connect(apart, rank, ranks, timeout_s=TIMEOUT_S)
-                if shares and len(ranks) > 1
-                else None,
-                lane=lane,
+                backends=Backends(
+                    shared=SharedMemory.connect(apart, rank, ranks, timeout_s=TIMEOUT_S)
+                    if shares and len(ranks) > 1
+                    else None,
+                    process_group=group,
+                    comm_thread=lane,
+                    is_ordered=ordered,
+                ),
                 open_mailbox=mail,
                 open_group=endpoint_of if whole else None,
-                ordered=ordered,
             )
 
         endpoint = endpoint_of(tuple(range(workers)))

@@ -103,8 +103,13 @@ def close(a: Tensor, b: Tensor, rtol: float = 1e-10) -> bool:
     return torch.allclose(a.double(), b.double(), rtol=rtol, atol=rtol)
 
 
+def values(state: Any, slot: str) -> dict[str, Any]:
+    """What a slot of a saved state holds."""
+    return state["slots"][slot]["values"]
+
+
 def params(run: Any) -> list[Tensor]:
-    return [state["replica"]["params"] for state in run.states]
+    return [values(state, "model")["params"] for state in run.states]
 
 
 def instant(workers: int, **more: Any) -> Cluster:

@@ -30,7 +30,7 @@ from paceline import (
 from paceline.strategies.block_momentum import TooFewSamples, time_constant
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
-from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, vector
+from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, values, vector
 
 FOUR = Cluster(workers=4)
 every_linear_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov"])
@@ -67,11 +67,11 @@ def meetings(run: Run) -> list[int]:
 
 
 def met(divergence: float = 0.0, *, lr: float = 0.1, loss: float = 1.0) -> SyncResult:
-    return SyncResult(step=9, steps=4, samples=8.0, lr=lr, divergence=divergence, loss=loss, time=1.0)
+    return SyncResult(step=9, steps=4, samples=8.0, workers=4, lr=lr, divergence=divergence, loss=loss, time=1.0)
 
 
 def state_of(state: Any, name: str) -> Tensor:
-    return torch.cat([s[name].reshape(-1) for s in state["trainee"]["optimizer"]["state"].values()])
+    return torch.cat([s[name].reshape(-1) for s in values(state, "optimizer")["state"].values()])
 
 
 # C1, C2: the spread of the replicas
@@ -92,7 +92,9 @@ def test_noise_spreads_replicas_in_proportion_to_the_period_and_the_square_of_th
 def test_the_spread_is_the_population_variance_of_the_replicas_weighted_by_samples(batch: int):
     task = regression(steps=8, batch=batch)
     apart = simulate(task, PeriodicAveraging(period=100), FOUR, stop_at=4)
-    weights = torch.tensor([state["replica"]["samples"] for state in apart.states], dtype=torch.float64) / (4 * batch)
+    weights = torch.tensor([values(state, "position")["total"] for state in apart.states], dtype=torch.float64) / (
+        4 * batch
+    )
     points = torch.stack(params(apart))
     mean = (weights[:, None] * points).sum(0)
     by_hand = float((weights * (points - mean).square().sum(1)).sum())
@@ -170,7 +172,7 @@ def test_the_usual_ratio_is_the_mean_of_what_was_sampled():
         FOUR,
     )
     ratios = [s.divergence / (0.05 / (1 + s.step)) for s in run.trace.syncs if s.rank == 0 and 4 <= s.step < 20]
-    memory = next(m for m in run.states[0]["replica"]["memories"] if "ratio" in m)
+    memory = values(run.states[0], "controller")
     assert memory["sampled"] == len(ratios) == 5 and memory["ratio"] == pytest.approx(sum(ratios) / 5)
 
 
@@ -317,7 +319,7 @@ def test_diloco_is_block_momentum_that_goes_on_from_its_look_ahead(optimizer: st
         task, BlockMomentum(period=4, momentum=0.6, rate=0.7, nesterov=nesterov, optimizer_state="keep"), FOUR
     )
     diloco = end(task, DiLoCo(period=4, momentum=0.6, rate=0.7, nesterov=nesterov))
-    assert close(diloco, blocks.states[0]["replica"]["memories"][0]["anchor"], rtol=1e-9)
+    assert close(diloco, values(blocks.states[0], "sync")["anchor"], rtol=1e-9)
     assert close(diloco, blocks.params, rtol=1e-3) is not nesterov
 
 
@@ -330,7 +332,7 @@ def test_diloco_without_an_outer_optimizer_is_averaging_and_at_every_step_all_re
 def test_dilocos_inner_state_stays_with_each_worker():
     run = simulate(regression(steps=8, batch=8, optimizer=OPTIMIZERS["adam"]), DiLoCo(period=4), FOUR)
     for state in run.states[1:]:
-        assert same(state["replica"]["params"], run.params)
+        assert same(values(state, "model")["params"], run.params)
         assert not close(state_of(state, "exp_avg"), state_of(run.states[0], "exp_avg"), rtol=1e-3)
 
 
@@ -407,7 +409,7 @@ def test_slow_mo_of_one_worker_without_momentum_is_lookahead():
 # What is refused
 
 REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
-    (PeriodicAveraging, {"period": 0}, r"PeriodicAveraging\(period=0\).*steps between synchronisations.*at least 1"),
+    (PeriodicAveraging, {"period": 0}, r"PeriodicAveraging\(period=0\).*steps between syncs.*at least 1"),
     (BlockMomentum, {"samples": -1}, r"BlockMomentum\(samples=-1\).*a worker's samples.*at least 1"),
     (PeriodicAveraging, {"period": 4, "samples": 9}, r"period=4, samples=9.*in steps or in samples, not in both"),
     (PeriodicAveraging, {"optimizer_state": "drop"}, r"optimizer_state='drop'.*one of 'keep', 'average' and 'reset'"),

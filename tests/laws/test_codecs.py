@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from paceline import codecs
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
 from paceline.server import RULES as KNOWN_RULES
 from tests.laws.every import CODECS, RULES, SETTLES
+from tests.laws.slots import Slots
 from tests.laws.tasks import numbers, same
 
 SIZES = [0, 1, 7, 8, 9, 31, 33, 511, 512, 513, 1023, 2**16 + 3]
@@ -238,55 +238,67 @@ def test_residual_stays_bounded_on_a_stationary_stream(codec: Codec, steps: int)
     assert median(norms[3 * steps :]) < 1.2 * median(norms[steps : 3 * steps])
 
 
-def memories(codec: Codec, numel: int) -> tuple[Any, list[SimpleNamespace]]:
-    """A codec's link, and what it remembers."""
-    kept: list[SimpleNamespace] = []
-
-    def remember(**initial: Any) -> SimpleNamespace:
-        kept.append(SimpleNamespace(**{n: v.clone() if isinstance(v, Tensor) else v for n, v in initial.items()}))
-        return kept[-1]
-
-    return codec.codec_state(remember, torch.zeros(numel)), kept
-
-
-def remembered(kept: list[SimpleNamespace]) -> Tensor:
-    vectors = [v for m in kept for v in vars(m).values() if isinstance(v, Tensor) and v.is_floating_point()]
-    return torch.cat([v.reshape(-1).double() for v in vectors]) if vectors else torch.zeros(0)
+def with_slots(codec: Codec, numel: int) -> tuple[Any, Slots]:
+    """A codec's state, and the slots that it is kept in."""
+    slots = Slots()
+    return codec.codec_state(slots, torch.zeros(numel)), slots
 
 
 @every_codec
 @pytest.mark.parametrize("where", [slice(0, 1030), slice(100, 700)], ids=str)
 def test_what_was_not_heard_is_remembered_again(codec: Codec, where: slice):
     """Up to rounding: x + r, what is left of it, and both back; and where there is momentum, that divided by 0.9."""
-    codec_state, kept = memories(codec, 1030)
+    codec_state, slots = with_slots(codec, 1030)
     for t in range(3):
         codec_state[where].encode(numbers(1030, seed=t, dtype=torch.float32)[where])
-    before, x = remembered(kept).clone(), numbers(1030, seed=9, dtype=torch.float32)[where]
+    before, x = slots.vector().clone(), numbers(1030, seed=9, dtype=torch.float32)[where]
     data = codec_state[where].encode(x)
     said = torch.zeros(x.numel())
     codec_state[where].add(data, said)
     codec_state[where].undo(x, data)
     largest = before.abs().max().item() + x.abs().max().item() + said.abs().max().item() if before.numel() else 0.0
-    assert ((remembered(kept) - before).abs() <= 4 * 2**-23 * largest).all()
+    assert ((slots.vector() - before).abs() <= 4 * 2**-23 * largest).all()
 
 
 @every_codec
 def test_silence_says_nothing_and_costs_nothing(codec: Codec):
-    codec_state, kept = memories(codec, 1030)
+    codec_state, slots = with_slots(codec, 1030)
     codec_state.encode(numbers(1030, dtype=torch.float32))
-    before, heard = remembered(kept).clone(), numbers(1030, dtype=torch.float32)
+    before, heard = slots.vector().clone(), numbers(1030, dtype=torch.float32)
     codec_state.add(codec_state.encode_zero(1030, CPU), heard, 0.5)
-    assert torch.equal(heard, numbers(1030, dtype=torch.float32)) and torch.equal(remembered(kept), before)
+    assert torch.equal(heard, numbers(1030, dtype=torch.float32)) and torch.equal(slots.vector(), before)
 
 
 @every_codec
 def test_links_of_two_senders_with_the_same_memory_say_the_same(codec: Codec):
     """All that a sender needs to go on is in what it remembers; random numbers follow from its key and the count of messages."""
-    first, second = memories(codec, 1030), memories(codec, 1030)
+    first, second = with_slots(codec, 1030), with_slots(codec, 1030)
     for t in range(4):
         x = numbers(1030, seed=t, dtype=torch.float32)
         assert torch.equal(first[0].encode(x), second[0].encode(x))
-    assert torch.equal(remembered(first[1]), remembered(second[1]))
+    assert torch.equal(first[1].vector(), second[1].vector())
+
+
+@every_codec
+def test_slots_are_resized_without_loss(codec: Codec):
+    """The next mean delivers the mean of residuals and the sum of owners' residuals, for any number of workers."""
+    workers = [with_slots(codec, 1030) for _ in range(3)]
+    for rank, (codec_state, _) in enumerate(workers):
+        codec_state.encode(numbers(1030, seed=rank, dtype=torch.float32))
+        if codec.reduction == "stripes":
+            codec_state.owned(slice(0, 1030)).encode(numbers(1030, seed=9 + rank, dtype=torch.float32))
+    for name, rule in workers[0][1].rules.items():
+        old = [dict(vars(slots.slots[name])) for _, slots in workers]
+        new = rule(old, 2)
+        assert new.keys() == old[0].keys()
+        if name == "residuals":
+            before = sum(v["residual"].double() for v in old) / 3 + sum(v.get("owner_residual", 0.0) for v in old)
+            after = new["residual"].double() + 2 * new.get("owner_residual", torch.zeros(1))
+            assert torch.allclose(after, before, rtol=0, atol=1e-5)
+        elif name == "messages":
+            assert new["count"].item() == max(v["count"].item() for v in old)
+        elif name == "settings":
+            assert new["adapted"] == {}
 
 
 @given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50))

@@ -243,7 +243,7 @@ def test_a_codec_whose_values_cannot_be_summed_is_refused_by_a_linear_mean(codec
     async def law(endpoint: Any) -> Any:
         x = mine(endpoint.rank, 64)
         with pytest.raises(
-            ValueError, match=r"mean: what .* encodes cannot be summed; take mean_by_stripes or mean_by_gather"
+            ValueError, match=r"mean: what .* encodes cannot be summed; use mean_by_stripes or mean_by_gather"
         ):
             await mean(endpoint, x, SyncVote(1.0), codec)
         assert same(x, mine(endpoint.rank, 64))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from paceline import registry
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit, Unencodable, kernels
@@ -21,6 +19,7 @@ from paceline.codecs.power_sgd import PowerSGD
 from paceline.codecs.qsgd import QSGD, TernGrad
 from paceline.codecs.threshold import AdaptiveThreshold, Threshold
 from paceline.codecs.top_k import TopK
+from tests.laws.slots import Slots
 from tests.laws.tasks import numbers, same
 
 SHAPES = [torch.Size(s) for s in [(30, 40), (5,), (), (0, 3), (2000,), (9,), (1203,), (1,)]]
@@ -280,11 +279,8 @@ def test_what_adapted_to_one_length_is_not_used_for_another():
 
 
 def test_a_link_remembers_by_tensor():
-    def remember(**values: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(**values)
-
     x, codec = numbers(NUMEL, dtype=torch.float32), PerTensor(OneBit()).fitted(SHAPES)
-    codec_state = codec.codec_state(remember, x)
+    codec_state = codec.codec_state(Slots(), x)
     heard = torch.zeros(NUMEL)
     for _ in range(100):
         codec_state.add(codec_state.encode(x), heard, 0.01)

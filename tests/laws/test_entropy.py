@@ -16,7 +16,7 @@ from paceline import AllReduceSGD, Cluster, simulate
 from paceline.codecs import DGC, QSGD, AdaptiveThreshold, Codec, Entropy, Fp16, Fp32, OneBit, Threshold, TopK, kernels
 from paceline.codecs import entropy as coder
 from tests.laws.tasks import close, numbers, regression, same
-from tests.laws.test_codecs import memories
+from tests.laws.test_codecs import with_slots
 from tests.laws.test_sparse import LARGE, heard, largest
 
 # Deep gradient compression.
@@ -38,20 +38,20 @@ def momentum_steps(nesterov: bool) -> list[Tensor]:
 @pytest.mark.parametrize("masking", [False, True])
 def test_with_everything_sent_it_is_sgd_with_momentum(masking: bool):
     """Masking would leave nothing of the momentum, and is not done then."""
-    codec_state, _ = memories(DGC(ratio=1.0, masking=masking), 50)
+    codec_state, _ = with_slots(DGC(ratio=1.0, masking=masking), 50)
     for t, step in enumerate(momentum_steps(nesterov=False)):
         assert torch.equal(heard(codec_state, codec_state.encode(numbers(50, seed=t, dtype=torch.float32)), 50), step)
 
 
 def test_with_everything_sent_nesterov_is_nesterov():
-    codec_state, _ = memories(DGC(ratio=1.0, nesterov=True), 50)
+    codec_state, _ = with_slots(DGC(ratio=1.0, nesterov=True), 50)
     for t, step in enumerate(momentum_steps(nesterov=True)):
         said = heard(codec_state, codec_state.encode(numbers(50, seed=t, dtype=torch.float32)), 50)
         assert torch.allclose(said, step, rtol=1e-5, atol=1e-6)
 
 
 def test_without_momentum_it_is_top_k():
-    dgc, top_k = memories(DGC(ratio=0.1, momentum=0.0), 200)[0], memories(TopK(ratio=0.1), 200)[0]
+    dgc, top_k = with_slots(DGC(ratio=0.1, momentum=0.0), 200)[0], with_slots(TopK(ratio=0.1), 200)[0]
     for t in range(20):
         x = numbers(200, seed=t, dtype=torch.float32)
         assert torch.equal(dgc.encode(x), top_k.encode(x))
@@ -62,7 +62,7 @@ def test_without_momentum_it_is_top_k():
 def test_deep_gradient_compression_as_it_is_written(masking: bool, nesterov: bool):
     """Against the loop of the paper, on lists."""
     codec, numel = DGC(ratio=0.05, masking=masking, nesterov=nesterov), 100
-    codec_state, _ = memories(codec, numel)
+    codec_state, _ = with_slots(codec, numel)
     u, v = torch.zeros(numel), torch.zeros(numel)
     for t in range(30):
         g = numbers(numel, seed=t, dtype=torch.float32)
@@ -77,14 +77,14 @@ def test_deep_gradient_compression_as_it_is_written(masking: bool, nesterov: boo
 
 
 def test_a_sender_clips_its_own_gradient_to_its_share_of_the_norm():
-    codec_state, _ = memories(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
+    codec_state, _ = with_slots(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
     x = numbers(50, dtype=torch.float32)
     assert heard(codec_state, codec_state.encode(x), 50).norm().item() == pytest.approx(1.0, rel=1e-6)
     assert torch.equal(heard(codec_state, codec_state.encode(x * 1e-3), 50), x * 1e-3)
 
 
 def test_a_gradient_whose_squares_are_beyond_float32_is_clipped_and_not_lost():
-    codec_state, _ = memories(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
+    codec_state, _ = with_slots(DGC(ratio=1.0, momentum=0.0, clip=2.0, workers=4), 50)
     assert heard(codec_state, codec_state.encode(torch.full((50,), 1e30)), 50).norm().item() == pytest.approx(
         1.0, rel=1e-6
     )
@@ -93,7 +93,7 @@ def test_a_gradient_whose_squares_are_beyond_float32_is_clipped_and_not_lost():
 
 
 def test_warm_up_comes_down_in_four_equal_stages():
-    codec_state, _ = memories(DGC(ratio=0.001, warmup=8), 4000)
+    codec_state, _ = with_slots(DGC(ratio=0.001, warmup=8), 4000)
     sizes = [codec_state.encode(numbers(4000, seed=t, dtype=torch.float32)).numel() // 8 for t in range(10)]
     assert sizes == [1000, 1000, 250, 250, 62, 62, 16, 16, 4, 4]
     assert DGC(ratio=0.1, warmup=8).ratio_at(3) == 0.1, "never less than at the end"
@@ -116,12 +116,12 @@ def test_settings_of_dgc_that_are_none_are_refused(settings: dict[str, Any]):
 
 
 def test_what_dgc_refuses_leaves_no_momentum_behind():
-    codec_state, kept = memories(DGC(ratio=0.1), 64)
+    codec_state, slots = with_slots(DGC(ratio=0.1), 64)
     codec_state.encode(numbers(64, dtype=torch.float32))
-    before = [{n: v.clone() for n, v in vars(m).items() if isinstance(v, Tensor)} for m in kept]
+    before = [{n: v.clone() for n, v in vars(m).items() if isinstance(v, Tensor)} for m in slots.slots.values()]
     with pytest.raises(ValueError, match="nan at index 5"):
         codec_state.encode(torch.where(torch.arange(64) == 5, math.nan, 1.0))
-    for was, now in zip(before, kept, strict=True):
+    for was, now in zip(before, slots.slots.values(), strict=True):
         assert all(torch.allclose(v, vars(now)[n], rtol=1e-6, atol=1e-6) for n, v in was.items())
 
 
@@ -220,7 +220,7 @@ def test_entropy_coding_of_gaussian_levels_saves_almost_half():
     "inner", [Fp16(), QSGD(), DGC(ratio=0.1, warmup=4), Threshold(tau=0.5, limit=math.inf)], ids=str
 )
 def test_a_link_over_another_says_and_remembers_what_that_would(inner: Codec):
-    over, under = memories(Entropy(inner), 1030), memories(inner, 1030)
+    over, under = with_slots(Entropy(inner), 1030), with_slots(inner, 1030)
     for t in range(6):
         x = numbers(1030, seed=t, dtype=torch.float32)
         messages = [codec_state.encode(x) for codec_state, _ in (over, under)]

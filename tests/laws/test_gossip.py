@@ -33,7 +33,7 @@ from paceline.families.run_end import RunEnd
 from paceline.families.topology import Topology, check_connected, peer_of
 from paceline.needs import Needs
 from paceline.strategies.gossip import half_difference
-from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
+from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone, values
 
 PAIRED: dict[str, Topology] = {"ring": Ring(), "exponential": Exponential(), "random": RandomPairs(seed=3)}
 # Not pairs: the partner of a worker has another partner.  A user's own topology may look like these.
@@ -62,7 +62,7 @@ class Mixing(Strategy):
         pairing = Pairing(peers, w.params, half_difference)
         end = RunEnd(peers)
         for i in range(self.rounds):
-            await pairing.offer(peer_of(self.topology, w.rank, w.data_shards, i))
+            await pairing.offer(peer_of(self.topology, w.rank, w.cursor.shards, i))
             await w.gradient()  # Takes a different time on each worker.
             await peers.handle_all()
             if self.waits:
@@ -294,7 +294,7 @@ def test_a_new_worker_starts_with_the_model_and_step_of_a_peer():
     assert 13 <= mine[0].step <= 16 and mine[-1].step == 59, "the steps between the death and the join are left out"
     first = min(p.loss for p in run.trace.points if p.step == 0 and p.loss is not None)
     assert mine[0].loss is not None and mine[0].loss < 0.5 * first
-    assert all(same(run.states[rank]["replica"]["params"], run.params) for rank in (0, 2, 3))
+    assert all(same(values(run.states[rank], "model")["params"], run.params) for rank in (0, 2, 3))
 
 
 def test_a_new_worker_waits_until_a_worker_has_died():

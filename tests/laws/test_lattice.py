@@ -37,6 +37,7 @@ from tests.laws.tasks import (
     regression,
     same,
     trained_alone,
+    values,
     vector,
 )
 
@@ -107,8 +108,8 @@ def test_fp32_remembers_nothing_of_a_float32_model():
     """In a whole run."""
     run = simulate(quadratic(steps=9, batch=8, dtype=torch.float32), AllReduceSGD(codec=Fp32()), Cluster(workers=4))
     for state in run.states:
-        (memory,) = state["replica"]["memories"]
-        assert not memory["residual"].count_nonzero() and not memory["owner_residual"].count_nonzero()
+        slot = values(state, "codec.residuals")
+        assert not slot["residual"].count_nonzero() and not slot["owner_residual"].count_nonzero()
 
 
 def test_one_bit_sgd_delays_gradients_and_loses_none():
@@ -123,7 +124,7 @@ def test_one_bit_sgd_delays_gradients_and_loses_none():
     task = Task(task.model, slope, task.data, task.batch, OPTIMIZERS["sgd"], steps=25)
     run = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=4))
     residuals, owners = (
-        sum(state["replica"]["memories"][0][name] for state in run.states) for name in ("residual", "owner_residual")
+        sum(values(state, "codec.residuals")[name] for state in run.states) for name in ("residual", "owner_residual")
     )
     meant = trained_alone(task)
     # What is remembered may be of means (over 2 samples each, then over 4 workers) or of sums over 8 samples: either is conserved.
@@ -171,7 +172,7 @@ def test_an_average_does_not_change_the_weighted_mean_of_parameters(batch: int):
     task = regression(steps=8, batch=batch)
     before = simulate(task, PeriodicAveraging(period=100), Cluster(workers=4), stop_at=4)
     after = simulate(task, PeriodicAveraging(period=4), Cluster(workers=4), stop_at=4)
-    weights = [state["replica"]["since_mean"] for state in before.states]
+    weights = [values(state, "position")["since_mean"] for state in before.states]
     assert sum(weights) == 4 * batch
     mean = sum(w * p for w, p in zip(weights, params(before), strict=True)) / sum(weights)
     assert all(close(p, mean) for p in params(after))
@@ -238,9 +239,10 @@ def test_block_momentum_is_torchs_momentum_on_the_outer_gradient(
         BlockMomentum(period=4, momentum=eta, rate=rate, nesterov=nesterov, optimizer_state="keep"),
         Cluster(workers=4),
     )
-    shared, _, filtered = run.states[0]["replica"]["memories"]
-    assert close(shared["anchor"], expected, rtol=1e-9)
-    assert close(run.params, expected - eta * filtered["delta"] if nesterov else expected, rtol=1e-9)
+    anchor = values(run.states[0], "sync")["anchor"]
+    delta = values(run.states[0], "outer")["delta"]
+    assert close(anchor, expected, rtol=1e-9)
+    assert close(run.params, expected - eta * delta if nesterov else expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -291,7 +293,7 @@ def test_a_block_starts_with_a_fresh_optimizer_if_so_asked(reset: bool):
         Cluster(workers=2),
     )
     for state in run.states:
-        assert bool(state["trainee"]["optimizer"]["state"]) is not reset
+        assert bool(values(state, "optimizer")["state"]) is not reset
 
 
 def test_default_block_momentum_is_1_minus_1_over_workers():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from paceline.codecs.power_sgd import FactorState, PowerSGD, first_guess
 from paceline.collectives import SyncVote
 from paceline.collectives.low_rank import mean_by_factors
 from tests.laws.ranks import Ranks, on_shared_memory, on_simulator
+from tests.laws.slots import Slots
 from tests.laws.tasks import numbers, same
 
 SHAPES = [torch.Size(s) for s in [(20, 30), (30,), (12, 3, 4), (3, 5), (0, 4), (7,), (40, 25)]]
@@ -31,12 +31,8 @@ SHARED_MEMORY = Ranks(on_shared_memory, is_ordered=True)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 
 
-def memory(**values: Tensor) -> SimpleNamespace:
-    return SimpleNamespace(**{name: v.clone() for name, v in values.items()})
-
-
-def linked(dtype: torch.dtype = torch.float64, remember: Callable[..., Any] = memory) -> FactorState:
-    return PowerSGD(rank=RANK).fitted(SHAPES).codec_state(remember, torch.zeros(NUMEL, dtype=dtype))
+def linked(dtype: torch.dtype = torch.float64, slots: Slots | None = None) -> FactorState:
+    return PowerSGD(rank=RANK).fitted(SHAPES).codec_state(slots or Slots(), torch.zeros(NUMEL, dtype=dtype))
 
 
 def gradient(rank: int, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -255,7 +251,7 @@ def test_all_factors_travel_in_two_exchanges_and_small_tensors_with_the_first(tm
     async def law(endpoint: Any) -> Any:
         counting = Counting(endpoint)
         await trained(counting, [0], linked())
-        small = PowerSGD(rank=RANK).codec_state(memory, torch.zeros(9))
+        small = PowerSGD(rank=RANK).codec_state(Slots(), torch.zeros(9))
         x = torch.full((9,), endpoint.rank + 1.0)
         await mean_by_factors(counting, x, SyncVote(1.0, rank=endpoint.rank), small)
         return counting.sizes, x.tolist()
@@ -360,16 +356,10 @@ def test_a_mean_beyond_half_precision_is_seen_and_not_remembered(tmp_path: Path)
 
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        held: list[SimpleNamespace] = []
-
-        def remember(**values: Tensor) -> SimpleNamespace:
-            held.append(memory(**values))
-            return held[-1]
-
-        unbroken = await trained(endpoint, range(6), linked(torch.float32, remember))
-        before = await trained(endpoint, range(3), linked(torch.float32, remember))
-        saved = vars(memory(**vars(held[-1])))
-        resumed = linked(torch.float32, lambda **values: memory(**{name: saved[name] for name in values}))
+        unbroken = await trained(endpoint, range(6), linked(torch.float32))
+        slots = Slots()
+        before = await trained(endpoint, range(3), linked(torch.float32, slots))
+        resumed = linked(torch.float32, Slots(saved=slots.slots))
         return unbroken, before + await trained(endpoint, range(3, 6), resumed)
 
     for unbroken, resumed in SIMULATOR(tmp_path, 4, law):

@@ -13,7 +13,7 @@ from paceline import AdaptiveAveraging, Cluster, DiLoCo, PeriodicAveraging, Slow
 from paceline.codecs import kernels
 from paceline.codecs.kernels import vectors
 from paceline.worker.flat import FlatModel, carry_over
-from tests.laws.tasks import close, numbers, params, regression, squared_error
+from tests.laws.tasks import close, numbers, params, regression, squared_error, values
 
 OTHERS = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
@@ -121,8 +121,8 @@ def test_variances_stay_positive_through_delayed_meetings(strategy: Any):
     adam = lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.8))  # noqa: E731
     run = simulate(Task(Masked, squared_error, [x, y], 24, adam, steps=40), strategy, Cluster(workers=8))
     for state in run.states:
-        assert state["replica"]["params"].isfinite().all()
-        assert all((s["exp_avg_sq"] >= 0).all() for s in state["trainee"]["optimizer"]["state"].values())
+        assert values(state, "model")["params"].isfinite().all()
+        assert all((s["exp_avg_sq"] >= 0).all() for s in values(state, "optimizer")["state"].values())
     assert (run.model.norm.running_var > 0).all()
 
 

@@ -29,7 +29,7 @@ from paceline import (
     Task,
     simulate,
 )
-from tests.laws.tasks import close, quadratic, regression
+from tests.laws.tasks import close, quadratic, regression, values
 
 STEPS, BATCH, WORKERS = 14, 8, 4
 
@@ -152,7 +152,7 @@ def test_every_method_is_the_same_twice_with_the_same_faults(strategy: Strategy)
 @every_method
 def test_all_workers_end_with_what_the_shards_hold(strategy: Strategy):
     run = simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(1))
-    ends = [state["replica"]["params"] for state in run.states]
+    ends = [values(state, "model")["params"] for state in run.states]
     assert all(torch.equal(end, ends[0]) for end in ends)
 
 
@@ -187,8 +187,8 @@ def test_who_joins_begins_with_the_current_model_and_shares_the_work():
 def test_if_the_first_worker_dies_at_once_another_brings_the_model():
     task = regression(steps=10, batch=BATCH)
     run = simulate(task, ParameterServer(rule=Sgd(lr=0.01), servers=2), cluster(0), faults=Faults({0: 0.0}))
-    assert run.states[1]["replica"]["params"].isfinite().all()
-    assert not close(run.states[1]["replica"]["params"], run.states[0]["replica"]["params"], rtol=1e-6)
+    assert values(run.states[1], "model")["params"].isfinite().all()
+    assert not close(values(run.states[1], "model")["params"], values(run.states[0], "model")["params"], rtol=1e-6)
 
 
 def test_if_all_die_and_nobody_joins_the_run_ends():
@@ -198,21 +198,21 @@ def test_if_all_die_and_nobody_joins_the_run_ends():
 
 
 @pytest.mark.parametrize("strategy", [AllReduceSGD(), PeriodicAveraging(period=4)], ids=str)
-def test_methods_whose_workers_meet_cannot_lose_one(strategy: Strategy):
-    with pytest.raises(ValueError, match="wait for each other"):
+def test_methods_with_collectives_cannot_lose_a_worker(strategy: Strategy):
+    with pytest.raises(ValueError, match=r"its workers wait for each other\), which a run with faults does not offer"):
         simulate(regression(steps=4, batch=6), strategy, Cluster(workers=3), faults=Faults({1: 0.1}))
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: Faults({1: -1.0}), "finite times"),
-        (lambda: Faults(lost=1.0), "shares of all messages"),
+        (lambda: Faults({1: -1.0}), "must be finite"),
+        (lambda: Faults(lost=1.0), "`lost` must be from 0 to below 1"),
         (
             lambda: simulate(
                 regression(steps=4, batch=6), ParameterServer(), Cluster(workers=2), faults=Faults({7: 0.1})
             ),
-            "rank 7 is none of the workers",
+            "rank 7 is not a worker",
         ),
     ],
 )

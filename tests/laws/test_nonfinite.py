@@ -26,7 +26,7 @@ from paceline.codecs import Fp16, Fp32
 from paceline.codecs.entropy import Entropy
 from paceline.codecs.power_sgd import PowerSGD
 from paceline.strategy import Strategy
-from tests.laws.tasks import OPTIMIZERS, close, numbers, params, same, trained_alone
+from tests.laws.tasks import OPTIMIZERS, close, numbers, params, same, trained_alone, values
 
 STEPS, BATCH, WORKERS = 8, 6, 3
 
@@ -71,9 +71,9 @@ def task_with_bad_samples(
 
 def assert_finite(run: Any) -> None:
     for state in run.states:
-        assert state["replica"]["params"].isfinite().all()
-        for memory in state["replica"]["memories"]:
-            assert all(value.isfinite().all() for value in memory.values() if isinstance(value, Tensor))
+        assert values(state, "model")["params"].isfinite().all()
+        for slot in state["slots"].values():
+            assert all(value.isfinite().all() for value in slot["values"].values() if isinstance(value, Tensor))
 
 
 @every_strategy
@@ -121,7 +121,9 @@ def test_a_bad_minibatch_has_no_weight_in_an_average(culprit: tuple[int, int]):
             task_with_bad_samples(culprit), PeriodicAveraging(period=100), Cluster(workers=WORKERS), stop_at=step + 1
         )
     each = BATCH // WORKERS
-    assert [s["replica"]["since_mean"] for s in run.states] == [each * (step + 1 - (r == rank)) for r in range(WORKERS)]
+    assert [values(s, "position")["since_mean"] for s in run.states] == [
+        each * (step + 1 - (r == rank)) for r in range(WORKERS)
+    ]
 
 
 def test_a_bad_gradient_makes_no_new_version_of_a_shard():
@@ -145,7 +147,7 @@ def test_a_bad_gradient_stops_the_run_by_name(strategy: Strategy, culprit: tuple
         else "had a gradient with NaN or infinity, or beyond its codec"
     )
     assert re.fullmatch(
-        rf"rank {rank} {what} at step {step}; nothing was changed by it \(nonfinite='stop'\)", str(caught.value)
+        rf"rank {rank} {what} at step {step}; the step was not taken \(nonfinite='stop'\)", str(caught.value)
     )
 
 
@@ -205,7 +207,7 @@ def test_what_a_skipped_step_was_to_say_again_is_not_forgotten():
     assert same(after.params, before.params), "the step was skipped"
     for a, b in zip(after.states, before.states, strict=True):
         for name in ("residual", "owner_residual"):
-            assert close(a["replica"]["memories"][0][name], b["replica"]["memories"][0][name])
+            assert close(values(a, "codec.residuals")[name], values(b, "codec.residuals")[name])
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are():

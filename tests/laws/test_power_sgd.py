@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from paceline import registry
 from paceline.codecs import ErrorFeedback, Unencodable, kernels
 from paceline.codecs.power_sgd import PowerSGD, multiply, orthonormalise
+from tests.laws.slots import Slots
 from tests.laws.tasks import numbers, same
 
 SHAPES = [torch.Size(s) for s in [(20, 30), (30,), (12, 3, 4), (3, 5), (0, 4), (7,), (40, 25)]]
@@ -40,7 +40,7 @@ def test_a_part_of_a_part_is_a_part(a: int, b: int, c: int, d: int):
     twice, once = codec.part(slice(a, b)).part(slice(c, d)), codec.part(slice(a + c, a + d))
     assert twice.plan(d - c).matrices == once.plan(d - c).matrices
     assert twice.nbytes(d - c) == once.nbytes(d - c)
-    codec_state = codec.codec_state(SimpleNamespace, torch.zeros(NUMEL))
+    codec_state = codec.codec_state(Slots(), torch.zeros(NUMEL))
     shared = codec_state[a:b][c:d].factors
     assert [q.data_ptr() for q in shared] == [q.data_ptr() for q in codec_state[a + c : a + d].factors]
     assert all(any(q.data_ptr() == w.data_ptr() for w in codec_state.factors) for q in shared)

@@ -26,7 +26,7 @@ from paceline import (
     simulate,
 )
 from tests.laws.every import ORDERED, Case
-from tests.laws.tasks import OPTIMIZERS, Point, close, params, quadratic, regression, same, trained_alone
+from tests.laws.tasks import OPTIMIZERS, Point, close, params, quadratic, regression, same, trained_alone, values
 from tests.laws.test_strategies import assert_same_states, restless
 from tests.laws.test_then import scaled
 
@@ -43,23 +43,22 @@ def slopes(*, steps: int, batch: int = 8, numel: int = 7) -> Task:
 
 def momenta(run: Run, name: str = "momentum_buffer") -> list[Tensor]:
     return [
-        torch.cat([s[name].reshape(-1) for s in state["trainee"]["optimizer"]["state"].values()])
-        for state in run.states
+        torch.cat([s[name].reshape(-1) for s in values(state, "optimizer")["state"].values()]) for state in run.states
     ]
 
 
 def weights(run: Run) -> list[float]:
-    return [state["replica"]["samples"] for state in run.states]
+    return [values(state, "position")["total"] for state in run.states]
 
 
-def mean(values: list[Any], weights: list[float]) -> Any:
-    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+def mean(vectors: list[Any], weights: list[float]) -> Any:
+    return sum(w * v for w, v in zip(weights, vectors, strict=True)) / sum(weights)
 
 
 def owed(states: list[Any]) -> Tensor:
     """What the next means would still deliver: of everybody's residuals the mean, of owners' the sum."""
-    memories = [next(m for m in s["replica"]["memories"] if "residual" in m) for s in states]
-    residuals, owners = (torch.stack([m[name] for m in memories]) for name in ("residual", "owner_residual"))
+    slots = [next(v["values"] for n, v in s["slots"].items() if n.endswith(".residuals")) for s in states]
+    residuals, owners = (torch.stack([slot[name] for slot in slots]) for name in ("residual", "owner_residual"))
     return residuals.mean(0) + owners.sum(0)
 
 
@@ -129,7 +128,7 @@ def test_momentum_is_kept_averaged_or_forgotten(batch: int):
     assert not close(momenta(keep)[0], momenta(keep)[1], rtol=1e-3)
     assert all(close(m, mean(momenta(before), weights(before))) for m in momenta(average))
     assert all(same(m, momenta(average)[0]) for m in momenta(average))
-    assert all(not state["trainee"]["optimizer"]["state"] for state in reset.states)
+    assert all(not values(state, "optimizer")["state"] for state in reset.states)
     assert close(keep.params, average.params) and close(keep.params, reset.params)
 
 
@@ -151,7 +150,7 @@ def test_a_worker_without_data_adds_nothing_to_averaged_momentum(delay: int):
     run = simulate(task, PeriodicAveraging(period=4, optimizer_state="average", delay=delay), FOUR)
     three = simulate(task, PeriodicAveraging(period=4, optimizer_state="average", delay=delay), Cluster(workers=3))
     assert close(run.params, three.params) and same(params(run)[3], run.params)
-    assert not run.states[3]["trainee"]["optimizer"]["state"]
+    assert not values(run.states[3], "optimizer")["state"]
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "nesterov"])
@@ -182,18 +181,18 @@ def test_buffers_are_averaged_by_samples_and_of_counters_the_largest_is_taken(ba
     task = replace(quadratic(steps=8, batch=batch), model=Watching, loss=watched_distance)
     before = simulate(task, PeriodicAveraging(period=100), FOUR, stop_at=4)
     after = simulate(task, PeriodicAveraging(period=4), FOUR, stop_at=4)
-    expected = mean([state["replica"]["buffers"][1] for state in before.states], weights(before))
+    expected = mean([values(state, "model")["buffers"][1] for state in before.states], weights(before))
     for state in after.states:
-        batches, last = state["replica"]["buffers"]
+        batches, last = values(state, "model")["buffers"]
         assert int(batches) == 4 and close(last, expected)
-    assert [int(state["replica"]["buffers"][0]) for state in before.states] == [4, 4, 4, 0 if batch == 3 else 4]
+    assert [int(values(state, "model")["buffers"][0]) for state in before.states] == [4, 4, 4, 0 if batch == 3 else 4]
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
 def test_batches_seen_while_a_mean_is_under_way_are_counted(delay: int):
     task = replace(quadratic(steps=16, batch=8), model=Watching, loss=watched_distance)
     run = simulate(task, PeriodicAveraging(period=4, delay=delay), FOUR)
-    assert [int(state["replica"]["buffers"][0]) for state in run.states] == [16] * 4
+    assert [int(values(state, "model")["buffers"][0]) for state in run.states] == [16] * 4
 
 
 @pytest.mark.parametrize(
@@ -290,8 +289,8 @@ def test_as_many_workers_as_before_go_on_to_the_bit(case: Case):
     states = simulate(regression(steps=9, batch=8), case.strategy, FOUR, stop_at=5).states
     again = resized(states, 4)
     assert_same_states(again, states)
-    again[0]["replica"]["params"].zero_()
-    assert states[0]["replica"]["params"].count_nonzero(), "they are copies"
+    values(again[0], "model")["params"].zero_()
+    assert values(states[0], "model")["params"].count_nonzero(), "they are copies"
 
 
 @every_ordered_case
@@ -299,13 +298,16 @@ def test_what_all_workers_had_alike_they_have_again(case: Case):
     """To the bit, though three equal numbers do not always have that number as their mean: what is shared, settings, agreed parameters."""
     states = simulate(regression(steps=9, batch=9), case.strategy, Cluster(workers=3), stop_at=5).states
     for state in [*states, *resized(states, 2), *resized(states, 5)]:
-        mine, first = state["replica"], states[0]["replica"]
-        shared = [i for i, kind in enumerate(first["kinds"]) if kind == "shared"]
-        assert_same_states([mine["memories"][i] for i in shared], [first["memories"][i] for i in shared])
-        assert (mine["k"], mine["kinds"]) == (5, first["kinds"])
-        assert state["trainee"]["optimizer"]["param_groups"] == states[0]["trainee"]["optimizer"]["param_groups"]
+        first = values(states[0], "model")
+        mine = values(state, "model")
+        assert state["step"] == 5 and state["slots"].keys() == states[0]["slots"].keys()
+        for name, slot in states[0]["slots"].items():
+            assert state["slots"][name]["rule"] == slot["rule"]
+            if slot["rule"] == "same":
+                assert_same_states([values(state, name)], [slot["values"]])
+        assert values(state, "optimizer")["param_groups"] == values(states[0], "optimizer")["param_groups"]
         assert same(mine["params"], first["params"]) or not all(
-            same(s["replica"]["params"], first["params"]) for s in states
+            same(values(s, "model")["params"], first["params"]) for s in states
         )
 
 
@@ -316,23 +318,22 @@ def test_what_each_worker_had_of_its_own_all_begin_with_the_mean_of(case: Case):
         new = replace(old, states=resized(old.states, workers))
         assert len(params(new)) == workers and all(close(p, mean(params(old), [1.0] * 3)) for p in params(new))
         assert all(close(m, mean(momenta(old), [1.0] * 3)) for m in momenta(new))
-        mine, everyones = new.states[0]["replica"], [state["replica"] for state in old.states]
-        for buffer, *theirs in zip(mine["buffers"], *(r["buffers"] for r in everyones), strict=True):
+        buffers = [values(state, "model")["buffers"] for state in old.states]
+        for buffer, *theirs in zip(values(new.states[0], "model")["buffers"], *buffers, strict=True):
             assert close(
                 buffer, torch.stack(theirs).mean(0) if buffer.is_floating_point() else torch.stack(theirs).amax(0)
             )
-        for i in (i for i, kind in enumerate(mine["kinds"]) if kind == "own"):
-            seen = zip(*(r["memories"][i]["seen"] for r in everyones), strict=True)
-            assert mine["memories"][i]["seen"] == pytest.approx([sum(column) / 3 for column in seen])
+        marks = zip(*(values(state, "position")["marks"] for state in old.states), strict=True)
+        assert values(new.states[0], "position")["marks"] == pytest.approx([sum(column) / 3 for column in marks])
 
 
 def test_the_momentum_of_a_single_number_is_a_mean_and_a_count_of_steps_the_largest():
     task = replace(scaled(steps=9), optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
     old = simulate(replace(task, batch=3), PeriodicAveraging(period=9), FOUR, stop_at=5).states[:3]
-    old[1]["trainee"]["optimizer"]["state"][1]["step"] -= 2
-    scale = resized(old, 2)[0]["trainee"]["optimizer"]["state"][1]
+    values(old[1], "optimizer")["state"][1]["step"] -= 2
+    scale = values(resized(old, 2)[0], "optimizer")["state"][1]
     assert (
-        close(scale["exp_avg"], mean([s["trainee"]["optimizer"]["state"][1]["exp_avg"] for s in old], [1.0] * 3))
+        close(scale["exp_avg"], mean([values(s, "optimizer")["state"][1]["exp_avg"] for s in old], [1.0] * 3))
         and scale["step"] == 5
     )
 
@@ -341,8 +342,12 @@ def test_random_numbers_go_on_where_a_worker_stays_and_are_new_ones_where_one_jo
     states = simulate(
         regression(steps=9, batch=9, model=restless), PeriodicAveraging(period=4), Cluster(workers=3), stop_at=5
     ).states
-    fewer, more = ([s["trainee"]["rng"] for s in resized(states, n)] for n in (2, 5))
-    assert all(same(a, s["trainee"]["rng"]) for kept in (fewer, more) for a, s in zip(kept, states, strict=False))
+    fewer, more = ([values(s, "random numbers")["own"] for s in resized(states, n)] for n in (2, 5))
+    assert all(
+        same(a, values(s, "random numbers")["own"])
+        for kept in (fewer, more)
+        for a, s in zip(kept, states, strict=False)
+    )
     assert not any(same(more[i], more[j]) for i in range(5) for j in range(i))
 
 
@@ -396,7 +401,7 @@ def test_no_displacement_is_lost_with_the_workers(strategy: Any, at: int):
         ).states
     still = owed(states) if strategy.codec else torch.zeros(7)
     per_owed = -0.05 if isinstance(strategy, AllReduceSGD) else 1.0  # Of gradients, or of displacements.
-    assert close(states[0]["replica"]["params"] + per_owed * still, trained_alone(task), rtol=1e-6)
+    assert close(values(states[0], "model")["params"] + per_owed * still, trained_alone(task), rtol=1e-6)
 
 
 def test_workers_count_by_their_samples_when_others_join_them():
@@ -405,7 +410,7 @@ def test_workers_count_by_their_samples_when_others_join_them():
     states = simulate(task, strategy, FOUR, stop_at=4).states
     grown = simulate(task, strategy, Cluster(workers=5), resume=resized(states, 5), stop_at=4)
     assert close(params(grown)[0], trained_alone(replace(task, steps=4)))
-    plain = torch.stack([state["replica"]["params"] for state in states]).mean(0)
+    plain = torch.stack([values(state, "model")["params"] for state in states]).mean(0)
     assert not close(plain, params(grown)[0], rtol=1e-4)
 
 
@@ -419,7 +424,9 @@ def test_states_that_do_not_belong_together_are_refused():
         resized([], 2)
     with pytest.raises(ValueError, match=r"saved at different steps, \[3, 3, 5, 5\]"):
         resized([*early[:2], *late[2:]], 3)
-    with pytest.raises(ValueError, match="saved by different strategies"):
+    with pytest.raises(
+        ValueError, match="saved under BlockMomentum, and this run uses PeriodicAveraging"
+    ):
         resized([*early[:2], *other[2:]], 3)
     with pytest.raises(ValueError, match=r"4 workers' states for 3 workers; give resized\(states, 3\)"):
         simulate(task, strategy, Cluster(workers=3), resume=early)

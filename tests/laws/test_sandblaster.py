@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline import AllReduceSGD, Cluster, Constant, Replica, Sandblaster, Shard, Stragglers, Task, Then, simulate
+from paceline import AllReduceSGD, Cluster, Constant, Sandblaster, Shard, Stragglers, Task, Then, attach, simulate
 from paceline.families.line_search import Point, armijo, strong_wolfe
 from paceline.op import Op, Ready, drive
 from paceline.server.coordinator import Coordinator
@@ -371,17 +371,11 @@ def test_more_shards_than_parameters_are_refused():
         simulate(quadratic(steps=4, batch=4), Sandblaster(shards=6), Cluster(workers=2))
 
 
-def test_in_a_loop_of_ones_own_it_is_refused():
-    """Where each worker has data of its own, nobody else can work on it."""
-
-    @dataclass(frozen=True)
-    class Attached(Sandblaster):
-        async def worker(self, w: Replica) -> None:
-            w.learner.has_global_data = False
-            await super().worker(w)
-
-    with pytest.raises(ValueError, match=r"in a loop of your own: .* train\(\) or simulate\(\)"):
-        simulate(quadratic(steps=4, batch=4), Attached(), Cluster(workers=2))
+def test_attach_refuses_it():
+    """In a user's own loop each worker has its own data, and no other worker can read it."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"attach\(Sandblaster\): it needs global data .* a loop of your own"):
+        attach(model, None, Sandblaster())
 
 
 # Line searches.

@@ -33,7 +33,7 @@ from paceline import (
 )
 from paceline.families.broadcast import BroadcastLog
 from paceline.study.demo import CLUSTER, Demo
-from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone
+from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone, values
 
 NUMEL, STEPS, BATCH, LR, TAU = 24, 12, 16, 2.0**-5, 2.0
 LOSSY = Faults(lost=0.15, doubled=0.15, retransmit_s=0.05)
@@ -69,7 +69,7 @@ def uneven(workers: int, seed: int) -> Cluster:
 
 
 def residuals(run: Run) -> Tensor:
-    return torch.stack([state["replica"]["memories"][0]["residual"] for state in run.states]).sum(0)
+    return torch.stack([values(state, "codec.residuals")["residual"] for state in run.states]).sum(0)
 
 
 # The lattice.

@@ -29,7 +29,7 @@ from paceline import (
     simulate,
 )
 from paceline.strategy import Strategy
-from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, vector
+from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, values, vector
 from tests.laws.test_strategies import assert_same_states, restless
 
 FOUR = Cluster(workers=4)
@@ -55,8 +55,8 @@ def test_replicas_are_equal_to_the_bit_and_say_nothing_until_the_switch(step: in
     run = simulate(task, Then(Replicated(), PeriodicAveraging(period=3), steps=6), Cluster(workers=3), stop_at=step)
     assert run.trace.bytes_sent() == 0 or step == 6, "with step 6 the second has begun"
     for state in run.states[1:]:
-        assert_same_states([state["replica"]], [run.states[0]["replica"]])
-        assert_same_states([state["trainee"]["optimizer"]], [run.states[0]["trainee"]["optimizer"]])
+        for name in run.states[0]["slots"].keys() - {"random numbers"}:
+            assert_same_states([values(state, name)], [values(run.states[0], name)])
     assert simulate(replace(task, steps=6), Replicated(), Cluster(workers=3)).trace.bytes_sent() == 0
 
 
@@ -133,31 +133,26 @@ def test_the_second_goes_on_with_the_firsts_model_and_optimizer():
     task = regression(steps=8, batch=8)
     first = simulate(replace(task, steps=4), AllReduceSGD(), FOUR)
     both = simulate(task, Then(AllReduceSGD(), PeriodicAveraging(period=2), steps=4), FOUR)
-    alone = simulate(
-        task,
-        PeriodicAveraging(period=2),
-        FOUR,
-        resume=[s | {"replica": s["replica"] | {"memories": []}} for s in first.states],
-    )
+    start = simulate(task, PeriodicAveraging(period=2), FOUR, stop_at=0).states
+    for state, trained in zip(start, first.states, strict=True):
+        state["slots"] |= trained["slots"]
+        values(state, "sync")["anchor"] = values(trained, "model")["params"]
+    alone = simulate(task, PeriodicAveraging(period=2), FOUR, resume=start)
     assert same(both.params, alone.params) and not close(both.params, end(task, PeriodicAveraging(period=2)), rtol=1e-4)
 
     blocks = simulate(replace(task, steps=4), BlockMomentum(period=2), FOUR)
     switched = simulate(task, Then(BlockMomentum(period=2), AllReduceSGD(), steps=4), FOUR, stop_at=4)
-    assert same(switched.params, blocks.params) and not same(
-        blocks.params, blocks.states[0]["replica"]["memories"][0]["anchor"]
-    )
+    assert same(switched.params, blocks.params) and not same(blocks.params, values(blocks.states[0], "sync")["anchor"])
 
 
 def test_momentum_that_differed_goes_on_as_its_mean():
     """Also that of a parameter which is a single number."""
     task = replace(scaled(steps=8), optimizer=OPTIMIZERS["momentum"])
     first = simulate(replace(task, steps=4), PeriodicAveraging(period=4), FOUR)
-    momenta = [
-        [s["momentum_buffer"] for s in state["trainee"]["optimizer"]["state"].values()] for state in first.states
-    ]
+    momenta = [[s["momentum_buffer"] for s in values(state, "optimizer")["state"].values()] for state in first.states]
     switched = simulate(task, Then(PeriodicAveraging(period=4), AllReduceSGD(), steps=4), FOUR, stop_at=4)
     for state in switched.states:
-        for i, now in enumerate(state["trainee"]["optimizer"]["state"].values()):
+        for i, now in enumerate(values(state, "optimizer")["state"].values()):
             assert close(now["momentum_buffer"], sum(m[i] for m in momenta) / 4)  # pyright: ignore
 
 
@@ -179,7 +174,7 @@ def test_a_run_is_resumed_just_before_at_and_after_the_switch(first: Strategy, a
     task, cluster = regression(steps=11, batch=9, samples=33, model=restless), Cluster(workers=3)
     strategy = Then(first, AllReduceSGD(codec=OneBit()), steps=5)
     broken = simulate(task, strategy, cluster, stop_at=at)
-    assert all(state["replica"]["memories"][0]["is_begun"] is (at >= 5) for state in broken.states)
+    assert all(values(state, "then")["is_second"] is (at >= 5) for state in broken.states)
     resumed, whole = simulate(task, strategy, cluster, resume=broken.states), simulate(task, strategy, cluster)
     assert_same_states(resumed.states, whole.states)
 

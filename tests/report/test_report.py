@@ -1,6 +1,8 @@
-"""The report says what the rows say, escapes what it is given, and needs nothing but itself."""
+"""The report shows the values of its rows, escapes the user's text, and loads nothing."""
 
 import re
+import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from itertools import pairwise
@@ -13,8 +15,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from paceline import AllReduceSGD, Cluster, ParameterServer, simulate
-from paceline.report import Row, charts, html, text
-from paceline.report.row import best
+from paceline.report import Row, axes, formats, html, text
+from paceline.report.charts import find_charts, staleness
+from paceline.report.columns import best as best_cells
+from paceline.report.columns import columns
+from paceline.report.metric import Metric
+from paceline.report.swatch import COLOURS, swatch
 from paceline.study import demo
 from tests.laws.tasks import quadratic
 
@@ -22,31 +28,44 @@ NAN = float("nan")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def rising(seconds: float, nbytes: float, points: int = 20) -> list[tuple[float, float, float]]:
-    return [(seconds * i / points, nbytes * i / points, 0.1 + 0.8 * i / points) for i in range(points + 1)]
+def rising(
+    seconds: float, nbytes: float, points: int = 20, name: str = "accuracy"
+) -> list[tuple[float, float, dict[str, float]]]:
+    return [(seconds * i / points, nbytes * i / points, {name: 0.1 + 0.8 * i / points}) for i in range(points + 1)]
 
 
-ALLREDUCE = Row("AllReduceSGD", "AllReduceSGD", 0.97, 180.0, 69e6, 1.0, rising(180.0, 69e6))
-BLOCK = Row("block momentum", "BlockMomentum(period=64)", 0.96, 14.0, 1.1e6, 12.9, rising(14.0, 1.1e6))
+def best(rows: list[Row]) -> set[tuple[int, int]]:
+    return best_cells(rows, columns(rows))
+
+
+ALLREDUCE = Row("AllReduceSGD", "AllReduceSGD", {"accuracy": 0.97}, 180.0, 69e6, 1.0, rising(180.0, 69e6))
+BLOCK = Row("block momentum", "BlockMomentum(period=64)", {"accuracy": 0.96}, 14.0, 1.1e6, 12.9, rising(14.0, 1.1e6))
 STALE = Row(
-    "server", "ParameterServer(servers=2)", 0.96, 60.0, 20e6, 3.0, rising(60.0, 20e6), staleness={0: 1, 3: 8, 7: 1}
+    "server",
+    "ParameterServer(servers=2)",
+    {"accuracy": 0.96},
+    60.0,
+    20e6,
+    3.0,
+    rising(60.0, 20e6),
+    staleness={0: 1, 3: 8, 7: 1},
 )
-REAL = Row("block momentum", "BlockMomentum(period=64)", 0.95, 2.5, 1.1e6, None, rising(2.5, 1.1e6), real=True)
+REAL = Row(
+    "block momentum", "BlockMomentum(period=64)", {"accuracy": 0.95}, 2.5, 1.1e6, None, rising(2.5, 1.1e6), real=True
+)
 
 
 class Page(HTMLParser):
-    """A page taken apart: its tags with their attributes, the text of each table cell, and whatever was left open."""
+    """A parsed page: its tags with their attributes, the text of each table cell, and the tags that are still open."""
 
     VOID = frozenset({"meta", "path", "line"})
 
     def __init__(self, source: str) -> None:
         super().__init__()
-        self.source, self.tags, self.open, self.table_rows = (
-            source,
-            list[tuple[str, dict[str, str | None]]](),
-            list[str](),
-            list[list[str]](),
-        )
+        self.source = source
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.table_rows: list[list[str]] = []
         self.feed(source)
         self.close()
 
@@ -108,7 +127,7 @@ def words_in(drawing: ElementTree.Element) -> set[str]:
     return {"".join(word.itertext()) for word in drawing.iter(f"{SVG}text")}
 
 
-def test_the_page_and_the_terminal_show_the_same_figures():
+def test_page_and_terminal_show_the_same_values():
     rows = page([ALLREDUCE, BLOCK]).table_rows
     assert rows[1:] == [
         ["AllReduceSGD", "97.0%", "3 min 00 s", "69.0 MB", "1.00x"],
@@ -118,21 +137,21 @@ def test_the_page_and_the_terminal_show_the_same_figures():
     assert all(figure in terminal for row in rows[1:] for figure in row[1:])
 
 
-def test_the_page_draws_accuracy_against_time_and_against_bytes_one_line_a_method():
+def test_page_draws_one_line_per_method_against_time_and_against_bytes():
     over_time, over_bytes = page([ALLREDUCE, BLOCK]).drawings
     assert "virtual time (s), logarithmic" in words_in(over_time)
     assert {"bytes sent per worker, logarithmic", "300 kB", "1 MB", "3 MB", "10 MB", "30 MB"} <= words_in(over_bytes)
     assert len(lines_in(over_time)) == len(lines_in(over_bytes)) == 2
 
 
-def test_methods_of_like_cost_are_drawn_on_linear_axes_from_zero():
-    twin = Row("twin", "Twin", 0.9, 100.0, 60e6, 1.8, rising(100.0, 60e6))
+def test_methods_of_similar_cost_have_linear_axes_from_zero():
+    twin = Row("twin", "Twin", {"accuracy": 0.9}, 100.0, 60e6, 1.8, rising(100.0, 60e6))
     over_time, over_bytes = page([ALLREDUCE, twin]).drawings
     assert {"virtual time (s)", "0"} <= words_in(over_time)
     assert {"bytes sent per worker", "0", "20 MB"} <= words_in(over_bytes)
 
 
-def test_real_processes_are_never_compared_with_virtual_seconds():
+def test_wall_time_is_never_compared_with_virtual_time():
     parsed = page([ALLREDUCE, REAL, BLOCK])
     headings = [row for row in parsed.table_rows if row[0] == "method"]
     assert [heading[2] for heading in headings] == ["virtual time", "wall time"]
@@ -141,12 +160,12 @@ def test_real_processes_are_never_compared_with_virtual_seconds():
     assert best([ALLREDUCE, BLOCK, REAL]) == best([ALLREDUCE, BLOCK])
 
 
-def test_words_of_the_user_are_escaped_wherever_they_appear():
+def test_text_of_the_user_is_escaped_everywhere():
     bad = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>{{ 7 * 7 }}&amp;"
     parsed = page(
         [
-            Row(bad, bad + "()()", NAN, 1.0, 1.0, 1.0, staleness={0: 1}),
-            Row("[bold]x[/]", bad, 0.9, 1.0, 1.0, 1.0, rising(1.0, 1.0)),
+            Row(bad, bad + "()()", {"accuracy": NAN}, 1.0, 1.0, 1.0, staleness={0: 1}),
+            Row("[bold]x[/]", bad, {"accuracy": 0.9}, 1.0, 1.0, 1.0, rising(1.0, 1.0)),
         ],
         bad,
         {bad: bad},
@@ -159,10 +178,10 @@ def test_words_of_the_user_are_escaped_wherever_they_appear():
     assert not [name for _, attributes in parsed.tags for name in attributes if name.startswith("on")]
     assert parsed.table_rows[1][0] == bad + bad + "()()"
     assert all("alert" not in ElementTree.tostring(drawing, "unicode") for drawing in parsed.drawings)
-    assert "[bold]x[/]" in printed([Row("[bold]x[/]", "", 0.9, 1.0, 1.0, 1.0)])
+    assert "[bold]x[/]" in printed([Row("[bold]x[/]", "", {"accuracy": 0.9}, 1.0, 1.0, 1.0)])
 
 
-def test_the_page_loads_nothing_and_runs_nothing():
+def test_page_loads_nothing_and_runs_no_script():
     parsed = page([ALLREDUCE, BLOCK, STALE, REAL])
     assert not {tag for tag, _ in parsed.tags} & {
         "script",
@@ -180,31 +199,41 @@ def test_the_page_loads_nothing_and_runs_nothing():
     assert len(re.findall("https?://", parsed.source)) == len(addresses)
 
 
-def test_drawings_cannot_clash_because_they_hold_no_ids():
+def test_drawings_have_no_ids_that_could_clash():
     assert not [attributes["id"] for _, attributes in page([ALLREDUCE, BLOCK, STALE, REAL]).tags if "id" in attributes]
 
 
-def test_no_rows_make_a_page_that_says_so():
+def test_page_without_rows_says_that_no_method_was_run():
     parsed = page([], notes=["a note"])
     assert "no method was run" in parsed.source and "a note" in parsed.source
     assert parsed.drawings == []
     assert "method" in printed([])
 
 
-def test_one_point_is_drawn_as_a_mark():
-    drawings = page([Row("one", "One", 0.9, 3.0, 100.0, None, [(3.0, 100.0, 0.9)])]).drawings
+def test_single_point_is_drawn_as_a_mark():
+    drawings = page(
+        [Row("one", "One", {"accuracy": 0.9}, 3.0, 100.0, None, [(3.0, 100.0, {"accuracy": 0.9})])]
+    ).drawings
     assert len(drawings) == 2
     for drawing in drawings:
         (mark,) = [
             p for g in drawing.iter(f"{SVG}g") if "mark-symbol" in g.get("class", "") for p in g.iter(f"{SVG}path")
         ]
-        assert mark.get("fill") == charts.COLOURS[0]
+        assert mark.get("fill") == COLOURS[0]
         assert "NaN" not in ElementTree.tostring(drawing, "unicode")
 
 
-def test_a_run_that_diverged_is_shown_and_wins_nothing():
-    hot = Row("too hot", "Hot", NAN, 0.1, 0.0, 999.0, [(0.0, 0.0, 0.1), (0.1, 0.0, NAN)])
-    unknown = Row("unmeasured", "Unmeasured", None, float("inf"), NAN, None)
+def test_diverged_run_is_shown_but_never_best():
+    hot = Row(
+        "too hot",
+        "Hot",
+        {"accuracy": NAN},
+        0.1,
+        0.0,
+        999.0,
+        [(0.0, 0.0, {"accuracy": 0.1}), (0.1, 0.0, {"accuracy": NAN})],
+    )
+    unknown = Row("unmeasured", "Unmeasured", {}, float("inf"), NAN, None)
     parsed = page([hot, unknown, ALLREDUCE, BLOCK])
     assert parsed.table_rows[1][1:] == ["nan", "100 ms", "0 B", "999x"]
     assert parsed.table_rows[2][1:] == ["-", "inf", "nan", "-"]
@@ -213,53 +242,66 @@ def test_a_run_that_diverged_is_shown_and_wins_nothing():
     assert "NaN" not in "".join(lines_in(parsed.drawings[0]))
 
 
-def test_a_line_of_many_points_is_thinned_to_five_hundred_and_keeps_its_ends():
-    drawing = page([Row("long", "Long", 0.9, 10.0, 1e6, None, rising(10.0, 1e6, points=20_000))]).drawings[0]
+def test_long_line_is_thinned_to_five_hundred_points_with_both_ends():
+    drawing = page(
+        [Row("long", "Long", {"accuracy": 0.9}, 10.0, 1e6, None, rising(10.0, 1e6, points=20_000))]
+    ).drawings[0]
     (line,) = lines_in(drawing)
     xs = [float(x) for x in re.findall(r"[ML](-?[\d.]+),", line)]
     assert len(xs) == 500 and xs[0] == 0.0 and xs[-1] == 440.0
 
 
-def test_many_methods_with_many_points_stay_below_a_megabyte(tmp_path: Path):
+def test_page_of_sixty_methods_is_below_a_megabyte(tmp_path: Path):
     stale = dict.fromkeys(range(3000), 2)
     rows = [
-        Row(f"method {i}", "S", 0.9, 10.0 + i, 1e6 + i, 1.0, rising(10.0 + i, 1e6 + i, points=3000), staleness=stale)
+        Row(
+            f"method {i}",
+            "S",
+            {"accuracy": 0.9},
+            10.0 + i,
+            1e6 + i,
+            1.0,
+            rising(10.0 + i, 1e6 + i, points=3000),
+            staleness=stale,
+        )
         for i in range(60)
     ]
     html.write(tmp_path / "report.html", "Sixty methods", rows, {"seed": "0"}, [])
     assert 10_000 < (tmp_path / "report.html").stat().st_size < 1_000_000
 
 
-def test_a_page_is_small_enough_to_mail_and_the_same_every_time(tmp_path: Path):
+def test_page_is_small_and_the_same_every_time(tmp_path: Path):
     for name in ("a.html", "b.html"):
         html.write(tmp_path / name, "Twice \udcff", [ALLREDUCE, BLOCK], {"torch": "2"}, [])
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert (tmp_path / "a.html").stat().st_size < 60_000
 
 
-def test_staleness_has_a_column_and_a_histogram_for_each_row_that_has_servers():
+def test_rows_with_servers_have_a_staleness_column_and_a_histogram():
     parsed = page([ALLREDUCE, STALE, BLOCK])
     assert [row[5] for row in parsed.table_rows] == ["staleness", "-", "3.1 (max 7)", "-"]
     assert "staleness" in printed([ALLREDUCE, STALE]) and "3.1 (max 7)" in printed([ALLREDUCE, STALE])
     *lines, histogram = parsed.drawings
     assert len(lines) == 2 and not any(bars_in(drawing) for drawing in lines)
-    assert [bar.get("fill") for bar in bars_in(histogram)] == [charts.swatch(1).colour] * 3
+    assert [bar.get("fill") for bar in bars_in(histogram)] == [swatch(1).colour] * 3
     assert {"staleness", "updates"} <= words_in(histogram)
     assert "10 updates, mean 3.1 (max 7)" in parsed.source
 
 
 @pytest.mark.parametrize("stale", [{}, {0: 0}])
-def test_without_servers_or_updates_there_is_neither_column_nor_chart(stale: dict[int, int]):
-    idle = Row("idle", "Idle", 0.9, 1.0, 1.0, 1.0, rising(1.0, 1.0), staleness=stale)
-    plain = Row("idle", "Idle", 0.9, 1.0, 1.0, 1.0, rising(1.0, 1.0))
+def test_rows_without_updates_have_no_staleness_column_or_histogram(stale: dict[int, int]):
+    idle = Row("idle", "Idle", {"accuracy": 0.9}, 1.0, 1.0, 1.0, rising(1.0, 1.0), staleness=stale)
+    plain = Row("idle", "Idle", {"accuracy": 0.9}, 1.0, 1.0, 1.0, rising(1.0, 1.0))
     assert page([ALLREDUCE, idle]).source == page([ALLREDUCE, plain]).source
     assert printed([ALLREDUCE, idle]) == printed([ALLREDUCE, plain])
     assert "taleness" not in page([ALLREDUCE, idle]).source + printed([ALLREDUCE, idle])
     assert len(page([ALLREDUCE, idle, STALE]).drawings) == 3
 
 
-def test_what_staleness_is_is_said_once():
-    real = Row("server", "ParameterServer", 0.9, 1.0, 1.0, None, rising(1.0, 1.0), real=True, staleness={0: 1})
+def test_staleness_is_explained_once():
+    real = Row(
+        "server", "ParameterServer", {"accuracy": 0.9}, 1.0, 1.0, None, rising(1.0, 1.0), real=True, staleness={0: 1}
+    )
     parsed = page([STALE, real])
     assert parsed.source.count("how many versions") == 1 and len([d for d in parsed.drawings if bars_in(d)]) == 2
     parsed = page([ALLREDUCE, real])
@@ -270,12 +312,12 @@ def test_what_staleness_is_is_said_once():
 @pytest.mark.parametrize(
     "stale", [{0: 500}, {3: 1}, {10**6: 1}, dict.fromkeys(range(5000), 1), {7: 10**6, 900: 1}, {2**53: 1, 0: 1}]
 )
-def test_a_histogram_of_one_value_or_of_thousands_can_be_read(stale: dict[int, int]):
-    drawing = ElementTree.fromstring(charts.staleness(stale, "#2b9348") or "")
+def test_histograms_of_one_value_and_of_thousands_are_readable(stale: dict[int, int]):
+    drawing = ElementTree.fromstring(staleness.histogram(stale, "#2b9348"))
     assert "NaN" not in ElementTree.tostring(drawing, "unicode")
     corners = [[float(x) for x in re.findall(r"-?[\d.]+(?:e-?\d+)?", bar.attrib["d"])] for bar in bars_in(drawing)]
-    assert 1 <= len(corners) <= charts.BARS
-    # M x,y h width v height h -width Z: narrower than a sixth of the chart, wide and high enough to be seen, and within it.
+    assert 1 <= len(corners) <= staleness.BARS
+    # M x,y h width v height h -width Z: narrower than a sixth of the chart, large enough to see, and inside it.
     for x, y, width, height, *_ in corners:
         assert 2 <= width <= 250 / 6 and abs(height) >= 0.5
         assert 0 <= x <= x + width <= 250 and 0 <= min(y, y + height) <= max(y, y + height) <= 120
@@ -288,18 +330,18 @@ def test_a_histogram_of_one_value_or_of_thousands_can_be_read(stale: dict[int, i
         lambda counts: any(counts.values())
     )
 )
-def test_bars_hold_every_update_once(counts: dict[int, int]):
-    width, found = charts.bars(counts)
+def test_bars_count_every_update_once(counts: dict[int, int]):
+    width, found = staleness.bars(counts)
     assert sum(found.values()) == sum(counts.values())
     assert all(
         n == sum(counts.get(number, 0) for number in counts if first <= number < first + width)
         for first, n in found.items()
     )
-    assert max(found) // width < charts.BARS and all(first % width == 0 for first in found)
+    assert max(found) // width < staleness.BARS and all(first % width == 0 for first in found)
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_a_run_on_servers_gives_its_row_the_counts_of_its_trace(real: bool):
+def test_row_of_a_run_with_servers_has_the_staleness_counts_of_its_trace(real: bool):
     task = quadratic(steps=5, batch=4, evaluate=lambda model: {"accuracy": 0.5}, evaluate_every=5)
     strategy = ParameterServer(servers=2)
     run = simulate(task, strategy, Cluster(workers=2))
@@ -309,9 +351,77 @@ def test_a_run_on_servers_gives_its_row_the_counts_of_its_trace(real: bool):
     assert row.updates == 0
 
 
-@pytest.mark.parametrize("colour", charts.COLOURS)
+def test_any_metric_of_an_evaluation_has_a_column_and_charts():
+    task = quadratic(steps=4, batch=4, evaluate=lambda model: {"test loss": 0.5, "radius": 12.0}, evaluate_every=2)
+    row = demo.row("plain", AllReduceSGD(), simulate(task, AllReduceSGD(), Cluster(workers=2)), 2, None)
+    assert row.metrics == {"test loss": 0.5, "radius": 12.0}
+    parsed = page([row])
+    assert parsed.table_rows[0][1:3] == ["test loss", "radius"] and parsed.table_rows[1][1:3] == ["0.5", "12"]
+    assert [bool(words_in(drawing) & {name}) for drawing in parsed.drawings for name in ("test loss", "radius")] == [
+        True,
+        False,
+        False,
+        True,
+    ] * 2
+    assert "Test loss against virtual time; further down and to the left is better." in parsed.source
+    assert "Radius against virtual time; further to the left is better." in parsed.source
+
+
+def test_task_without_evaluation_has_neither_metrics_nor_charts():
+    run = simulate(quadratic(steps=4, batch=4), AllReduceSGD(), Cluster(workers=2))
+    row = demo.row("plain", AllReduceSGD(), run, 2, None)
+    slower = replace(row, seconds=2 * row.seconds)
+    assert page([row, slower]).drawings == []
+    assert columns([row])[0].heading == "virtual time"
+    assert best([row, slower]) == {(0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "winner"), [("accuracy", {(1, 0)}), ("val_loss", {(0, 0)}), ("radius", set[tuple[int, int]]())]
+)
+def test_best_value_of_a_metric_is_the_highest_or_the_lowest_as_its_name_says(name: str, winner: set[tuple[int, int]]):
+    rows = [Row("a", "A", {name: 0.25}, 1.0, 1.0, None), Row("b", "B", {name: 0.75}, 1.0, 1.0, None)]
+    assert best(rows) == winner
+    assert Metric(name).is_share == (name == "accuracy")
+
+
+def test_rows_with_different_metrics_share_a_table():
+    rows = [Row("a", "A", {"accuracy": 0.5}, 1.0, 1.0, None), Row("b", "B", {"loss": 0.75}, 1.0, 1.0, None)]
+    assert [row[:3] for row in page(rows).table_rows] == [
+        ["method", "accuracy", "loss"],
+        ["aA", "50.0%", "-"],
+        ["bB", "-", "0.75"],
+    ]
+
+
+def test_name_of_a_metric_is_escaped_in_the_drawings():
+    bad = "<script>alert('1')</script>&amp;"
+    parsed = page([Row("a", "A", {bad: 0.5}, 1.0, 1.0, None, rising(1.0, 1.0, name=bad))])
+    assert not {tag for tag, _ in parsed.tags} & {"script", "img"}
+    assert all(bad in words_in(drawing) for drawing in parsed.drawings)
+
+
+def test_new_chart_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from paceline.report import charts
+
+    (tmp_path / "names.py").write_text(
+        "from paceline.report.chart import Chart, Figure\n"
+        "CHART = Chart(lambda rows, clock: [Figure('names', '<svg/>', f'{len(rows)} rows')], order=9, heading='Names')\n"
+    )
+    monkeypatch.setattr(charts, "__path__", [*charts.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "paceline.report.charts.names", raising=False)
+    assert len(find_charts()) == 4
+    source = page([ALLREDUCE, BLOCK]).source
+    assert "<h3>Names</h3>" in source and "2 rows" in source
+    monkeypatch.delitem(sys.modules, "paceline.report.charts.names")
+    (tmp_path / "names.py").write_text("TITLE = 'no chart'\n")
+    with pytest.raises(TypeError, match="names: a file in this folder must define CHART"):
+        find_charts()
+
+
+@pytest.mark.parametrize("colour", COLOURS)
 @pytest.mark.parametrize("paper", ["#ffffff", "#15171a"])
-def test_every_line_is_legible_on_light_and_on_dark(colour: str, paper: str):
+def test_every_colour_has_enough_contrast_on_light_and_dark_pages(colour: str, paper: str):
     def luminance(hex_colour: str) -> float:
         channels = [int(hex_colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
@@ -322,21 +432,21 @@ def test_every_line_is_legible_on_light_and_on_dark(colour: str, paper: str):
     assert (light + 0.05) / (dark + 0.05) >= 3.0
 
 
-def test_the_first_twenty_four_lines_are_drawn_in_twenty_four_ways():
-    assert len({charts.swatch(i) for i in range(24)}) == 24
+def test_first_twenty_four_lines_look_different():
+    assert len({swatch(i) for i in range(24)}) == 24
 
 
 @given(st.floats(min_value=0, max_value=1e9), st.floats(min_value=0, max_value=1e9))
-def test_formatting_never_shows_four_digits_before_a_unit(seconds: float, sent: float):
-    for words in (text.seconds(seconds), text.nbytes(sent)):
+def test_formatted_values_have_at_most_three_digits_before_a_unit(seconds: float, sent: float):
+    for words in (formats.seconds(seconds), formats.nbytes(sent)):
         assert re.fullmatch(r"\d+(\.\d+)? [a-zA-Z]+( \d\d [a-z]+)?", words), words
         assert "min 60" not in words and "h 60" not in words and "d 24" not in words
-    assert len(text.nbytes(sent).split()[0]) <= 4
+    assert len(formats.nbytes(sent).split()[0]) <= 4
 
 
 @given(st.floats(min_value=1e-6, max_value=1e12), st.floats(min_value=10.0, max_value=1e12))
 @settings(deadline=None)
-def test_logarithmic_axes_have_between_one_and_nine_labels(low: float, ratio: float):
-    ticks = charts.log_ticks(low, low * ratio)
+def test_logarithmic_axes_have_one_to_nine_labels(low: float, ratio: float):
+    ticks = axes.log_ticks(low, low * ratio)
     assert 1 <= len(ticks) <= 9
     assert all(low <= a < b <= low * ratio for a, b in pairwise(ticks))

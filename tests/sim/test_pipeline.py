@@ -88,7 +88,9 @@ def test_stages_exchange_their_parts_side_by_side():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"simulate\(ASGD, stages=2\): its workers do not wait for each other"):
+    with pytest.raises(
+        ValueError, match=r"simulate\(ASGD\): it needs the whole model .*, which stages=2 does not offer"
+    ):
         pl.simulate(task(), pl.ASGD(), replace(instant(2), stages=2))
     with pytest.raises(ValueError, match=r"stages=0, microbatches=None"):
         pl.simulate(task(), pl.AllReduceSGD(), replace(instant(2), stages=0))

@@ -1,12 +1,18 @@
-"""The command line: each command parses, calls the library and prints, in a file of its own."""
+"""The command line.
+
+A command is a file in this folder, with a function of the same name: it is found by itself.  The function parses its
+arguments, calls the library and prints.  `CONTEXT` in the file holds the command's settings for click, if it has any.
+Files that start with an underscore are not commands.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from pkgutil import iter_modules
 
 import typer
 
-from paceline.cli import codecs, demo, run, strategies
 from paceline.errors import ClusterError
 
 app = typer.Typer(
@@ -15,16 +21,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(__import__("paceline").__doc__ or ""),
 )
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-)(run.run)
-app.command()(demo.demo)
-app.command()(strategies.strategies)
-app.command()(codecs.codecs)
+for _name in sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_")):
+    _module = import_module(f"{__name__}.{_name}")
+    app.command(context_settings=getattr(_module, "CONTEXT", None))(getattr(_module, _name))
 
 
 def main() -> None:
-    """Users' mistakes and the world's failures are told in a line, without a traceback."""
+    """Show an error of the user or of the cluster in one line, without a traceback."""
     try:
         app()
     except (ValueError, ClusterError) as error:

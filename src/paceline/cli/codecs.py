@@ -1,4 +1,4 @@
-"""`paceline codecs`: the wire formats."""
+"""`paceline codecs`: a list of the wire formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def codecs(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """List the wire formats for vectors with their settings."""
-    from paceline.cli.listing import show
+    from paceline.cli._listing import show
     from paceline.codecs import CODECS
 
     show("codec", CODECS, name, as_json)

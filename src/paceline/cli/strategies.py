@@ -1,4 +1,4 @@
-"""`paceline strategies`: what there is to choose from."""
+"""`paceline strategies`: a list of the training strategies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def strategies(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """List the training strategies with their settings."""
-    from paceline.cli.listing import show
+    from paceline.cli._listing import show
     from paceline.strategies import STRATEGIES
 
     show("strategy", STRATEGIES, name, as_json)

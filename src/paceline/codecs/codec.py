@@ -1,28 +1,27 @@
-"""Codec: a wire format for vectors, and the links that senders use it through.
+"""Codec: a wire format for vectors, and the state of a sender that uses it.
 
-A codec is frozen and stateless: it turns a vector into the very bytes that travel and back, defined in plain torch.  What it
-loses is none of its business: `ErrorFeedback` remembers what was not sent and adds it the next time, whatever the codec.  Links
-run the codec's fused kernels where there are any (`codecs/kernels`), which agree with the definition bit for bit.
+A codec is frozen and stateless.  It turns a vector into the bytes on the wire and back, and is defined in plain torch.
+`ErrorFeedback` is a sender's state, for any codec: it keeps what was not sent and adds it to the next message.  It runs
+the codec's fused kernels (`codecs/kernels`) where they exist; they agree with the definition bit for bit.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.codecs.noise import seed_of
-
-Reduction = Literal["stripes", "gather", "factors"]
+from paceline.state import Resize, ResizeRule, resize_rule
 
 
 class Unencodable(ValueError):
-    """A value that a codec has no code for: NaN, infinity, or beyond its range; `at` is where the first NaN or infinity is."""
+    """A value that a codec cannot encode: NaN, infinity, or out of range; `at` is the index of a NaN or infinity."""
 
     def __init__(self, message: str, at: int | None = None) -> None:
         super().__init__(message)
@@ -30,18 +29,22 @@ class Unencodable(ValueError):
 
 
 class Codec(ABC):
-    """A frozen dataclass of settings with three functions; see `codecs/one_bit.py` for a whole one."""
+    """A frozen dataclass of settings with three functions; `codecs/one_bit.py` is a complete example."""
 
-    feedback: ClassVar[bool] = True  # Whether a sender should remember what was left out.
-    is_random: ClassVar[bool] = False  # Whether encoding draws random numbers.
-    wire: ClassVar[torch.dtype | None] = (
-        None  # The type in which encoded vectors may be summed as they are; None: they may not.
-    )
-    reduction: ClassVar[Reduction] = "stripes"  # How a group of ranks comes to the mean of vectors in this format.
+    # Whether a sender keeps a residual.
+    feedback: ClassVar[bool] = True
+    # Whether encoding draws random numbers.
+    is_random: ClassVar[bool] = False
+    # The dtype in which encoded vectors can be summed on the wire; None: they cannot be summed.
+    wire: ClassVar[torch.dtype | None] = None
+    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.
+    reduction: ClassVar[str] = "stripes"
+    # Whether it works only in a mean over a group of ranks, not for a message from one sender to one receiver.
+    needs_group: ClassVar[bool] = False
 
     @property
     def unit(self) -> int:
-        """How many values are encoded as one: a vector is best cut at multiples of it."""
+        """How many values are encoded together: cut a vector at multiples of it."""
         return 512
 
     @abstractmethod
@@ -50,28 +53,28 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        """A 1-D uint8 tensor: the bytes that travel.  Raises Unencodable with the place of what has no code."""
+        """The bytes on the wire, a 1-D uint8 tensor.  Raises Unencodable for a value that has no code."""
 
     @abstractmethod
     def decode(self, data: Tensor, numel: int) -> Tensor:
-        """The float32 values that the bytes mean, possibly as a view of them.  Raises ValueError for bytes that mean none."""
+        """The float32 values that the bytes encode, possibly a view of them.  Raises ValueError for malformed bytes."""
 
     def most_nbytes(self, numel: int) -> int:
-        """The size that no message of `numel` values exceeds."""
+        """The largest possible size of a message of `numel` values."""
         nbytes = self.nbytes(numel)
-        assert nbytes is not None, f"{self} is of variable size and must say how large it can become"
+        assert nbytes is not None, f"{self} has messages of variable size and must override most_nbytes"
         return nbytes
 
     def part(self, where: slice) -> Codec:
-        """The codec for a part of the vector; another one only if values are treated by their place."""
+        """The codec for a part of the vector; a different one only if the encoding depends on the position."""
         return self
 
     def fitted(self, shapes: Sequence[torch.Size]) -> Codec:
-        """The codec for a vector that these tensors make up; another one only if their shapes matter to it."""
+        """The codec for a vector made of tensors of these shapes; a different one only if it uses the shapes."""
         return self
 
     def adapted(self, data: Tensor, numel: int) -> Codec:
-        """The codec for a sender's next message, after `data`; another one only if its settings follow what was sent."""
+        """The codec for a sender's next message, after `data`; a different one only if its settings adapt."""
         return self
 
     def settings(self) -> dict[str, Any]:
@@ -79,21 +82,21 @@ class Codec(ABC):
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # pyright: ignore[reportArgumentType]
 
     def restored(self, settings: dict[str, Any]) -> Codec:
-        """This codec with other `settings()`; what kind of codec it is, and is made of, does not come from there."""
+        """This codec with other `settings()`; its type and the types of its inner codecs stay."""
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
         inner = {n: getattr(self, n).restored(v) if isinstance(v, dict) else v for n, v in values.items()}
         return replace(self, **inner)  # pyright: ignore
 
-    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> CodecState:
-        """This codec as a sender of vectors like `like` uses it.
+    def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> CodecState:
+        """The state of one sender that sends vectors like `like` in this format.
 
-        `remember(name=initial, ...)` gives an object with these attributes that outlives the run.  Senders with different keys
-        draw different random numbers.
+        `remember` makes a checkpointed slot, see `Remember`.  Senders with different keys draw different random
+        numbers.
         """
         return ErrorFeedback.remembered(self, remember, like, key)
 
     def check(self, data: Tensor, numel: int) -> None:
-        """Refuse bytes that cannot be `numel` encoded values."""
+        """Raise ValueError for bytes that cannot be `numel` encoded values."""
         if data.dtype != torch.uint8 or data.dim() != 1:
             raise ValueError(
                 f"{self} decodes a 1-D uint8 tensor, but was given {data.dtype} of shape {tuple(data.shape)}"
@@ -103,8 +106,12 @@ class Codec(ABC):
                 f"{self} encodes {numel} values in {wanted} bytes, but was given {data.numel()} bytes to decode"
             )
 
+    def malformed(self, data: Tensor, numel: int, why: str) -> NoReturn:
+        """Raise ValueError for bytes that are not a message of `numel` values."""
+        raise ValueError(f"{self} cannot decode {numel} values from the given {data.numel()} bytes: {why}")
+
     def refuse(self, x: Tensor, why: str) -> None:
-        """Raise Unencodable, naming the first value of `x` that is not finite, or for `why` if all are."""
+        """Raise Unencodable with the first value of `x` that is not finite, or with `why` if all are finite."""
         finite = x.isfinite()
         if finite.all():
             raise Unencodable(f"{self} cannot encode {x.numel()} values up to {x.abs().max().item():g}: {why}")
@@ -112,46 +119,106 @@ class Codec(ABC):
         raise Unencodable(f"{self} cannot encode {x[at].item():g} at index {at}: it is not finite", at)
 
 
+def check_one_to_one(owner: object, codec: Codec | None) -> None:
+    """Raise ValueError for a codec that works only in a mean over a group; `owner` is the call that was given it."""
+    if codec is not None and codec.needs_group:
+        raise ValueError(
+            f"{owner}: {type(codec).__name__} works only in a mean over all workers; "
+            "choose a codec that encodes single messages"
+        )
+
+
+class Remember(Protocol):
+    """Makes a slot in a checkpoint: an object with the attributes `initial`, or their saved values in a resumed run.
+
+    Each slot of a codec has its own name.  `rule` computes the values that every worker starts with after the number of
+    workers has changed.  Increase `version` when the meaning of the values changes.
+    """
+
+    def __call__(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Any: ...
+
+
+@resize_rule("codec residuals")
+def resize_residuals(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """Preserve what the next mean delivers: the mean of all residuals plus the sum of the owners' residuals.
+
+    Stripes have new owners.  So each worker adds all owners' residuals to its own residual, which counts for its
+    share of the mean, and owners start at zero.
+    """
+    result = resize_by_mean(values, resize)
+    if "owner_residual" in result:
+        result["residual"] = result["residual"] + sum(v["owner_residual"] for v in values)
+        result["owner_residual"] = torch.zeros_like(result["owner_residual"])
+    return result
+
+
+@resize_rule("codec mean")
+def resize_by_mean(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """The mean of each floating-point tensor."""
+    return {name: _mean([v[name] for v in values]) for name in values[0]}
+
+
+@resize_rule("codec message count")
+def resize_counts(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """The largest count: no worker draws the random numbers of an earlier message again."""
+    return {name: torch.stack([v[name] for v in values]).amax(0) for name in values[0]}
+
+
+@resize_rule("codec settings")
+def drop_settings(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """Drop adapted settings: the stripes that they belong to no longer exist."""
+    return {name: {} for name in values[0]}
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    """In double precision; equal tensors keep their bits."""
+    stacked = torch.stack([t.to(tensors[0]) for t in tensors])
+    if all(torch.equal(t, stacked[0]) for t in stacked[1:]):
+        return tensors[0].clone()
+    shares = torch.ones(len(tensors), dtype=torch.float64, device=stacked.device) / len(tensors)
+    return torch.tensordot(shares, stacked.double(), 1).to(stacked.dtype)
+
+
 class CodecState(Protocol):
-    """A codec as one sender uses it.  Slicing gives the same memory for a part of the vector."""
+    """A codec with the state of one sender.  A slice shares the state, for a part of the vector."""
 
     codec: Codec
 
     def __getitem__(self, where: slice) -> CodecState: ...
 
     def owned(self, where: slice) -> CodecState:
-        """The second level: how this rank sends the sum over all of the stripe that it owns."""
+        """The second level of `mean_by_stripes`: the state for sending the mean of the stripe that this rank owns."""
         ...
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The bytes to send for `x`, in `out` if given; what they leave out is now remembered."""
+        """The bytes to send for `x`, in `out` if given; updates the state."""
         ...
 
     def encode_zero(self, numel: int, device: torch.device) -> Tensor:
-        """A message that says nothing, for a sender whose values do not count; nothing that it remembers is lost by it."""
+        """A message of zeros, from a sender whose values do not count; leaves the state as it is."""
         ...
 
     def undo(self, x: Tensor, data: Tensor) -> None:
-        """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
+        """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         ...
 
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
-        """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""
+        """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
         ...
 
 
 class ErrorFeedback:
-    """A codec as one sender uses it: what could not be said is remembered and said later.
+    """A codec with error feedback: what a message left out is added to the sender's next message.
 
-    `residual` belongs to what this rank sends of its own, `owner_residual` to the sums it sends on behalf of all (the second
-    level of `mean_by_stripes`); with None in their place nothing is remembered.  `count` is the number of messages so far: if it
-    is given, message i is encoded with random numbers that follow from `key` and i alone.
+    `residual` is for the messages with this rank's own values, `owner_residual` for the means that it sends as the
+    owner of a stripe (the second level of `mean_by_stripes`); None: no feedback.  `count` is the number of messages
+    so far.  If it is given, message i draws random numbers that depend only on `key` and i.
 
     >>> from paceline.codecs import OneBit
-    >>> link = ErrorFeedback(OneBit(), torch.zeros(4), torch.zeros(4))
+    >>> state = ErrorFeedback(OneBit(), torch.zeros(4), torch.zeros(4))
     >>> x = torch.tensor([3.0, 1.0, -2.0, -2.0])
-    >>> said = link.codec.decode(link.encode(x), 4)
-    >>> said, link.residual
+    >>> sent = state.codec.decode(state.encode(x), 4)
+    >>> sent, state.residual
     (tensor([ 2.,  2., -2., -2.]), tensor([ 1., -1.,  0.,  0.]))
     """
 
@@ -171,32 +238,36 @@ class ErrorFeedback:
         self.residual = residual
         self.owner_residual = owner_residual
         self.rng = torch.Generator() if count is not None and rng is None else rng
-        self.key, self.count = key, count
-        self._adapted = {} if adapted is None else adapted  # The settings that have changed, by the part that is sent.
+        self.key = key
+        self.count = count
+        self._adapted = {} if adapted is None else adapted  # Adapted settings by the part of the vector, `_place`.
         self._place = place
 
     @classmethod
-    def remembered(cls, codec: Codec, remember: Callable[..., Any], like: Tensor, key: int) -> ErrorFeedback:
-        """A link whose memory outlives the run; see `Codec.link`."""
-        initial: dict[str, Any] = {}
+    def remembered(cls, codec: Codec, remember: Remember, like: Tensor, key: int) -> ErrorFeedback:
+        """A sender's state in slots of a checkpoint; see `Codec.codec_state`."""
+        residual: Tensor | None = None
+        owner_residual: Tensor | None = None
+        count: Tensor | None = None
+        adapted: dict[str, dict[str, Any]] | None = None
         if codec.feedback:
-            # In single precision at least: what is left out is smaller than what is said, and would drown in 16 bits.
+            # In single precision at least: a residual is smaller than the values that were sent, and 16 bits would
+            # lose it.
             wide = torch.zeros(like.numel(), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-            initial |= {"residual": wide, "owner_residual": wide}
+            slot = remember("residuals", rule=resize_residuals, residual=wide, owner_residual=wide)
+            residual = slot.residual
+            owner_residual = slot.owner_residual
         if codec.is_random:
-            initial["count"] = torch.zeros(1, dtype=torch.int64)
+            count = remember("messages", rule=resize_counts, count=torch.zeros(1, dtype=torch.int64)).count
         if type(codec).adapted is not Codec.adapted:
-            initial["adapted"] = {}
-        m = vars(remember(**initial)) if initial else initial
-        return cls(
-            codec, m.get("residual"), m.get("owner_residual"), key=key, count=m.get("count"), adapted=m.get("adapted")
-        )
+            adapted = remember("settings", rule=drop_settings, adapted={}).adapted
+        return cls(codec, residual, owner_residual, key=key, count=count, adapted=adapted)
 
     def __getitem__(self, where: slice) -> ErrorFeedback:
         return self._part(where, self.residual, self.owner_residual, "")
 
     def owned(self, where: slice) -> ErrorFeedback:
-        """The second level: how this rank sends the sum over all of the stripe that it owns."""
+        """The second level of `mean_by_stripes`: the state for sending the mean of the stripe that this rank owns."""
         return self._part(where, self.owner_residual, self.owner_residual, " owned")
 
     def _part(self, where: slice, residual: Tensor | None, owner_residual: Tensor | None, level: str) -> ErrorFeedback:
@@ -212,7 +283,7 @@ class ErrorFeedback:
         )
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The bytes to send for `x`, in `out` if given; the residual now holds what they leave out."""
+        """The bytes to send for `x + residual`, in `out` if given; the residual becomes what they leave out."""
         codec = self.codec.restored(self._adapted[self._place]) if self._place in self._adapted else self.codec
         data = kernels.encode(codec, x, self.residual, self._drawing(), out)
         if (after := codec.adapted(data, x.numel())) is not codec:
@@ -226,17 +297,17 @@ class ErrorFeedback:
         return self.rng
 
     def encode_zero(self, numel: int, device: torch.device) -> Tensor:
-        """A message that says nothing, for a sender whose values do not count; nothing that it remembers is lost by it."""
+        """A message of zeros, from a sender whose values do not count; leaves the residual as it is."""
         return kernels.encode(self.codec, torch.zeros(numel, device=device), None, self.rng)
 
     def undo(self, x: Tensor, data: Tensor) -> None:
-        """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
+        """Restore the residual, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         if self.residual is not None:
             self.add(data, self.residual)
             self.residual.sub_(x)
 
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
-        """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""
+        """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
         kernels.add(self.codec, data, into, weight, fresh)
 
 

@@ -1,7 +1,7 @@
-"""Codecs made of others: each tensor on its own, or each chunk.
+"""Codecs that cut a vector into pieces and encode each with another codec: PerTensor and Chunked.
 
-A message is the pieces' messages one after the other, each beginning at a multiple of 8 bytes, where wider types may be read.
-If their sizes depend on the values, a table of them comes first, 8 bytes each.
+A message is the pieces' messages one after the other, each at a multiple of 8 bytes, so that wider types can be read
+in place.  If their sizes depend on the values, a table of the sizes comes first, 8 bytes each.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import Codec, Reduction, Unencodable
+from paceline.codecs.codec import Codec, Unencodable
 from paceline.codecs.floats import Fp32
 from paceline.codecs.layout import aligned
 from paceline.codecs.qsgd import TernGrad
+from paceline.codecs.wrapper import Wrapper
 
 ALIGNED = 8
 
 
 class Piece(NamedTuple):
-    """A stretch of the vector that is encoded on its own."""
+    """A part of the vector that is encoded separately."""
 
     codec: Codec
     where: slice
@@ -37,47 +38,26 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Combinator(Codec):
-    """What codecs made of others have in common: each says where the pieces are, and the rest follows."""
+class Combinator(Wrapper):
+    """The base of codecs that encode pieces: a subclass defines the pieces."""
 
     codec: Codec
-    each: tuple[Codec, ...] | None = field(
-        default=None, repr=False, kw_only=True
-    )  # The pieces' own, once they have adapted.
+    # Each piece's codec, after it has adapted.
+    each: tuple[Codec, ...] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.codec.reduction == "factors":
-            raise ValueError(
-                f"{self}: {type(self.codec).__name__} takes every tensor on its own as it is, and sums factors of all at once"
-            )
+        super().__post_init__()
         if not isinstance(self.codec, Combinator) and type(self.codec).codec_state is not Codec.codec_state:
-            name, inner = type(self.codec).__name__, getattr(self.codec, "codec", None)
-            hint = f"; take {name}({type(self).__name__}({inner}))" if isinstance(inner, Codec) else ""
-            raise ValueError(
-                f"{self}: {name} has a sender's memory of its own, for the whole vector and not for pieces{hint}"
-            )
+            name = type(self.codec).__name__
+            inner = getattr(self.codec, "codec", None)
+            hint = f"; use {name}({type(self).__name__}({inner}))" if isinstance(inner, Codec) else ""
+            raise ValueError(f"{self}: {name} keeps state for the whole vector, not for pieces of it{hint}")
         if self.each is not None:
             object.__setattr__(self, "each", tuple(self.each))
 
     @abstractmethod
     def pieces(self, numel: int) -> Sequence[Piece]:
-        """What a vector of so many values is cut into, in order and without gaps."""
-
-    @property
-    def feedback(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.codec.feedback
-
-    @property
-    def is_random(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.codec.is_random
-
-    @property
-    def reduction(self) -> Reduction:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.codec.reduction
-
-    @property
-    def unit(self) -> int:
-        return self.codec.unit
+        """The pieces of a vector of `numel` values, in order and without gaps."""
 
     def nbytes(self, numel: int) -> int | None:
         sizes = [p.nbytes for p in self.pieces(numel)]
@@ -101,7 +81,8 @@ class Combinator(Codec):
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         self.check(data, numel)
-        data, x = aligned(data), torch.empty(numel, device=data.device)
+        data = aligned(data)
+        x = torch.empty(numel, device=data.device)
         for piece, part in self.read(data, numel):
             x[piece.where] = piece.codec.decode(part, piece.numel)
         return x
@@ -124,12 +105,12 @@ class Combinator(Codec):
 
     def restored(self, settings: dict[str, Any]) -> Codec:
         each = settings["each"]
-        # Of the codecs that pieces may have, once they have adapted, only the one that sends them as they are has no settings.
+        # Only Fp32, for pieces below `raw_below`, has no settings.
         pieces = None if each is None else tuple(self.codec.restored(s) if s else Fp32() for s in each)
         return super().restored(settings | {"each": pieces})
 
     def senders(self, numel: int) -> Sequence[Codec]:
-        """The codec that encodes each piece; any other of the same settings at first decodes it."""
+        """The codec that encodes each piece, as adapted; decoding needs only the piece's initial codec."""
         pieces = self.pieces(numel)
         if self.each is None:
             return [p.codec for p in pieces]
@@ -140,7 +121,7 @@ class Combinator(Codec):
         return self.each
 
     def joined(self, parts: Sequence[Tensor], pieces: Sequence[Piece], device: torch.device) -> Tensor:
-        """The message that these parts make up."""
+        """The message made of these parts."""
         table = [part.numel() for part, piece in zip(parts, pieces, strict=True) if piece.nbytes is None]
         message = torch.zeros(
             ALIGNED * len(table) + _length([part.numel() for part in parts]), dtype=torch.uint8, device=device
@@ -153,30 +134,30 @@ class Combinator(Codec):
         return message
 
     def refuse_for(self, error: Unencodable, x: Tensor, piece: Piece) -> NoReturn:
-        """Raise Unencodable with the place in the whole vector of what cannot be encoded in a piece of it."""
-        self.refuse(x, f"of those from index {piece.where.start} on, {error}")
+        """Raise Unencodable with the index in the whole vector of a value that a piece cannot encode."""
+        self.refuse(x, f"in the piece from index {piece.where.start} on, {error}")
         raise error
 
     def read(self, data: Tensor, numel: int) -> list[tuple[Piece, Tensor]]:
-        """The pieces and their bytes.  Raises ValueError for a table of sizes that cannot be true."""
+        """The pieces and their bytes.  Raises ValueError for a wrong table of sizes."""
         pieces = self.pieces(numel)
         unknown = sum(p.nbytes is None for p in pieces)
         start = ALIGNED * unknown
         if data.numel() < start:
             raise ValueError(
-                f"{self} encodes {numel} values in {start} bytes and more, but was given {data.numel()} bytes to decode"
+                f"{self} encodes {numel} values in at least {start} bytes, but was given {data.numel()} bytes to decode"
             )
         table = iter(data[:start].cpu().clone().view(torch.int64).tolist())
         sizes = [next(table) if p.nbytes is None else p.nbytes for p in pieces]
         for piece, size in zip(pieces, sizes, strict=True):
             if not 0 <= size <= piece.codec.most_nbytes(piece.numel):
                 raise ValueError(
-                    f"{self} was given bytes to decode whose table says {size} bytes for the {piece.numel} values from index "
-                    f"{piece.where.start} on, which take {piece.codec.most_nbytes(piece.numel)} at most"
+                    f"{self} was given bytes to decode whose table has {size} bytes for the {piece.numel} values "
+                    f"from index {piece.where.start} on; they take at most {piece.codec.most_nbytes(piece.numel)}"
                 )
         if start + _length(sizes) != data.numel():
             raise ValueError(
-                f"{self} encodes {numel} values in {start + _length(sizes)} bytes, as their table says, "
+                f"{self} encodes {numel} values in {start + _length(sizes)} bytes by their table, "
                 f"but was given {data.numel()} bytes to decode"
             )
         parts: list[tuple[Piece, Tensor]] = []
@@ -188,23 +169,22 @@ class Combinator(Codec):
 
 @dataclass(frozen=True)
 class PerTensor(Combinator):
-    """Each tensor on its own by another codec, and those of few values, such as biases, in fp32.
+    """Encodes each tensor separately with another codec, and small ones, such as biases, in fp32.
 
-    `fitted` tells it the tensors; until then the vector is one.  Of a tensor that is cut by a slice each part is one.
+    `fitted` sets the tensors; before, the whole vector is one tensor.  A slice through a tensor makes two of it.
     """
 
     codec: Codec = field(default=TernGrad())
     raw_below: int = 1024
-    cuts: tuple[int, ...] | None = field(
-        default=None, repr=False, kw_only=True
-    )  # How many values each tensor has, once it is known.
+    # How many values each tensor has; None: not fitted.
+    cuts: tuple[int, ...] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.codec, PerTensor):
-            raise ValueError(f"{self}: what is a tensor already cannot be cut into tensors; {self.codec} is enough")
+            raise ValueError(f"{self}: PerTensor inside PerTensor has no effect; use {self.codec}")
         if self.raw_below < 0:
-            raise ValueError(f"{self}: tensors of fewer values than that are sent in fp32, and none has fewer than 0")
+            raise ValueError(f"{self}: raw_below is a number of values, 0 or more")
         if self.cuts is not None:
             object.__setattr__(self, "cuts", tuple(int(n) for n in self.cuts))
 
@@ -231,7 +211,7 @@ class PerTensor(Combinator):
 
 @dataclass(frozen=True)
 class Chunked(Combinator):
-    """Each chunk of so many values on its own by another codec: a scale or a choice of the largest for every chunk."""
+    """Encodes each chunk of the vector separately with another codec: each has its own scale, or its own top k."""
 
     codec: Codec = field(default=TernGrad())
     chunk: int = 65536
@@ -245,11 +225,9 @@ class Chunked(Combinator):
             better = (
                 replace(self.codec, codec=inner) if isinstance(self.codec, PerTensor) else replace(self, codec=inner)
             )
-            raise ValueError(
-                f"{self}: chunks are cut out of tensors or the whole vector, not {type(self.codec).__name__} out of chunks: {better}"
-            )
+            raise ValueError(f"{self}: Chunked cannot contain {type(self.codec).__name__}; use {better}")
         if self.chunk < 1:
-            raise ValueError(f"{self}: a chunk holds at least 1 value")
+            raise ValueError(f"{self}: a chunk has at least 1 value")
 
     @property
     def unit(self) -> int:
@@ -279,44 +257,45 @@ def _up(nbytes: int) -> int:
 
 
 def _length(sizes: Sequence[int]) -> int:
-    """The bytes of pieces one after the other, where only the last is not filled up."""
+    """The size of pieces one after the other, all but the last padded."""
     return sum(map(_up, sizes[:-1])) + sum(sizes[-1:])
 
 
 def _started(seed: int) -> torch.Generator:
-    """Where the pieces' seeds come from, which a message's one seed decides."""
+    """The generator of the pieces' seeds, from the seed of the message."""
     return torch.Generator().manual_seed(seed)
 
 
 def _encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
     assert isinstance(codec, Combinator)
-    pieces, nbytes = codec.pieces(x.numel()), codec.nbytes(x.numel())
+    pieces = codec.pieces(x.numel())
+    nbytes = codec.nbytes(x.numel())
     if out is not None and nbytes is not None and out.shape != (nbytes,):
         raise ValueError(
-            f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}"
+            f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given a buffer of shape {tuple(out.shape)}"
         )
     message = torch.empty(nbytes, dtype=torch.uint8, device=x.device) if out is None and nbytes is not None else out
     rng = _started(seed) if codec.is_random else None
     parts: list[Tensor] = []
     start = 0
     for sender, piece in zip(codec.senders(x.numel()), pieces, strict=True):
-        room = (
+        buffer = (
             message[start : start + piece.nbytes]
             if message is not None and nbytes is not None and piece.nbytes is not None
             else None
         )
         try:
             part = kernels.encode(
-                sender, x[piece.where], None if residual is None else residual[piece.where], rng, room
+                sender, x[piece.where], None if residual is None else residual[piece.where], rng, buffer
             )
         except Unencodable as error:
-            if residual is not None:  # The pieces before it were not heard, either.
-                for p, said in zip(pieces, parts, strict=False):
-                    kernels.add(p.codec, said, residual[p.where])
+            if residual is not None:  # The pieces before it will not be sent either.
+                for p, data in zip(pieces, parts, strict=False):
+                    kernels.add(p.codec, data, residual[p.where])
                     residual[p.where].sub_(x[p.where])
             codec.refuse_for(error, x if residual is None else x + residual, piece)
         parts.append(part)
-        if room is not None and message is not None:
+        if buffer is not None and message is not None:
             message[start + part.numel() : start + _up(part.numel())] = 0
         start += _up(part.numel())
     if nbytes is not None and message is not None:

@@ -1,56 +1,55 @@
 """Deep gradient compression (Lin et al., ICLR 2018): top-k of gradients with momentum.
 
-Momentum is kept at the sender and added up there, so that a value that waits gathers it all the same (momentum correction); what
-was sent loses its momentum too, which would otherwise carry a stale direction on (masking).  So train with an optimizer that
-has no momentum of its own.  In the first messages more is sent, a quarter at first (warm-up).
+The sender computes the momentum, so values that are not sent yet have it too (momentum correction).  A value that was
+sent loses its momentum, which would otherwise carry a stale direction on (masking).  Train with an optimizer without
+momentum.  The first messages send more values, a quarter at first (warm-up).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec, CodecState, ErrorFeedback
+from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Remember, resize_by_mean
 from paceline.codecs.layout import aligned
 from paceline.codecs.top_k import TopK
 
-STAGES = (0.25, 0.0625, 0.015625, 0.004)  # What is sent during warm-up: 75 %, 93.75 %, 98.4375 % and 99.6 % are not.
+# Ratios during warm-up: 75 %, 93.75 %, 98.4375 % and 99.6 % of the values are not sent.
+STAGES = (0.25, 0.0625, 0.015625, 0.004)
 
 
 @dataclass(frozen=True)
 class DGC(TopK):
-    """Top-k with momentum at the sender, 8 bytes for each value sent: at 0.1 % of the values 500 times smaller than fp32."""
+    """Top-k with momentum at the sender, 8 bytes per value sent: at 0.1 % of the values 500 times smaller than fp32."""
 
     ratio: float = 0.001
     momentum: float = 0.9
     nesterov: bool = False
-    masking: bool = (
-        True  # Whether what was sent loses its momentum; never if everything is sent, for nothing would have any.
-    )
-    clip: float | None = (
-        None  # The largest norm of the mean of what is sent at once: a worker's own is clipped to clip / sqrt(workers).
-    )
+    # Whether a value that was sent loses its momentum; not if all values are sent, because none would keep any.
+    masking: bool = True
+    # The largest norm of the mean gradient: each worker clips its own to clip / sqrt(workers).
+    clip: float | None = None
     workers: int = 1
-    warmup: int = 0  # In so many messages the ratio comes down to its own by four equal stages.
-    sent: int = field(default=0, repr=False, kw_only=True)  # How many messages came before; the sender counts.
+    # After this many messages, in four equal stages, `ratio` is reached.
+    warmup: int = 0
+    # How many messages the sender has sent.
+    sent: int = field(default=0, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"{self}: momentum is from 0 to below 1")
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"{self}: a norm is clipped to a positive number, or not at all (None)")
+            raise ValueError(f"{self}: clip is a positive norm, or None")
         if self.workers < 1 or self.warmup < 0 or self.sent < 0:
-            raise ValueError(f"{self}: there is one worker at least, and no negative number of messages")
+            raise ValueError(f"{self}: workers is at least 1, and warmup at least 0")
 
     def ratio_at(self, message: int) -> float:
-        """What is sent of the values in that message, counted from 0.
+        """The ratio of values sent in a message, counted from 0.
 
         >>> [DGC(warmup=8).ratio_at(i) for i in (0, 1, 2, 5, 7, 8)]
         [0.25, 0.25, 0.0625, 0.015625, 0.004, 0.001]
@@ -61,7 +60,7 @@ class DGC(TopK):
         return min(numel, max(1, int(self.ratio_at(self.sent) * numel)))
 
     def nbytes(self, numel: int) -> int | None:
-        # Messages from earlier or later stages are understood, so none has to be of one size.
+        # Messages of other stages are decoded too, so with warm-up the size is not fixed.
         return None if self.warmup else super().nbytes(numel)
 
     def most_nbytes(self, numel: int) -> int:
@@ -70,19 +69,20 @@ class DGC(TopK):
     def check(self, data: Tensor, numel: int) -> None:
         super().check(data, numel)
         if data.numel() % 8 or not min(numel, 1) <= data.numel() // 8 <= self.most_nbytes(numel) // 8:
-            self.no_message(data, numel, f"it takes 8 bytes for each of at most {self.most_nbytes(numel) // 8} values")
+            self.malformed(data, numel, f"it has 8 bytes for each of at most {self.most_nbytes(numel) // 8} values")
 
     def adapted(self, data: Tensor, numel: int) -> Codec:
         return dataclasses.replace(self, sent=self.sent + 1) if self.sent < self.warmup else self
 
-    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> CodecState:
+    def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> CodecState:
         errors = ErrorFeedback.remembered(self, remember, like, key)
         assert errors.residual is not None
-        return MomentumCorrection(self, errors, remember(velocity=torch.zeros_like(errors.residual)).velocity)
+        slot = remember("velocity", rule=resize_by_mean, velocity=torch.zeros_like(errors.residual))
+        return MomentumCorrection(self, errors, slot.velocity)
 
 
 class MomentumCorrection:
-    """DGC as one sender uses it: what is encoded is not the gradient but the velocity."""
+    """DGC with the state of one sender: it encodes the velocity, not the gradient."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class MomentumCorrection:
         self.settings = codec
         self.errors = errors
         self.velocity = velocity
-        # The velocities that the last message of each part has cost, in case that nobody heard it.
+        # The velocities that the last message of each part has set to zero, for `undo`.
         self._masked: dict[str, Tensor] = {} if masked is None else masked
         self._place = place
 
@@ -105,16 +105,15 @@ class MomentumCorrection:
         return MomentumCorrection(self.settings, self.errors[where], self.velocity[where], self._masked, place)
 
     def owned(self, where: slice) -> CodecState:
-        """The sum of what velocities say has momentum already."""
+        """The mean of velocities, which has momentum already."""
         return self.errors.owned(where)
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The bytes to send for `x`, in `out` if given; the velocity has taken up `x`, and lost what they say."""
-        g, momentum = self._clipped(x), self.settings.momentum
+        """The bytes to send for the gradient `x`, in `out` if given; updates the velocity and the residual."""
+        g = self._clipped(x)
+        momentum = self.settings.momentum
         v = (self.velocity + g) * momentum if self.settings.nesterov else self.velocity * momentum + g
-        data = self.errors.encode(
-            v + g if self.settings.nesterov else v, out
-        )  # It may refuse to: then nothing has changed.
+        data = self.errors.encode(v + g if self.settings.nesterov else v, out)  # If it raises, nothing has changed.
         self.velocity.copy_(v)
         if self.settings.masking and data.numel() < 8 * x.numel():
             indices = self._indices(data)
@@ -123,16 +122,17 @@ class MomentumCorrection:
         return data
 
     def encode_zero(self, numel: int, device: torch.device) -> Tensor:
-        """A message that says nothing."""
+        """A message of zeros; leaves the state as it is."""
         return self.errors.encode_zero(numel, device)
 
     def undo(self, x: Tensor, data: Tensor) -> None:
-        """What `encode` said for `x` was not heard: remember again, up to rounding, what was remembered before."""
-        g, v = self._clipped(x), self.velocity
+        """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
+        g = self._clipped(x)
+        v = self.velocity
         if (masked := self._masked.pop(self._place, None)) is not None:
             v[self._indices(data)] = masked
         self.errors.undo(v + g if self.settings.nesterov else v, data)
-        if self.settings.momentum == 0:  # Then it is forgotten at every step in any case.
+        if self.settings.momentum == 0:  # Then the velocity lasts one step only.
             v.zero_()
         elif self.settings.nesterov:
             v.div_(self.settings.momentum).sub_(g)
@@ -140,18 +140,17 @@ class MomentumCorrection:
             v.sub_(g).div_(self.settings.momentum)
 
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
-        """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""
+        """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
         self.errors.add(data, into, weight, fresh=fresh)
 
     def _clipped(self, x: Tensor) -> Tensor:
         g = x.detach().reshape(-1).to(self.velocity.dtype)
         if self.settings.clip is None:
             return g
-        # In double precision, where no float32's square is too large.  What is not finite stays, to be refused as it is.
-        norm, most = (
-            torch.linalg.vector_norm(g, dtype=torch.float64).item(),
-            self.settings.clip * self.settings.workers**-0.5,
-        )
+        # In double precision, where no square of a float32 overflows.  A vector with a NaN stays, for `encode` to
+        # refuse it.
+        norm = torch.linalg.vector_norm(g, dtype=torch.float64).item()
+        most = self.settings.clip * self.settings.workers**-0.5
         return g * (most / norm) if most < norm < math.inf else g
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Plain floating-point formats: fp32 as the identity, fp16 and bfloat16 as the cheapest compression, fp8 with scales."""
+"""Plain floating-point formats: fp32 as the identity, fp16 and bfloat16 as cheap compression, fp8 with scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.codecs.layout import aligned, bucketed, check_bucket, check_scales
 
 @dataclass(frozen=True)
 class Fp32(Codec):
-    """The values as they are, 4 bytes each: the codec that loses nothing."""
+    """The values in float32, 4 bytes each: lossless for float32."""
 
     wire: ClassVar[torch.dtype | None] = torch.float32
 
@@ -23,7 +23,7 @@ class Fp32(Codec):
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
         values = copied(x, torch.float32)
-        # What is not finite would stay in a sender's residual for ever.  A sum tells almost always; it may overflow by itself.
+        # A NaN would stay in the residual for ever.  A finite sum proves that there is none; but a sum can overflow.
         if not values.sum().isfinite() and not values.isfinite().all():
             self.refuse(x.reshape(-1), "they are beyond float32")
         return values.view(torch.uint8)
@@ -34,7 +34,7 @@ class Fp32(Codec):
 
 
 class Cast(Codec):
-    """Values rounded to a type of 16 bits."""
+    """Values rounded to a 16-bit dtype."""
 
     feedback: ClassVar[bool] = False
     dtype: ClassVar[torch.dtype]
@@ -44,7 +44,7 @@ class Cast(Codec):
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
         short = copied(x, self.dtype)
-        # One pass tells almost always; only a hit is looked at closely, because a large sum may overflow by itself.
+        # A finite sum proves that all values are finite; but a sum can overflow, and then each value is checked.
         if not short.sum(dtype=torch.float32).isfinite() and not short.isfinite().all():
             self.refuse(x.reshape(-1))
         return short.view(torch.uint8)
@@ -56,14 +56,15 @@ class Cast(Codec):
     def refuse(self, x: Tensor, why: str = "") -> None:
         at = int(x.to(self.dtype).isfinite().logical_not().nonzero()[0])
         raise Unencodable(
-            f"{self} cannot encode {x[at].item():g} at index {at}: {type(self).__name__.lower()} ends at {torch.finfo(self.dtype).max:g}",
+            f"{self} cannot encode {x[at].item():g} at index {at}: {type(self).__name__.lower()} ends at "
+            f"{torch.finfo(self.dtype).max:g}",
             None if x[at].isfinite() else at,
         )
 
 
 @dataclass(frozen=True)
 class Fp16(Cast):
-    """Half precision, 2 bytes each; values beyond 65504 are refused, not sent as infinity."""
+    """Half precision, 2 bytes each; raises Unencodable for values beyond 65504."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
     wire: ClassVar[torch.dtype | None] = torch.float16
@@ -71,7 +72,7 @@ class Fp16(Cast):
 
 @dataclass(frozen=True)
 class BFloat16(Cast):
-    """The upper half of fp32, 2 bytes each: its whole range, and 8 significant bits."""
+    """The upper half of fp32, 2 bytes each: fp32's range, and 8 significant bits."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     wire: ClassVar[torch.dtype | None] = torch.bfloat16
@@ -82,9 +83,9 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class Fp8(Codec):
-    """One byte a value, with 3 (e4m3) or 2 (e5m2) bits after the leading one, and one fp32 scale a bucket: a fourth of fp32.
+    """One byte per value, with 3 (e4m3) or 2 (e5m2) mantissa bits, and one fp32 scale per bucket: a quarter of fp32.
 
-    The scale makes the largest value of a bucket the largest that the format has.
+    The scale maps the largest value of a bucket to the largest value of the format.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
@@ -115,9 +116,9 @@ class Fp8(Codec):
         largest = rows.abs().amax(1)
         tops = torch.full_like(largest, self.top)
         scales, factors = largest / tops, tops / largest
-        if not (scales * self.top).isfinite().all():  # The largest is to be finite when it is read, too.
+        if not (scales * self.top).isfinite().all():  # The decoded largest value must be finite too.
             self.refuse(x.reshape(-1), "the largest is beyond float32")
-        # A largest value that is 0, or too small to divide by, stands for a bucket of zeros.
+        # If the largest value is 0, or too small to divide by, the bucket is sent as zeros.
         scales, factors = (torch.where(factors.isfinite(), v, 0.0) for v in (scales, factors))
         codes = (rows * factors[:, None]).clamp(-self.top, self.top).to(FORMATS[self.format]).view(torch.uint8).view(-1)
         return torch.cat([scales.view(torch.uint8), codes[: x.numel()]])

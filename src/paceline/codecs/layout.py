@@ -1,4 +1,4 @@
-"""How values lie in memory and in messages: copies, alignment, buckets, packed codes, and sums in one order everywhere."""
+"""Memory and message layout: copies, alignment, buckets, packed codes, and sums in the same order on every device."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LANES = 32  # Sums are taken in so many lanes at once, on every device.
+LANES = 32  # Every device adds in this many lanes.
+MOST_INDEXED = 2**31  # An index has 31 bits.
 
 
 def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in memory of their own, one after the other."""
+    """A contiguous copy of the values."""
     return torch.empty(x.numel(), dtype=dtype, device=x.device).copy_(x.detach().reshape(-1))
 
 
 def is_straight(data: Tensor) -> bool:
-    """Whether wider types may be read where `data` lies."""
+    """Whether wider types can be read from `data` in place."""
     return data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 and data.is_contiguous()
 
 
 def aligned(data: Tensor) -> Tensor:
-    """`data` at an address where wider types may be read; a copy only where it lies askew inside a longer message."""
+    """`data` at an address where wider types can be read; a copy if it is not aligned inside a longer message."""
     return data if is_straight(data) else data.clone()
 
 
 def bucketed(x: Tensor, bucket: int) -> Tensor:
-    """The values as float32 in rows of `bucket`, the last one filled up with zeros."""
+    """The values as float32 in rows of `bucket`, the last one padded with zeros."""
     x = x.detach().to(torch.float32).reshape(-1)
     return F.pad(x, (0, -x.numel() % bucket)).view(-1, bucket)
 
 
 def row_sums(x: Tensor) -> Tensor:
-    """The sum of each row: value i goes to lane i % 32, and then the upper half of the lanes is added to the lower one.
+    """The sum of each row: value i is added to lane i % 32, and then the upper half of the lanes to the lower one.
 
     >>> row_sums(torch.arange(64.0).view(1, 64))
     tensor([2016.])
@@ -46,25 +47,25 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 def check_bucket(owner: object, bucket: int) -> None:
-    """Refuse a bucket that rows of lanes cannot fill."""
+    """Raise ValueError for a bucket size that is not a positive multiple of 32."""
     if not isinstance(bucket, int) or bucket < LANES or bucket % LANES:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"{owner}: a bucket holds a multiple of {LANES} values, at least {LANES}")
+        raise ValueError(f"{owner}: the bucket size is a multiple of {LANES}, at least {LANES}")
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum of a vector: rows of 512 first, then rows of their sums, until one is left."""
+    """The sum of a vector: of rows of 512, then of rows of their sums, until one is left."""
     while x.numel() > 1:
         x = row_sums(bucketed(x, 512))
     return x.sum()
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, rounded to the nearest float32: torch's own may be off by a bit, depending on the processor."""
+    """The square root, rounded to the nearest float32; on some processors torch's own is off by a bit."""
     return x.to(torch.float64).sqrt().to(torch.float32)
 
 
 def reals(numel: int, bucket: int, device: torch.device) -> Tensor:
-    """How many values each bucket holds: all but the last are full."""
+    """How many values each bucket has: all but the last are full."""
     counts = torch.full((-(-numel // bucket),), bucket, device=device)
     if numel % bucket:
         counts[-1] = numel % bucket
@@ -72,7 +73,9 @@ def reals(numel: int, bucket: int, device: torch.device) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int, numel: int) -> Tensor:
-    """The first `numel` of the codes as bytes, the first code lowest; `codes` are integers below 2**bits that fill whole bytes.
+    """The first `numel` codes as bytes, the first code in the lowest bits.
+
+    `codes` are integers below 2**bits, enough to fill whole bytes.
 
     >>> packed(torch.tensor([1, 2, 3, 0, 2, 0, 0, 0]), 2, 5)
     tensor([57,  2], dtype=torch.uint8)
@@ -85,7 +88,7 @@ def packed(codes: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def unpacked(data: Tensor, bits: int, numel: int) -> Tensor:
-    """The int32 codes that `packed` made these bytes of."""
+    """The int32 codes that `packed` was given."""
     if bits == 16:
         return aligned(data).view(torch.uint16).to(torch.int32)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
@@ -93,19 +96,25 @@ def unpacked(data: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def scales_in(data: Tensor, count: int) -> Tensor:
-    """The float32 numbers that a message begins with."""
+    """The float32 scales at the start of a message."""
     return aligned(data[: 4 * count]).view(torch.float32)
 
 
 def check_scales(owner: object, data: Tensor, count: int) -> None:
-    """Refuse a message that begins with a scale that is not finite: it would spoil a whole bucket of every receiver.
+    """Raise ValueError for a message with a scale that is not finite: it would corrupt a bucket of every receiver.
 
-    Not on a GPU, where looking means to wait.
+    Not on a GPU, where reading the scales means to wait for them.
     """
     if data.device.type == "cpu":
-        scales = scales_in(data, count).numpy()  # numpy takes a fraction of torch's time for so few values.
+        scales = scales_in(data, count).numpy()  # For so few values numpy is much faster than torch.
         if not (finite := np.isfinite(scales)).all():
             at = int(finite.argmin())
-            raise ValueError(
-                f"{owner} was given bytes to decode whose scale {at} is {scales[at]:g}: no sender writes that"
-            )
+            raise ValueError(f"{owner} was given bytes to decode whose scale {at} is {scales[at]:g}: scales are finite")
+
+
+def check_indexable(owner: object, numel: int) -> None:
+    """Raise ValueError for a vector too long for indices of 31 bits."""
+    if numel > MOST_INDEXED:
+        raise ValueError(
+            f"{owner} was given {numel} values: its indices end at 2**31 - 1, so encode parts of the vector"
+        )

@@ -1,7 +1,8 @@
 """CNTK's linear quantiser to 2, 4, 8 or 16 bits.
 
-Of a bucket with standard deviation sigma about 0, the values between -4 sigma and 4 sigma fall into an odd number of equal slots,
-one of them centred on 0, and are read as the middles of their slots; those beyond are clipped, to be said by feedback later.
+With sigma the standard deviation of a bucket about 0, the range from -4 sigma to 4 sigma is divided into an odd
+number of equal slots, one of them centred on 0.  A value is decoded as the middle of its slot.  Values beyond are
+clipped; error feedback sends the rest later.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from paceline.codecs.layout import (
 
 @dataclass(frozen=True)
 class NBit(Codec):
-    """2, 4, 8 or 16 bits a value and one fp32 scale a bucket: at 4 bits 260 bytes for 512 values, 7.9 times smaller than fp32."""
+    """2, 4, 8 or 16 bits per value and one fp32 scale per bucket: at 4 bits 7.9 times smaller than fp32."""
 
     bits: int = 4
     bucket: int = 512
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8, 16):
-            raise ValueError(f"{self}: a value takes 2, 4, 8 or 16 bits; OneBit is the codec for 1")
+            raise ValueError(f"{self}: bits is 2, 4, 8 or 16; for 1 bit use OneBit")
         check_bucket(self, self.bucket)
 
     @property
@@ -43,7 +44,7 @@ class NBit(Codec):
 
     @property
     def centre(self) -> int:
-        """The code of 0; there are as many slots below as above it, and one more code for what is at 4 sigma or beyond."""
+        """The code of 0: there are as many slots below as above, and one more code for values of at least 4 sigma."""
         return 2 ** (self.bits - 1) - 1
 
     def buckets(self, numel: int) -> int:

@@ -1,7 +1,8 @@
-"""Random numbers that follow from a seed and a place alone, so that plain torch, numba and Triton draw the same ones in any order.
+"""Random numbers that depend only on a seed and an index, so torch, numba and Triton draw the same ones.
 
-Each is a hash of its index: a 32-bit integer mixer (shifts and two odd multipliers, in which every bit of the input moves about
-half the bits of the output) is applied twice, with one half of the seed added before the first round and the other before the second.
+Each is a hash of its index.  A 32-bit integer mixer (shifts and two odd multipliers; each bit of the input flips
+about half the bits of the output) is applied twice, with one half of the seed added before the first round and the
+other before the second.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FIRST, SECOND = 0x7FEB352D, 0x846CA68B  # The mixer's multipliers.
+# The multipliers of the mixer.
+FIRST = 0x7FEB352D
+SECOND = 0x846CA68B
 _WORD = 0xFFFFFFFF
 
 
@@ -19,9 +22,9 @@ def halves(seed: int) -> tuple[int, int]:
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed for torch that follows from whole numbers: torch heeds only the lower 32 bits of one, so they are mixed into these.
+    """A seed for torch from integers: torch uses only the lower 32 bits of a seed, so all are mixed into these.
 
-    Two rows of numbers that differ in one of them, by less than 2**32, never give the same seed.
+    Two sequences that differ in one number, by less than 2**32, never give the same seed.
 
     >>> seed_of(0, 1) == seed_of(1, 0)
     False
@@ -46,7 +49,7 @@ def uniform(seed: int, numel: int, device: torch.device | str = "cpu", start: in
     True
     """
     low, high = halves(seed)
-    # 32-bit words in 64 bits: products may overflow, their lower halves are right all the same.
+    # 32-bit words in 64 bits: products may overflow, but their lower halves are right.
     words = torch.arange(start, start + numel, dtype=torch.int64, device=device).add_(low).bitwise_and_(_WORD)
     _mix(words)
     words.bitwise_xor_(high)

@@ -1,7 +1,7 @@
 """1-bit SGD's quantiser (Seide et al., Interspeech 2014), in CNTK's zero-threshold form.
 
-Of every value only its sign travels; a bucket's negative values are all read as their mean, the others as theirs.  Use it
-with ErrorFeedback: alone it loses accuracy.  With a bucket of values in {-x, +x} it is exact.
+Only the sign of each value is sent.  The receiver reads a bucket's negative values as their mean, and the others as
+theirs.  Use it with ErrorFeedback: alone it loses accuracy.  For a bucket of values in {-x, +x} it is exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.codecs.layout import aligned, bucketed, check_bucket, check_scales
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """One bit a value and two fp32 means a bucket: 72 bytes for 512 values, 28 times smaller than fp32."""
+    """One bit per value and two fp32 means per bucket: 72 bytes for 512 values, 28 times smaller than fp32."""
 
     bucket: int = 512
 
@@ -42,7 +42,7 @@ class OneBit(Codec):
         if not (above.isfinite().all() and below.isfinite().all()):
             self.refuse(x.reshape(-1), "their sum is beyond float32")
         real = reals(x.numel(), self.bucket, x.device)
-        # Padding is zero, so it is among the non-negative: it must not be counted there.
+        # Padding is zero, so it is non-negative, but must not be counted.
         positives = positive.sum(1) - (self.bucket - real)
         means = torch.stack([below / (real - positives).clamp(min=1), above / positives.clamp(min=1)], dim=1)
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)

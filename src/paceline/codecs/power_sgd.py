@@ -1,15 +1,16 @@
 """PowerSGD (Vogels, Karimireddy, Jaggi 2019): a matrix M as the product of two thin ones, found by power iteration.
 
-P = orth(M Q) and Q = M^T P travel, and P Q^T, M's projection onto the columns of P, is read.  Both factors are linear in M, so
-workers need not send theirs to each other: they sum them, which is what `low_rank.mean_by_factors` does.  Here are the format of
-one vector's factors, and the arithmetic of both uses.  What every rank works out for itself is added up in one order, so that
-all come to the same bits.  Factors are held as rows, `rank` x rows and `rank` x columns.
+P = orth(M Q) and Q = M^T P are sent.  The receiver computes P Q^T, which is M's projection onto the columns of P.
+Both factors are linear in M, so workers can sum them instead of sending them to each other:
+`collectives.mean_by_factors` does that.  This module has the message format for one vector, and the arithmetic of
+both uses.  Each rank adds in the same order, so that all get the same bits.  Factors are stored as rows, `rank` x
+rows and `rank` x columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
@@ -21,19 +22,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import Codec, ErrorFeedback, Reduction
+from paceline.codecs.codec import Codec, ErrorFeedback, Remember, resize_by_mean, resize_residuals
 from paceline.codecs.layout import aligned
 from paceline.codecs.one_bit import OneBit
 
 Block = tuple[int, int]
-CACHED = 1 << 17  # Values of a product that are worked on at once on a CPU: they and their like stay in its cache.
-NEGLIGIBLE = 1e-6  # What is left of a float32 vector of norm 1 when others are taken out of it, and is but rounding.
+CACHED = 1 << 17  # Values of a product that a CPU works on at once, so that they stay in its cache.
+NEGLIGIBLE = 1e-6  # After orthogonalising a float32 vector of norm 1, a rest below this norm is a rounding error.
 SEED = 1234
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A stretch of the vector that is sent as two factors."""
+    """A part of the vector that is sent as two factors."""
 
     where: slice
     rows: int
@@ -45,7 +46,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which stretches of a vector are sent as factors, and which as they are."""
+    """Which parts of a vector are sent as factors, and which as plain values."""
 
     rank: int
     matrices: tuple[Matrix, ...]
@@ -64,11 +65,11 @@ class Plan:
         return sum(s.stop - s.start for s in self.raw)
 
     def left(self, flat: Tensor) -> list[Tensor]:
-        """The P of every matrix, out of the vector that holds them all."""
+        """The P of each matrix, as views of the vector of all."""
         return self._cut(flat, [m.rows for m in self.matrices])
 
     def right(self, flat: Tensor) -> list[Tensor]:
-        """The Q of every matrix, out of the vector that holds them all."""
+        """The Q of each matrix, as views of the vector of all."""
         return self._cut(flat, [m.cols for m in self.matrices])
 
     def _cut(self, flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -76,12 +77,12 @@ class Plan:
         return [part.view(self.rank, n) for part, n in zip(parts, lengths, strict=True)]
 
     def put_raw(self, x: Tensor, into: Tensor) -> None:
-        """Copy what is sent as it is out of the vector."""
+        """Copy the plain values from the vector."""
         for part, s in zip(self._raw_parts(into), self.raw, strict=True):
             part.copy_(x[s])
 
     def take_raw(self, data: Tensor, into: Tensor) -> None:
-        """Copy it back to its places."""
+        """Copy the plain values back into the vector."""
         for part, s in zip(self._raw_parts(data), self.raw, strict=True):
             into[s] = part
 
@@ -91,24 +92,24 @@ class Plan:
 
 @dataclass(frozen=True)
 class PowerSGD(Codec):
-    """Two thin fp32 factors a matrix, rank x (rows + columns) values for rows x columns; small tensors and vectors in fp32.
+    """Two thin fp32 factors per matrix, rank x (rows + columns) values for rows x columns; small tensors in fp32.
 
-    `fitted` tells it the tensors: each of two or more dimensions is one matrix, of as many rows as its first dimension has.
-    Otherwise the whole vector is a nearly square matrix, and what its last row lacks is sent as it is.  Of a matrix that is cut
-    by a slice the whole rows are still one matrix, and the ends of others are sent as they are.  So is a matrix that its factors
-    would not make smaller; one of `rank` rows or columns or fewer never would.
+    `fitted` sets the tensors.  Each with two or more dimensions is a matrix, with as many rows as its first
+    dimension.  Before, the whole vector is a nearly square matrix, and an incomplete last row is sent as plain
+    values.  A slice through a matrix keeps its whole rows as a matrix, and sends the rest as plain values.  So is a
+    matrix that its factors would not make smaller, such as one of `rank` rows or columns or fewer.
     """
 
-    reduction: ClassVar[Reduction] = "factors"
+    reduction: ClassVar[str] = "factors"
+    needs_group: ClassVar[bool] = True
 
     rank: int = 4
-    blocks: tuple[Block, ...] | None = field(
-        default=None, repr=False
-    )  # Rows and columns of each tensor, once they are known.
+    # Rows and columns of each tensor; None: not fitted.
+    blocks: tuple[Block, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"{self}: a matrix is sent as factors of rank 1 or more")
+            raise ValueError(f"{self}: factors have rank 1 or more")
         if self.blocks is not None:
             object.__setattr__(self, "blocks", tuple((int(rows), int(cols)) for rows, cols in self.blocks))
 
@@ -142,7 +143,7 @@ class PowerSGD(Codec):
         return replace(self, blocks=tuple(blocks))
 
     def plan(self, numel: int) -> Plan:
-        """How a vector of so many values is sent."""
+        """How a vector of `numel` values is sent."""
         if self.blocks is None:
             cols = max(math.isqrt(numel), 1)
             return planned(self.rank, ((numel // cols, cols), (numel % cols, 1)))
@@ -155,18 +156,16 @@ class PowerSGD(Codec):
         return 4 * (plan.left_numel + plan.right_numel + plan.raw_numel)
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        given, x = x.detach().reshape(-1), x.detach().to(torch.float32).reshape(-1).contiguous()
+        given = x.detach().reshape(-1)
+        x = x.detach().to(torch.float32).reshape(-1).contiguous()
         plan = self.plan(x.numel())
         message = torch.empty(self.nbytes(x.numel()) // 4, device=x.device)
-        ps, qs, raw = (
-            plan.left(message),
-            plan.right(message[plan.left_numel :]),
-            message[plan.left_numel + plan.right_numel :],
-        )
-        plan.put_raw(x, raw)
+        ps = plan.left(message)
+        qs = plan.right(message[plan.left_numel :])
+        plan.put_raw(x, message[plan.left_numel + plan.right_numel :])
         for m, q in zip(plan.matrices, qs, strict=True):
             q.copy_(first_guess(self.rank, m.cols, x.device))
-        # Twice, because what P leaves out of M is orthogonal to the first guess: with it alone, feedback would never be heard.
+        # Two iterations: what P leaves out of M is orthogonal to the first guess, so one would never send the residual.
         for _ in range(2):
             for m, p, q in zip(plan.matrices, ps, qs, strict=True):
                 torch.mm(q, m.of(x).T, out=p)
@@ -175,9 +174,8 @@ class PowerSGD(Codec):
                 torch.mm(p, m.of(x), out=q)
             if not message.isfinite().all():
                 self.refuse(given, "their products are beyond float32")
-        if plan.matrices and message[plan.left_numel :].abs().max().item() > torch.finfo(torch.float32).max / (
-            2 * self.rank
-        ):
+        most = torch.finfo(torch.float32).max / (2 * self.rank)
+        if plan.matrices and message[plan.left_numel :].abs().max().item() > most:
             self.refuse(given, "their products are beyond float32")
         return message.view(torch.uint8)
 
@@ -187,31 +185,31 @@ class PowerSGD(Codec):
         message = aligned(data).view(torch.float32)
         thin = message[: plan.left_numel + plan.right_numel]
         if not thin.isfinite().all():
-            raise ValueError(f"{self} was given a factor with {thin[~thin.isfinite()][0].item():g} in it to decode")
+            raise ValueError(f"{self} was given bytes to decode with {thin[~thin.isfinite()][0].item():g} in a factor")
         x = torch.empty(numel, device=data.device)
         plan.take_raw(message[plan.left_numel + plan.right_numel :], x)
         for m, p, q in zip(plan.matrices, plan.left(message), plan.right(message[plan.left_numel :]), strict=True):
             multiply(p, q, m.of(x))
         return x
 
-    def codec_state(self, remember: Callable[..., Any], like: Tensor, key: int = 0) -> FactorState:
+    def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> FactorState:
         codec = self
-        if self.blocks is None:  # So that its slices agree on what the matrix is.
+        if self.blocks is None:  # So that its slices have the same matrix.
             cols = max(math.isqrt(like.numel()), 1)
             codec = replace(self, blocks=((like.numel() // cols, cols), (like.numel() % cols, 1)))
         wide = torch.promote_types(like.dtype, torch.float32)
         guesses = [first_guess(self.rank, m.cols, like.device).view(-1) for m in codec.plan(like.numel()).matrices]
-        m = remember(
-            residual=torch.zeros(like.numel(), dtype=wide, device=like.device),
-            factors=torch.cat([torch.zeros(0, device=like.device), *guesses]).to(wide),
-        )
-        return FactorState(codec, m.residual, codec.plan(like.numel()).right(m.factors))
+        zeros = torch.zeros(like.numel(), dtype=wide, device=like.device)
+        residual = remember("residuals", rule=resize_residuals, residual=zeros).residual
+        first = torch.cat([torch.zeros(0, device=like.device), *guesses]).to(wide)
+        factors = remember("factors", rule=resize_by_mean, factors=first).factors
+        return FactorState(codec, residual, codec.plan(like.numel()).right(factors))
 
 
 class FactorState(ErrorFeedback):
-    """A rank's memory for `mean_by_factors`: what the last result left out, and the Q of every matrix to begin with.
+    """A rank's state for `mean_by_factors`: the residual, and the Q of each matrix to start with.
 
-    Slices share both.  Slices that share a matrix, each having some rows of it, share its Q and must take turns.
+    Slices share both.  Slices with different rows of one matrix share its Q, and must not be used at the same time.
     """
 
     residual: Tensor
@@ -236,7 +234,7 @@ class FactorState(ErrorFeedback):
 
 @lru_cache(maxsize=1024)
 def planned(rank: int, blocks: tuple[Block, ...]) -> Plan:
-    """Tell the matrices that factors make smaller from the rest."""
+    """Find the matrices that factors make smaller; the rest is sent as plain values."""
     matrices: list[Matrix] = []
     raw: list[slice] = []
     start = 0
@@ -254,24 +252,24 @@ def planned(rank: int, blocks: tuple[Block, ...]) -> Plan:
 
 @lru_cache(maxsize=256)
 def first_guess(rank: int, cols: int, device: torch.device) -> Tensor:
-    """The Q to begin with, the same everywhere.  Uniform numbers: they are the same on every processor, normal ones are not."""
+    """The first Q, the same on all ranks.  Uniform numbers are the same on every processor; normal ones are not."""
     return (2 * torch.rand(rank, cols, generator=torch.Generator().manual_seed(SEED)) - 1).to(device)
 
 
 def orthonormalise(factors: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> None:
-    """Make the rows of each factor orthonormal, in place, by Gram and Schmidt's method done twice.
+    """Make the rows of each factor orthonormal, in place, by the Gram-Schmidt method, applied twice.
 
-    A row that depends on those before it is replaced by that of `spares`, or by zeros.  It is done in double precision, where
-    no float32's square is too large or too small, and for all factors of about the same length at once.
+    A row that depends on those before is replaced by that of `spares`, or by zeros.  This is in double precision,
+    where no square of a float32 overflows or underflows, and for all factors of about the same length together.
     """
     if factors and (fast := compiled_for(factors[0].device)) is not None:
         for i, f in enumerate(factors):
             fast.orthonormalise(f, None if spares is None else spares[i])
         return
-    alike: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = {}
     for i, f in enumerate(factors):
-        alike.setdefault(max(f.shape[1] - 1, 0).bit_length(), []).append(i)
-    for bits, members in alike.items():
+        by_length.setdefault(max(f.shape[1] - 1, 0).bit_length(), []).append(i)
+    for bits, members in by_length.items():
         a = torch.stack([F.pad(factors[i].double(), (0, (1 << bits) - factors[i].shape[1])) for i in members])
         b = None
         if spares is not None:
@@ -286,33 +284,33 @@ def orthonormalise(factors: Sequence[Tensor], spares: Sequence[Tensor] | None = 
 
 
 def _unit_beside(rows: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """What of each row is orthogonal to those before, at length 1; zeros where that is nothing, and whether it is."""
+    """Each row's part orthogonal to the rows before, normalised, or zeros if it has none; and whether it has none."""
     norms = _roots(_sums(rows.square()))
     rest = rows / torch.where(norms == 0, 1.0, norms)
     for _ in range(2):
         for shares, other in zip(_sums(rest[:, None] * before).unbind(1), before.unbind(1), strict=True):
             rest = rest - shares * other
     lengths = _roots(_sums(rest.square()))
-    dead = lengths <= NEGLIGIBLE  # Not so is NaN, which is to stay.
+    dead = lengths <= NEGLIGIBLE  # False for NaN, which stays.
     return torch.where(dead, 0.0, rest / lengths), dead
 
 
 def _sums(x: Tensor) -> Tensor:
-    """The sums over the last dimension, a power of two, halves first: in an order that no processor may choose for itself."""
+    """The sums over the last dimension, a power of two, by halves: the same order on every processor."""
     while (half := x.shape[-1] // 2) > 0:
         x = x[..., :half] + x[..., half:]
     return x
 
 
 def _roots(x: Tensor) -> Tensor:
-    """Square roots to the nearest bit, which torch's own on a CPU are not always."""
+    """Correctly rounded square roots; torch's own on a CPU are not always."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
 def multiply(p: Tensor, q: Tensor, out: Tensor) -> None:
     """P Q^T into `out`.
 
-    A library's product may round otherwise on another processor; multiplying and adding one rank after the other does not.
+    A library's product may round differently on another processor; adding the products of one row at a time does not.
     """
     if (fast := compiled_for(out.device)) is not None:
         return fast.multiply(p, q, out)
@@ -326,6 +324,6 @@ def multiply(p: Tensor, q: Tensor, out: Tensor) -> None:
 
 
 def compiled_for(device: torch.device) -> Any:
-    """The same two, compiled; None where there is no compiler for a device's kernels, or where they are not wanted."""
+    """Compiled `orthonormalise` and `multiply`; None if they are not available, or switched off."""
     has_kernels = device.type == "cpu" and kernels.find(OneBit(), device) is not None
     return import_module("paceline.codecs.kernels.factors") if has_kernels else None

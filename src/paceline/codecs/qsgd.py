@@ -1,7 +1,8 @@
 """Unbiased random quantisers: QSGD (Alistarh et al., NIPS 2017) and TernGrad (Wen et al., NIPS 2017).
 
-A value lies between two levels of its bucket's norm and is rounded to one of them at random, such that it is right on average.
-What is lost is noise and not bias, so that no sender needs to remember it; feedback may be used all the same.
+A value lies between two levels, which are fractions of its bucket's norm.  It is rounded to one of them at random, so
+that its expectation is exact.  The error is noise and not bias, so a sender needs no residual; error feedback is
+possible too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paceline.codecs.noise import uniform
 
 
 def rounded(rows: Tensor, norms: Tensor, levels: int, seed: int) -> Tensor:
-    """The signed levels of each row: `levels` stands for its norm; of a norm too small to divide by, 0."""
+    """The signed levels of each row: `levels` means its norm.  If the norm is too small to divide by, all are 0."""
     per_level = torch.full_like(norms, levels) / norms
     per_level = torch.where(per_level.isfinite(), per_level, 0.0)
     exact = rows.abs() * per_level[:, None]
@@ -40,7 +41,7 @@ def rounded(rows: Tensor, norms: Tensor, levels: int, seed: int) -> Tensor:
 
 
 def sent(norms: Tensor, levels: int) -> Tensor:
-    """The norms as they travel: 0 where `rounded` gives only zeros."""
+    """The norms on the wire: 0 where `rounded` gives only zeros."""
     return torch.where((torch.full_like(norms, levels) / norms).isfinite(), norms, 0.0)
 
 
@@ -51,7 +52,7 @@ def read(norms: Tensor, signed: Tensor, levels: int) -> Tensor:
 
 @dataclass(frozen=True)
 class QSGD(Codec):
-    """Random rounding to `levels` parts of each bucket's norm: at 127 one byte a value, a fourth of fp32, right on average."""
+    """Unbiased random rounding to `levels` parts of each bucket's norm: at 127 one byte per value, 1/4 of fp32."""
 
     feedback: ClassVar[bool] = False
     is_random: ClassVar[bool] = True
@@ -62,7 +63,7 @@ class QSGD(Codec):
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 32767:
-            raise ValueError(f"{self}: levels are 1 to 32767, of either sign, so that they fit into 16 bits")
+            raise ValueError(f"{self}: levels is from 1 to 32767, so that signed levels fit into 16 bits")
         if self.norm not in ("l2", "max"):
             raise ValueError(f"{self}: the norm is 'l2' or 'max'")
         check_bucket(self, self.bucket)
@@ -73,7 +74,7 @@ class QSGD(Codec):
 
     @property
     def bits(self) -> int:
-        """The bits of a value: the fewest of 2, 4, 8 and 16 that tell all signed levels apart."""
+        """The bits per value: the smallest of 2, 4, 8 and 16 that can hold all signed levels."""
         return next(bits for bits in (2, 4, 8, 16) if 2 * self.levels + 1 <= 2**bits)
 
     def buckets(self, numel: int) -> int:
@@ -83,10 +84,10 @@ class QSGD(Codec):
         return 4 * self.buckets(numel) + -(-numel * self.bits // 8)
 
     def quantised(self, x: Tensor, rng: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The norms of all buckets, and the signed levels of all values, the last bucket's filled up with zeros."""
+        """The norms of all buckets, and the signed levels of all values, the last bucket padded with zeros."""
         rows = bucketed(x, self.bucket)
         norms = root(row_sums(rows * rows)) if self.norm == "l2" else rows.abs().amax(1)
-        # The norm is to be finite when it is read, too.
+        # The decoded norm must be finite too.
         if not (norms / torch.full_like(norms, self.levels) * self.levels).isfinite().all():
             self.refuse(x.reshape(-1))
         return sent(norms, self.levels), rounded(rows, norms, self.levels, kernels.draw(rng)).view(-1)
@@ -111,11 +112,11 @@ class QSGD(Codec):
 
 @dataclass(frozen=True)
 class TernGrad(Codec):
-    """Random rounding to -s, 0 or s, one s for the whole vector: 2 bits a value, 16 times smaller than fp32.
+    """Random rounding to -s, 0 or s, one s for the whole vector: 2 bits per value, 16 times smaller than fp32.
 
-    `clip` times the standard deviation is what s never exceeds: values beyond are read as s, which is less than they are, and the
-    others with less noise.  The deviation is taken about 0, not about the mean, or else a vector of one value would always be
-    clipped to nothing.  With `clip=None`, s is the largest value, and all are right on average.
+    s is at most `clip` times the standard deviation: larger values are decoded as s, which is too small, and the
+    others with less noise.  The deviation is about 0, not about the mean, or else a vector of one value would always
+    be clipped to 0.  With `clip=None`, s is the largest magnitude, and all values are unbiased.
     """
 
     feedback: ClassVar[bool] = False
@@ -125,13 +126,15 @@ class TernGrad(Codec):
 
     def __post_init__(self) -> None:
         if self.clip is not None and not 0 < torch.tensor(self.clip, dtype=torch.float32).item() < math.inf:
-            raise ValueError(f"{self}: clip is a positive number of standard deviations of float32's range, or None")
+            raise ValueError(
+                f"{self}: clip is a positive number of standard deviations within float32's range, or None"
+            )
 
     def nbytes(self, numel: int) -> int:
         return 4 + -(-numel // 4) if numel else 0
 
     def scale(self, largest: Tensor, squares: Tensor, numel: int) -> Tensor:
-        """What 1 stands for, from the maxima of |x| and the sums of squares of rows of 512."""
+        """s, from the maxima of |x| and the sums of squares of rows of 512."""
         most = largest.amax()
         return (
             most

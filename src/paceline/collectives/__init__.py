@@ -1,5 +1,6 @@
 """Means and sums over a group of ranks."""
 
+from paceline.collectives.low_rank import mean_by_factors
 from paceline.collectives.means import (
     Groups,
     barrier,
@@ -12,9 +13,11 @@ from paceline.collectives.means import (
     ring_sum,
     sum_by_groups,
 )
+from paceline.collectives.reductions import REDUCTIONS, reduction
 from paceline.collectives.vote import TRAILER_NBYTES, VOTE_NBYTES, SyncVote, packed_nbytes
 
 __all__ = [
+    "REDUCTIONS",
     "TRAILER_NBYTES",
     "VOTE_NBYTES",
     "Groups",
@@ -22,11 +25,13 @@ __all__ = [
     "barrier",
     "groups_of",
     "mean",
+    "mean_by_factors",
     "mean_by_gather",
     "mean_by_groups",
     "mean_by_stripes",
     "mean_encoded",
     "packed_nbytes",
+    "reduction",
     "ring_sum",
     "sum_by_groups",
 ]

@@ -1,6 +1,7 @@
 """The mean over a group of ranks by low-rank factors: PowerSGD (Vogels, Karimireddy, Jaggi 2019) among workers.
 
-Instead of M's mean the ranks sum M Q and then M^T P, both thin, so that the bytes sent do not grow with the number of ranks.
+The ranks do not sum the matrix M itself.  They sum M Q and then M^T P.  Both are thin, so the bytes that a rank sends
+do not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,96 +11,124 @@ from torch import Tensor
 
 from paceline.codecs.codec import CodecState
 from paceline.codecs.power_sgd import FactorState, first_guess, multiply, orthonormalise
+from paceline.collectives.reductions import reduction
 from paceline.collectives.vote import SyncVote
 from paceline.endpoint import Endpoint
 
 
+@reduction("factors")
 async def mean_by_factors(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state: CodecState) -> SyncVote:
-    """The weighted mean of `x` and what each rank remembers, in place, as far as matrices of low rank can say it.
+    """The weighted mean of `x + residual`, in place, approximated by matrices of low rank.
 
-    With M = x + residual on each rank: P = orth(sum of w M Q), with the Q of the last mean; Q = sum of w M^T P; the result is
-    P Q^T / W.  Each remembers what P leaves out of its own M, not what the result lacks of it: both add up with the result to
-    the mean of all M, but the latter holds all that the ranks differ in, grows for ever and counts once weights change.  What
-    is too small for factors travels with P and is averaged exactly.
+    With M = x + residual on each rank: P = orth(sum of w M Q), with the Q of the last mean; Q = sum of w M^T P; the
+    result is P Q^T / W.  Each rank's new residual is what P leaves out of its own M, not what the result leaves out
+    of it.  Both add up with the result to the mean of all M.  But the latter holds all differences between the ranks,
+    grows without bound, and counts once weights change.  Tensors too small for factors travel with P and are averaged
+    exactly.
     """
     if not isinstance(codec_state, FactorState):
         raise TypeError(
-            f"mean_by_factors with a {type(codec_state).__name__} of {codec_state.codec}: only PowerSGD's link remembers factors"
+            f"mean_by_factors with a {type(codec_state).__name__} of {codec_state.codec}: "
+            "only PowerSGD's state has factors"
         )
     if x.dtype != codec_state.residual.dtype:
-        wide = x.to(codec_state.residual.dtype)
-        total = await mean_by_factors(endpoint, wide, vote, codec_state)
-        if total.weight or total.bad:
-            x.copy_(wide)
-            if vote.weight and not total.bad:  # What the result loses by being rounded is left out like the rest.
-                codec_state.residual.add_(
-                    wide.sub_(x).nan_to_num_(0.0, 0.0, 0.0)
-                )  # Infinity is to be seen once, not remembered.
-        return total
-    plan, counts = codec_state.plan, bool(vote.weight and not vote.bad)
-
-    def project() -> Tensor:
-        nonlocal counts
-        flat = x.new_zeros(plan.left_numel + plan.raw_numel)
-        if counts:
-            x.add_(codec_state.residual)
-            for m, p, q in zip(plan.matrices, plan.left(flat), codec_state.factors, strict=True):
-                torch.mm(q, m.of(x).T, out=p)
-            plan.put_raw(x, flat[plan.left_numel :])
-            if (
-                not flat.isfinite().all()
-            ):  # A NaN anywhere in a matrix is in its product too: before there is no need to look for it.
-                flat.zero_()
-                counts = False
-                vote.refuse(codec_state.codec, x, "their products are beyond the range of their type")
-            elif vote.weight != 1.0:
-                flat.mul_(vote.weight)
-        return flat
-
-    left = await endpoint.compute(project, kind="encode", nbytes=x.nbytes)
+        return await _mean_in_wider_dtype(endpoint, x, vote, codec_state)
+    plan = codec_state.plan
+    own = _OwnFactors(x, vote, codec_state)
+    left = await endpoint.compute(own.project, kind="encode", nbytes=x.nbytes)
     extras = vote.tensor()
     await endpoint.all_reduce(left, extras)
     total = SyncVote(*extras.tolist())
-    if not total.weight and not total.bad:  # Nobody has anything to say: everything stays as it was.
+    if not total.weight and not total.bad:  # No rank has values: everything stays as it was.
         return total
     if not total.bad and not left.isfinite().all():
-        total.bad = float(len(endpoint.ranks))  # Each rank's values were finite and their sum is not, as all see alike.
+        total.bad = float(
+            len(endpoint.ranks)
+        )  # Each rank's values were finite, their sum is not; every rank sees that.
     if total.bad:
         x.fill_(torch.nan)
         return total
     ps = plan.left(left)
-    own = x.new_zeros(plan.right_numel)
-
-    def project_back() -> Tensor:
-        orthonormalise(ps)
-        if counts:
-            for m, p, q in zip(plan.matrices, ps, plan.right(own), strict=True):
-                torch.mm(p, m.of(x), out=q)
-        return own * vote.weight
-
-    right = own
+    right = own.right
     if plan.matrices:
-        right = await endpoint.compute(project_back, kind="encode", nbytes=x.nbytes)
+        right = await endpoint.compute(lambda: own.project_back(ps), kind="encode", nbytes=x.nbytes)
         await endpoint.all_reduce(right)
         if not right.isfinite().all():
             total.bad = float(len(endpoint.ranks))
             x.fill_(torch.nan)
             return total
-
-    def conclude() -> None:
-        right.div_(total.weight)
-        for m, p, q, mine in zip(plan.matrices, ps, plan.right(right), plan.right(own), strict=True):
-            if counts:
-                torch.addmm(m.of(x), p.T, mine, alpha=-1, out=m.of(codec_state.residual))
-            multiply(p, q, m.of(x))
-        plan.take_raw(left[plan.left_numel :].div_(total.weight), x)
-        if counts:
-            for s in plan.raw:
-                codec_state.residual[s] = 0.0
-        # A row of Q that died, as all do if a gradient is zero, would stay dead: it begins anew.
-        for q, new in zip(codec_state.factors, plan.right(right), strict=True):
-            q.copy_(new)
-        orthonormalise(codec_state.factors, [first_guess(plan.rank, m.cols, x.device) for m in plan.matrices])
-
-    await endpoint.compute(conclude, kind="decode", nbytes=x.nbytes)
+    await endpoint.compute(lambda: own.conclude(left, right, total.weight), kind="decode", nbytes=x.nbytes)
     return total
+
+
+async def _mean_in_wider_dtype(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state: FactorState) -> SyncVote:
+    """The mean in the dtype of the residual."""
+    wide = x.to(codec_state.residual.dtype)
+    total = await mean_by_factors(endpoint, wide, vote, codec_state)
+    if total.weight or total.bad:
+        x.copy_(wide)
+        if vote.weight and not total.bad:
+            # The residual takes the rounding error of the result too, but not infinity, which would stay there.
+            codec_state.residual.add_(wide.sub_(x).nan_to_num_(0.0, 0.0, 0.0))
+    return total
+
+
+class _OwnFactors:
+    """One rank's part in one mean: its products with the factors, and then its residual and its copy of the result."""
+
+    def __init__(self, x: Tensor, vote: SyncVote, codec_state: FactorState) -> None:
+        self.x = x
+        self.vote = vote
+        self.state = codec_state
+        self.plan = codec_state.plan
+        self.counts = bool(vote.weight and not vote.bad)
+        self.right = x.new_zeros(self.plan.right_numel)  # This rank's M^T P, without its weight.
+
+    def project(self) -> Tensor:
+        """w M Q of every matrix, and w times the values that are not in a matrix; zeros if they do not count."""
+        plan = self.plan
+        x = self.x
+        flat = x.new_zeros(plan.left_numel + plan.raw_numel)
+        if self.counts:
+            x.add_(self.state.residual)
+            for m, p, q in zip(plan.matrices, plan.left(flat), self.state.factors, strict=True):
+                torch.mm(q, m.of(x).T, out=p)
+            plan.put_raw(x, flat[plan.left_numel :])
+            if (
+                not flat.isfinite().all()
+            ):  # A NaN in a matrix is in its product too, so checking the products is enough.
+                flat.zero_()
+                self.counts = False
+                self.vote.refuse(self.state.codec, x, "their products are beyond the range of their type")
+            elif self.vote.weight != 1.0:
+                flat.mul_(self.vote.weight)
+        return flat
+
+    def project_back(self, ps: list[Tensor]) -> Tensor:
+        """Make P orthonormal, in place; then w M^T P of every matrix."""
+        orthonormalise(ps)
+        if self.counts:
+            for m, p, q in zip(self.plan.matrices, ps, self.plan.right(self.right), strict=True):
+                torch.mm(p, m.of(self.x), out=q)
+        return self.right * self.vote.weight
+
+    def conclude(self, left: Tensor, right: Tensor, weight: float) -> None:
+        """Put the result into `x`, what it leaves out into the residual, and keep Q for the next mean."""
+        plan = self.plan
+        x = self.x
+        residual = self.state.residual
+        right.div_(weight)
+        factors = zip(plan.matrices, plan.left(left), plan.right(right), plan.right(self.right), strict=True)
+        for m, p, q, own in factors:
+            if self.counts:
+                torch.addmm(m.of(x), p.T, own, alpha=-1, out=m.of(residual))
+            multiply(p, q, m.of(x))
+        plan.take_raw(left[plan.left_numel :].div_(weight), x)
+        if self.counts:
+            for s in plan.raw:
+                residual[s] = 0.0
+        for q, new in zip(self.state.factors, plan.right(right), strict=True):
+            q.copy_(new)
+        # A row of Q that has become zero, as with a zero gradient, would stay zero: it starts from the first guess
+        # again.
+        orthonormalise(self.state.factors, [first_guess(plan.rank, m.cols, x.device) for m in plan.matrices])

@@ -1,4 +1,4 @@
-"""SyncVote: what every rank says beside its values in a mean; the group learns the sum in the same exchange."""
+"""SyncVote: what every rank sends beside its values in a mean; the same exchange sums it over the group."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ TRAILER_NBYTES = 40  # What follows an encoded message: the vote, and the messag
 
 @dataclass(slots=True)
 class SyncVote:
-    """What every rank says beside its values, summed over the group: the weight, who goes on, who found a NaN."""
+    """A rank's weight, whether it has more data, and whether it has a NaN; or the sums of these over the group."""
 
     weight: float
     going_on: float = 0.0
     bad: float = 0.0
     bad_rank: float = 0.0
-    rank: float = 0.0  # Whose vote it is, and what it had that cannot be encoded: these do not travel.
+    # These two stay on the rank: its number, and its value that cannot be encoded.
+    rank: float = 0.0
     complaint: Unencodable | None = None
 
     def tensor(self) -> Tensor:
         return torch.tensor([self.weight, self.going_on, self.bad, self.bad_rank], dtype=torch.float64)
 
     def pack(self, data: Tensor, message: Tensor | None) -> Tensor:
-        """`data` with the vote behind it, in `message` if given, where the data may already lie."""
+        """`data` followed by the vote, in `message` if given, which may already hold the data."""
         nbytes = data.numel()
         if message is None:
             message = torch.empty(packed_nbytes(nbytes), dtype=torch.uint8, device=data.device)
@@ -43,14 +44,15 @@ class SyncVote:
 
     @staticmethod
     def unpack(messages: Sequence[Tensor]) -> tuple[list[Tensor], list[float], SyncVote]:
-        """The bytes of sealed messages without their ballots, each one's weight, and the ballots' sum."""
+        """The encoded bytes of packed messages, each one's weight, and the sum of their votes."""
         votes = torch.stack([m[-TRAILER_NBYTES:] for m in messages]).cpu().view(torch.float64)
-        said = [m[: int(nbytes)] for m, nbytes in zip(messages, votes[:, 4].tolist(), strict=True)]
-        return said, votes[:, 0].tolist(), SyncVote(*votes[:, :4].sum(0).tolist())
+        encoded = [m[: int(nbytes)] for m, nbytes in zip(messages, votes[:, 4].tolist(), strict=True)]
+        return encoded, votes[:, 0].tolist(), SyncVote(*votes[:, :4].sum(0).tolist())
 
     def refuse(self, codec: Codec, x: Tensor, why: str) -> None:
-        """Say that `x` is not finite, or cannot be encoded for `why`, and remember where the first such value is."""
-        self.bad, self.bad_rank = 1.0, self.rank
+        """Vote that `x` is not finite, or cannot be encoded because of `why`; keep the index of the value."""
+        self.bad = 1.0
+        self.bad_rank = self.rank
         try:
             codec.refuse(x, why)
         except Unencodable as complaint:
@@ -61,5 +63,5 @@ class SyncVote:
 
 
 def packed_nbytes(nbytes: int) -> int:
-    """The size of a message of so many encoded bytes: filled up to a multiple of 8, and sealed."""
+    """The size of a message with `nbytes` encoded bytes: padded to a multiple of 8, and with the trailer."""
     return -(-nbytes // 8) * 8 + TRAILER_NBYTES

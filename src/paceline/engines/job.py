@@ -27,7 +27,7 @@ from paceline.engines.server_process import ServerProcesses
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
-from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Clock, ProcessEndpoint
+from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
 from paceline.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -111,13 +111,15 @@ class Job:
             self.rank,
             self.layout,
             self._clock,
-            group=group,
-            shared=self._share(tuple(range(self.workers))),
-            lane=self.lane,
-            hosts=hosts if by_host else None,
+            backends=Backends(
+                shared=self._share(tuple(range(self.workers))),
+                process_group=group,
+                comm_thread=self.lane,
+                hosts=hosts if by_host else None,
+                is_ordered=ordered,
+            ),
             open_mailbox=self._open_mailbox,
             open_group=self._open_group,
-            ordered=ordered,
             trace=Trace(keep=SPANS_KEPT),
         )
 
@@ -153,13 +155,15 @@ class Job:
             self.layout,
             self._clock,
             open_mailbox=lambda: self._open_mailbox(rank),
-            has_ended=lambda other: self.store.check([f"trace/{other}" if self.layout.servers else f"ended/{other}"]),
-            members_ever=self._members_ever,
+            membership=Membership(self._members_ever, self._has_ended),
             trace=Trace(keep=SPANS_KEPT),
         )
         if not self.layout.servers and self.workers > 1:
             self.endpoint.mailbox  # noqa: B018 (opened now: others may write to it from the beginning)
             self._everyones("there", "")
+
+    def _has_ended(self, rank: int) -> bool:
+        return self.store.check([f"trace/{rank}" if self.layout.servers else f"ended/{rank}"])
 
     def _members_ever(self) -> list[int]:
         """The workers that others can have written to."""
@@ -191,12 +195,9 @@ class Job:
             self.layout,
             self._clock,
             ranks=ranks,
-            group=group,
-            shared=shared,
-            lane=self.lane,
+            backends=Backends(shared=shared, process_group=group, comm_thread=self.lane, is_ordered=self._ordered),
             open_mailbox=lambda: self.endpoint.mailbox,
             open_group=self._open_group,
-            ordered=self._ordered,
             trace=self.endpoint.trace,
         )
 

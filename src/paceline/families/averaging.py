@@ -1,37 +1,37 @@
-"""Averaging: what methods have in common that let workers train alone for a while and then bring their parameters together.
+"""Averaging: what methods share whose workers train alone for a while and then average their parameters.
 
-Such a method says when the workers meet and what it makes of their mean displacement; everything else is a `SyncRounds`' business:
-codecs, weights, optimizer state, buffers, exchanges that overlap with the next steps, fragments, and how far apart the
-replicas were.
+Such a method says when the workers sync and what it makes of the mean of their deltas.  `SyncRounds` does the rest: codecs,
+weights, optimizer state, buffers, syncs that overlap with the next steps, fragments, and how far apart the replicas were.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
-from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from paceline import collectives
-from paceline.codecs import kernels
 from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import SyncVote
 from paceline.endpoint import Endpoint
+from paceline.families.deltas import compute_delta, go_to, merge, squared_distance, wide
+from paceline.families.sync import PendingSync, SyncResult, SyncStats
 from paceline.op import Op, Ready
+from paceline.state import per_worker
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
-from paceline.worker.flat import carry_over, is_finite
+from paceline.worker.flat import carry_over
 from paceline.worker.learner import optimizer_vectors, set_optimizer_vectors
 from paceline.worker.replica import Replica
 
 OptimizerState = Literal["keep", "average", "reset"]
-TOLD = 7  # Numbers that every worker tells all others: see `SyncRounds._begin`.
-Outer = Callable[[slice, Tensor, "SyncResult"], None]
+Outer = Callable[[Tensor, Tensor, slice, SyncResult], None]
+"""`outer(anchor, mean, where, sync)` moves `anchor`, the slice `where` of the common starting point, by the mean delta."""
 
 
 class NonFiniteReplica(RuntimeWarning):
@@ -40,11 +40,11 @@ class NonFiniteReplica(RuntimeWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Strategy):
-    """A method whose workers meet now and then.
+    """A method whose workers average their parameters now and then.
 
-    `codec` encodes what they tell each other, the way that each has gone since they met.  `optimizer_state` says what becomes of
-    each one's momentum then: it is kept, averaged too, or reset.  For `delay` steps they go on while the exchange is under way;
-    what they learn meanwhile is kept on top of its result.
+    `codec` compresses each worker's delta since the last sync.  `optimizer_state` says what becomes of each worker's
+    optimizer state at a sync: it is kept, averaged or reset.  With `delay`, workers train on for that many steps while a
+    sync is in flight; what they learn meanwhile stays on top of its result.
     """
 
     codec: Codec | None = None
@@ -57,9 +57,7 @@ class Averaging(Strategy):
                 f"{self._name}(optimizer_state={self.optimizer_state!r}): it is one of 'keep', 'average' and 'reset'"
             )
         if self.delay < 0:
-            raise ValueError(
-                f"{self._name}(delay={self.delay}): a mean cannot be merged before it was begun; delay counts steps, from 0"
-            )
+            raise ValueError(f"{self._name}(delay={self.delay}): delay counts the steps that a sync may take, from 0")
 
     @property
     def _name(self) -> str:
@@ -69,72 +67,24 @@ class Averaging(Strategy):
         """A period is given in steps, or in samples of each worker; not in both."""
         if period is not None and samples is not None:
             raise ValueError(
-                f"{self._name}(period={period}, samples={samples}): a period is in steps or in samples, not in both"
+                f"{self._name}(period={period}, samples={samples}): give the period in steps or in samples, not in both"
             )
         for name, value in (("period", period), ("samples", samples)):
             if value is not None and value < 1:
                 what = "steps" if name == "period" else "a worker's samples"
-                raise ValueError(
-                    f"{self._name}({name}={value}): it counts {what} between synchronisations and must be at least 1"
-                )
+                raise ValueError(f"{self._name}({name}={value}): it counts {what} between syncs and must be at least 1")
         if period is not None and self.delay >= period > 1:
             raise ValueError(
                 f"{self._name}(period={period}, delay={self.delay}): a mean must be merged before the next one begins"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class SyncResult:
-    """What all workers know alike after they met: after which step, and how many steps after they last did."""
-
-    step: int
-    steps: int
-    samples: float  # of all workers, since the last time
-    lr: float
-    divergence: float  # the mean squared distance of the replicas from their mean
-    loss: float | None  # the mean over workers and steps since the last time
-    time: float  # on the first worker's clock
-
-
-@dataclass
-class PendingSync:
-    """What a worker brings to a meeting and, once all have met, what it has heard there."""
-
-    fragment: int
-    step: int
-    steps: int
-    samples: float
-    mean: Tensor  # The way that the worker has gone; in the end the mean of all ways.
-    sent: Tensor | None = None  # With a delay: the parameters that it came with,
-    buffers: Tensor | None = None  # and the buffers.
-    state_names: Sequence[str] = ()  # The optimizer's vectors, if they are averaged too, one behind the other.
-    state: Tensor | None = None
-    state_mean: Tensor | None = None
-    is_lost: bool = False  # The parameters were not finite and did not count.
-    going_on: float = 0.0  # How many workers have more data.
-    weight: float = 0.0  # The samples behind the mean, of all workers.
-    bad: str = ""  # Whose values could not be told, if anybody's could not;
-    complaint: str = ""  # why, if they were this worker's.
-    told: Sequence[Tensor] = ()  # The numbers and buffers of each.
-
-    def saved(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    @classmethod
-    def restored(cls, saved: dict[str, Any], device: torch.device) -> PendingSync:
-        meeting = cls(**saved)
-        for name in ("mean", "sent", "state", "state_mean"):
-            if (value := getattr(meeting, name)) is not None:
-                setattr(meeting, name, value.to(device))
-        return meeting
-
-
 class SyncRounds:
-    """A worker's part in the meetings of an averaging method.
+    """A worker's part in the syncs of an averaging method.
 
-    `start` is where all workers began together.  Every `period` steps, or `samples` of each worker, the mean of their
-    displacements since then goes to `outer(where, mean, met)`, which must move `start[where]`; by default by just that mean.  With
-    several fragments each meeting is about the next one of them, and a period is that of each.
+    `anchor` is the point from which all workers started together.  Every `period` steps, or `samples` of each worker, the mean
+    of their deltas since then moves it: by `outer`, or by just that mean.  With several fragments each sync is about the
+    next fragment, and a period is that of each fragment.
     """
 
     def __init__(
@@ -147,75 +97,74 @@ class SyncRounds:
         outer: Outer | None = None,
         fragments: int = 1,
     ) -> None:
-        self.w, self.method, self.period, self.samples = w, method, period, samples
-        if fragments > w.params.numel():
-            raise ValueError(
-                f"{type(method).__name__}(fragments={fragments}): the model has only {w.params.numel()} parameters"
-            )
-        self.fragments = [stripe_of(j, w.params.numel(), fragments) for j in range(fragments)]
+        numel = w.params.numel()
+        if fragments > numel:
+            raise ValueError(f"{type(method).__name__}(fragments={fragments}): the model has only {numel} parameters")
+        self.w = w
+        self.method = method
+        self.period = period
+        self.samples = samples
+        self.fragments = [stripe_of(j, numel, fragments) for j in range(fragments)]
         self._outer = outer
-        # In single precision at least: small displacements would drown in 16 bits.
-        wide = w.params.to(torch.promote_types(w.params.dtype, torch.float32))
-        self._m = w.memory(anchor=wide, count=0, next=0, per_step=0.0, workers=w.workers)
+        self._m = w.state("sync", anchor=wide(w.params), count=0, next=0, per_step=0.0, workers=w.workers)
         self._m.per_step *= self._m.workers / w.workers
         self._m.workers = w.workers
-        self._own = w.memory("own", seen=[w.samples] * fragments, losses=[0.0, 0.0], pending={})
-        self._codec_state = w.codec_state(method.codec)
+        self._own = w.state("sync.own", rule=per_worker, before_save=self._drain, losses=[0.0, 0.0], pending={})
+        w.batch.track_syncs(fragments)
+        self._codec_state = w.codec_state(method.codec, "sync")
         self._pending: Op[PendingSync] | None = None
         if self._own.pending:
-            self._pending = Ready("mean", PendingSync.restored(self._own.pending, wide.device))
-        # The same memory for all meetings: fresh memory costs more than what is done with it.
-        self._room = torch.empty_like(wide[: max(s.stop - s.start for s in self.fragments)])
-        self._room_for_sent = torch.empty_like(self._room if method.delay else wide[:0])
-        w.before_stop(self.drain)
+            self._pending = Ready("mean", PendingSync.restored(self._own.pending, self.anchor.device))
+        # The same memory for all syncs: fresh memory costs more than the arithmetic.
+        self._delta = torch.empty_like(self.anchor[: max(s.stop - s.start for s in self.fragments)])
+        self._snapshot = torch.empty_like(self._delta if method.delay else self.anchor[:0])
 
     @property
     def anchor(self) -> Tensor:
-        """Where all workers began together."""
+        """The point from which all workers started together."""
         return self._m.anchor
 
     async def train(self) -> None:
-        """All of the run: local steps, and meetings between them."""
+        """The whole run: local steps, and syncs between them."""
         for _ in self.w.steps():
             await self.w.local_step()
             await self.after_step()
         await self.finish()
 
     async def after_step(self) -> SyncResult | None:
-        """To be awaited after every local step; what was learned, if a mean has just been merged."""
-        w, m = self.w, self._m
+        """To be awaited after every local step; the result of a sync, if one has just been merged."""
+        w = self.w
+        m = self._m
         m.count += 1
-        if w.batch_samples and w.learner.loss is not None:
+        if w.batch.samples and w.learner.loss is not None:
             self._own.losses = [self._own.losses[0] + w.learner.loss, self._own.losses[1] + 1]
-        if self.samples is not None and not w.counts_samples:
-            raise ValueError(
-                f"{type(self.method).__name__}(samples={self.samples}): nobody counts the samples; iterate over session.shard(loader), "
-                "or call session.count(n) before each step"
-            )
-        if self.samples is not None and not m.per_step:
-            m.per_step = await self._samples_per_step()
-        met = None
+        if self.samples is not None:
+            await self._find_samples_per_step()
+        result = None
         if self._pending is not None and (m.count >= self.method.delay or self._is_due()):
-            met = await self._merge()
-        if self._is_due() and not w.is_over:
+            result = await self._merge()
+        if self._is_due() and not w.cursor.is_over:
             await self._begin()
             if not self.method.delay:
-                met = await self._merge()
-        return met
+                result = await self._merge()
+        return result
 
     async def finish(self) -> None:
-        """Merge what is under way, and meet about the fragments that were not the last."""
+        """Merge the sync in flight, and sync the other fragments."""
         if self._pending is not None:
             await self._merge()
         for _ in self.fragments[1:]:
             await self._begin()
             await self._merge()
 
-    async def drain(self) -> None:
-        """Wait for what is under way, so that all of it is in the memory."""
+    async def _drain(self) -> None:
+        """Wait for the sync in flight, so that the state holds all of it."""
         if self._pending is not None:
-            meeting = await self._pending
-            self._pending, self._own.pending = Ready("mean", meeting), meeting.saved()
+            pending = await self._pending
+            self._pending = Ready("mean", pending)
+            self._own.pending = pending.saved()
+
+    # When.
 
     def _is_due(self) -> bool:
         if self.samples is None:
@@ -225,194 +174,201 @@ class SyncRounds:
             stride = ceil(self.samples / len(self.fragments) / self._m.per_step) if self._m.per_step else 1
         return self._m.count >= max(1, stride)
 
-    async def _samples_per_step(self) -> float:
-        """A worker's samples in a step, on average: periods in samples must end at the same step for all workers."""
-        mine = torch.tensor([self.w.batch_samples], dtype=torch.float64)
-        everyones = [mine] if self.w.workers == 1 else await self.w.endpoint.all_gather(mine)
-        return sum(float(t) for t in everyones) / len(everyones)
+    async def _find_samples_per_step(self) -> None:
+        """A worker's samples in a step, on average: a period in samples must end at the same step for all workers."""
+        w = self.w
+        if not w.batch.is_counted:
+            raise ValueError(
+                f"{type(self.method).__name__}(samples={self.samples}): the samples are not counted; iterate over "
+                "session.shard(loader), or call session.count(n) before each step"
+            )
+        if self._m.per_step:
+            return
+        mine = torch.tensor([w.batch.samples], dtype=torch.float64)
+        everyones = [mine] if w.workers == 1 else await w.endpoint.all_gather(mine)
+        self._m.per_step = sum(float(t) for t in everyones) / len(everyones)
+
+    # Sending.
 
     async def _begin(self) -> None:
-        w, m, own = self.w, self._m, self._own
-        j, m.next = m.next, (m.next + 1) % len(self.fragments)
-        where = self.fragments[j]
-        weight, own.seen[j] = w.samples - own.seen[j], w.samples
+        """Start a sync of the next fragment."""
+        w = self.w
+        m = self._m
+        fragment = m.next
+        m.next = (m.next + 1) % len(self.fragments)
+        where = self.fragments[fragment]
         numel = where.stop - where.start
-        delta, sent = self._room[:numel], self._room_for_sent[:numel] if self.method.delay else None
-        is_sound = compute_delta(w.params[where], m.anchor[where], delta, sent)
-        mine = PendingSync(j, w.step_index, m.count, weight, delta, sent)
-        if self.method.optimizer_state == "average":
-            vectors = optimizer_vectors(w.flat, w.learner.optimizer)
-            mine.state_names = list(vectors)
-            mine.state = torch.cat([v[where] for v in vectors.values()]) if vectors else torch.empty(0)
-        vote = SyncVote(weight, float(w.has_data(w.step_index + 1)), rank=w.rank)
-        is_lost = w.nonfinite != "pass" and not is_sound and not delta.isfinite().all()
+        delta = self._delta[:numel]
+        snapshot = self._snapshot[:numel] if self.method.delay else None
+        is_sound = compute_delta(w.params[where], m.anchor[where], delta, snapshot)
+        weight = w.batch.mark_sync(fragment)
+        pending = PendingSync(fragment, w.cursor.step, m.count, weight, delta, snapshot)
+        self._add_optimizer_state(pending, where)
+        vote = SyncVote(weight, float(w.cursor.has_data(w.cursor.step + 1)), rank=w.rank)
+        is_lost = w.batch.nonfinite != "pass" and not is_sound and not delta.isfinite().all()
         if any(await w.learner.sum_over_stages([float(is_lost)])):
-            # It is overwritten by the others' mean, if they may go on without it.
-            vote.weight, vote.bad, vote.bad_rank = (
-                0.0,
-                float(w.nonfinite == "stop"),
-                w.rank * float(w.nonfinite == "stop"),
-            )
-            delta.zero_()
-            mine.is_lost = True
-            warnings.warn(
-                NonFiniteReplica(
-                    f"rank {w.rank} has NaN or infinity in its parameters after step {w.step_index}: they do not count"
-                ),
-                stacklevel=2,
-            )
-        numbers = [vote.weight, *own.losses, w.endpoint.now(), 0.0, 0.0, w.lr]
-        told = torch.cat([torch.tensor(numbers, dtype=torch.float64), w.flat.buffers()])
+            self._leave_out(pending, vote)
+        loss_sum, loss_steps = self._own.losses
+        stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr)
+        buffers = w.learner.flat.buffers()
         if self.method.delay:
-            mine.buffers = told[TOLD:].clone()
-        own.losses, m.count = [0.0, 0.0], 0
+            pending.buffers = buffers
+        self._own.losses = [0.0, 0.0]
+        m.count = 0
         codec_state = self._codec_state and self._codec_state[where]
         self._pending = w.endpoint.run_collectives(
-            lambda endpoint: self._meet(endpoint, mine, vote, told, codec_state), lambda meeting: meeting, kind="mean"
+            lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state), kind="mean"
         )
 
-    async def _meet(
-        self, endpoint: Endpoint, mine: PendingSync, vote: SyncVote, told: Tensor, codec_state: CodecState | None
+    def _add_optimizer_state(self, pending: PendingSync, where: slice) -> None:
+        if self.method.optimizer_state == "average":
+            vectors = optimizer_vectors(self.w.learner.flat, self.w.learner.optimizer)
+            pending.state_names = list(vectors)
+            pending.state = torch.cat([v[where] for v in vectors.values()]) if vectors else torch.empty(0)
+
+    def _leave_out(self, pending: PendingSync, vote: SyncVote) -> None:
+        """This worker's parameters are not finite: the mean of the others overwrites them, if these may go on without."""
+        w = self.w
+        stops = float(w.batch.nonfinite == "stop")
+        vote.weight = 0.0
+        vote.bad = stops
+        vote.bad_rank = w.rank * stops
+        pending.vector.zero_()
+        pending.is_lost = True
+        text = f"rank {w.rank} has NaN or infinity in its parameters after step {w.cursor.step}: they do not count"
+        warnings.warn(NonFiniteReplica(text), stacklevel=3)
+
+    async def _exchange(
+        self,
+        endpoint: Endpoint,
+        pending: PendingSync,
+        vote: SyncVote,
+        stats: SyncStats,
+        buffers: Tensor,
+        codec_state: CodecState | None,
     ) -> PendingSync:
-        """Everything that goes over the wire at a meeting."""
-        if len(endpoint.ranks) == 1:
+        """Everything that a sync sends."""
+        is_alone = len(endpoint.ranks) == 1
+        if is_alone:
             total = vote
         elif codec_state is None:
-            total = await collectives.mean(endpoint, mine.mean, vote)
+            total = await collectives.mean(endpoint, pending.vector, vote)
         else:
-            total = await collectives.mean_encoded(endpoint, mine.mean, vote, codec_state)
-        mine.going_on, mine.weight, mine.bad = total.going_on, total.weight, total.culprit() if total.bad else ""
-        mine.complaint = "" if vote.complaint is None else str(vote.complaint)
+            total = await collectives.mean_encoded(endpoint, pending.vector, vote, codec_state)
+        pending.going_on = total.going_on
+        pending.weight = total.weight
+        pending.bad = total.culprit() if total.bad else ""
+        pending.complaint = "" if vote.complaint is None else str(vote.complaint)
         if total.bad or not total.weight:
-            return mine
-        where = self.fragments[mine.fragment]
-        told[4] = _squared_distance(
-            self.w.params[where] if mine.sent is None else mine.sent, self._m.anchor[where], mine.mean
-        )
-        told[5] = len(mine.state_names)
-        mine.told = [told] if len(endpoint.ranks) == 1 else await endpoint.all_gather(told)
-        if names := int(max(float(t[5]) for t in mine.told)):
-            # Who has not had a sample yet has no state either, and adds nothing.
-            numel = names * mine.mean.numel()
-            mine.state_mean = (
-                mine.state.clone()
-                if mine.state is not None and mine.state.numel() == numel
-                else mine.mean.new_zeros(numel)
-            )
-            if len(endpoint.ranks) > 1:
-                await collectives.mean(endpoint, mine.state_mean, SyncVote(vote.weight, rank=vote.rank))
-        return mine
+            return pending
+        where = self.fragments[pending.fragment]
+        params = self.w.params[where] if pending.snapshot is None else pending.snapshot
+        distance = squared_distance(params, self._m.anchor[where], pending.vector)
+        stats = stats._replace(squared_distance=distance, state_vectors=float(len(pending.state_names)))
+        message = stats.packed(buffers)
+        pending.replies = [message] if is_alone else await endpoint.all_gather(message)
+        await self._exchange_optimizer_state(endpoint, pending, vote)
+        return pending
+
+    async def _exchange_optimizer_state(self, endpoint: Endpoint, pending: PendingSync, vote: SyncVote) -> None:
+        vectors = int(max(SyncStats.unpacked(reply)[0].state_vectors for reply in pending.replies))
+        if not vectors:
+            return
+        # A worker that has had no sample yet has no state, and adds nothing.
+        numel = vectors * pending.vector.numel()
+        has_state = pending.state is not None and pending.state.numel() == numel
+        pending.state_mean = pending.state.clone() if has_state else pending.vector.new_zeros(numel)  # pyright: ignore
+        if len(endpoint.ranks) > 1:
+            await collectives.mean(endpoint, pending.state_mean, SyncVote(vote.weight, rank=vote.rank))
+
+    # Merging.
 
     async def _merge(self) -> SyncResult | None:
+        """Wait for the sync in flight and apply its result; None if there was none."""
         assert self._pending is not None
-        mine = await self._pending
-        w, m, own = self.w, self._m, self._own
-        own.pending, self._pending = {}, None
-        if not mine.going_on:
-            w.end()
-        met = None if mine.bad or not mine.weight else self._heard(mine)
-        numbers = [0.0, 0.0] if met is None else [met.divergence, met.time]
-        bad, divergence, time, stages = await w.learner.sum_over_stages([float(bool(mine.bad)), *numbers, 1.0])
+        pending = await self._pending
+        w = self.w
+        self._own.pending = {}
+        self._pending = None
+        if not pending.going_on:
+            w.cursor.finish()
+        result = None if pending.bad or not pending.weight else self._result(pending)
+        numbers = [0.0, 0.0] if result is None else [result.divergence, result.time]
+        bad, divergence, time, stages = await w.learner.sum_over_stages([float(bool(pending.bad)), *numbers, 1.0])
         if bad:
-            own.seen[mine.fragment] -= mine.samples  # They count with the next ones.
-            self._refuse(mine)
-        if bad or met is None:
+            w.batch.undo_sync(pending.fragment, pending.samples)
+            self._refuse(pending)
+        if bad or result is None:
             return None
-        met = replace(met, divergence=divergence, time=time / stages)
-        where, is_alone = self.fragments[mine.fragment], w.workers == 1
-        params, sent = w.params[where], None if mine.is_lost else mine.sent
+        result = replace(result, divergence=divergence, time=time / stages)
+        self._move(pending, result)
+        w.endpoint.trace.sync(w.endpoint.now(), w.rank, result.step, result.steps, result.divergence)
+        return result
+
+    def _move(self, pending: PendingSync, result: SyncResult) -> None:
+        """Move the anchor, the parameters, the optimizer's state and the buffers."""
+        w = self.w
+        where = self.fragments[pending.fragment]
+        is_alone = w.workers == 1
+        params = w.params[where]
+        anchor = self._m.anchor[where]
+        snapshot = None if pending.is_lost else pending.snapshot
         if self._outer is not None:
-            self._outer(where, mine.mean, met)
-            _take_over(m.anchor[where], params, sent)
+            self._outer(anchor, pending.vector, where, result)
+            go_to(anchor, params, snapshot)
         elif is_alone:  # One worker's own mean changes nothing, not even by rounding.
-            m.anchor[where].add_(mine.mean)
-        else:  # What was learnt while the mean was under way stays on top of it.
-            _merge(m.anchor[where], mine.mean, params, sent)
+            anchor.add_(pending.vector)
+        else:  # What was learnt while the sync was in flight stays on top of it.
+            merge(anchor, pending.vector, params, snapshot)
         if not is_alone or self.method.optimizer_state == "reset":
-            self._set_optimizer_state(where, mine)
+            self._set_optimizer_state(where, pending)
         if not is_alone:
-            w.flat.set_buffers(
-                [t[TOLD:] for t in mine.told],
-                [float(t[0]) for t in mine.told],
-                since=None if mine.is_lost else mine.buffers,
-            )
-        w.endpoint.trace.sync(w.endpoint.now(), w.rank, met.step, met.steps, met.divergence)
-        return met
+            received = [SyncStats.unpacked(reply) for reply in pending.replies]
+            since = None if pending.is_lost else pending.buffers
+            w.learner.flat.set_buffers([b for _, b in received], [stats.weight for stats, _ in received], since=since)
 
-    def _heard(self, mine: PendingSync) -> SyncResult:
-        """What all have told, summed in the order of ranks in plain Python: the same bits on every machine."""
-        told = [t[:TOLD].tolist() for t in mine.told]
-        weight, losses, steps = (sum(t[i] for t in told) for i in range(3))
+    def _result(self, pending: PendingSync) -> SyncResult:
+        """Sum what all workers sent, in the order of ranks in plain Python: the same bits on every machine."""
+        stats = [SyncStats.unpacked(reply)[0] for reply in pending.replies]
+        weight = sum(s.weight for s in stats)
+        losses = sum(s.loss_sum for s in stats)
+        steps = sum(s.loss_steps for s in stats)
         if len(self.fragments) == 1:
-            self._m.per_step = weight / len(told) / mine.steps
-        divergence = sum(t[0] * t[4] for t in told) / weight
-        lr = max(t[6] for t in told if t[0])  # Who has run out of data may no longer follow its schedule.
-        return SyncResult(mine.step, mine.steps, weight, lr, divergence, losses / steps if steps else None, told[0][3])
+            self._m.per_step = weight / len(stats) / pending.steps
+        return SyncResult(
+            step=pending.step,
+            steps=pending.steps,
+            samples=weight,
+            workers=self.w.workers,
+            lr=max(s.lr for s in stats if s.weight),  # A worker without data may no longer follow its schedule.
+            divergence=sum(s.weight * s.squared_distance for s in stats) / weight,
+            loss=losses / steps if steps else None,
+            time=stats[0].time,
+        )
 
-    def _set_optimizer_state(self, where: slice, mine: PendingSync) -> None:
-        flat, optimizer = self.w.flat, self.w.learner.optimizer
-        if self.method.optimizer_state == "reset" or (mine.is_lost and mine.state_mean is None):
-            self.w.reset_optimizer()
-        elif mine.state_mean is not None and mine.state is not None and mine.state_names:
+    def _set_optimizer_state(self, where: slice, pending: PendingSync) -> None:
+        flat = self.w.learner.flat
+        optimizer = self.w.learner.optimizer
+        if self.method.optimizer_state == "reset" or (pending.is_lost and pending.state_mean is None):
+            optimizer.state.clear()
+        elif pending.state_mean is not None and pending.state is not None and pending.state_names:
             vectors = optimizer_vectors(flat, optimizer)
-            means, sents = (state.split(where.stop - where.start) for state in (mine.state_mean, mine.state))
-            for name, mean, sent in zip(mine.state_names, means, sents, strict=True):
+            numel = where.stop - where.start
+            means = pending.state_mean.split(numel)
+            sent = pending.state.split(numel)
+            for name, mean, before in zip(pending.state_names, means, sent, strict=True):
                 now = vectors[name][where]
-                now.copy_(mean if mine.sent is None or mine.is_lost else carry_over(mean, now, sent))
+                is_at_once = pending.snapshot is None or pending.is_lost
+                now.copy_(mean if is_at_once else carry_over(mean, now, before))
             set_optimizer_vectors(flat, optimizer, vectors)
 
-    def _refuse(self, mine: PendingSync) -> None:
-        """Somebody's parameters, or its way since the last time, could not be told to the others."""
-        what = f"{mine.bad or 'another stage'} had parameters with NaN or infinity, or a displacement beyond its codec, after step {mine.step}"
-        if self.w.nonfinite == "stop":
+    def _refuse(self, pending: PendingSync) -> None:
+        """A worker's parameters, or its delta, could not be sent."""
+        what = (
+            f"{pending.bad or 'another stage'} had parameters with NaN or infinity, or a delta beyond its codec, "
+            f"after step {pending.step}"
+        )
+        if self.w.batch.nonfinite == "stop":
             raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
-        if mine.complaint:
-            warnings.warn(NonFiniteReplica(f"{what}; there was no synchronisation: {mine.complaint}"), stacklevel=2)
-
-
-def compute_delta(params: Tensor, start: Tensor, delta: Tensor, sent: Tensor | None) -> bool:
-    """way = params - start, and sent = params, if given; False if there may be NaN or infinity in the way."""
-    if (fused := _fused(params, start)) is not None:
-        return fused.compute_delta(params, start, delta, sent)
-    torch.sub(params, start, out=delta)
-    if sent is not None:
-        sent.copy_(params)
-    return is_finite(delta)
-
-
-def _merge(start: Tensor, mean: Tensor, params: Tensor, sent: Tensor | None) -> None:
-    """start += mean, and params = start; or start + (params - sent), if something was `sent`."""
-    if (fused := _fused(params, start)) is not None:
-        return fused.merge(start, mean, params, sent)
-    _take_over(start.add_(mean), params, sent)
-
-
-def _take_over(start: Tensor, params: Tensor, sent: Tensor | None) -> None:
-    """params = start; or start + (params - sent), if something was `sent`, which is used up."""
-    if sent is None:
-        params.copy_(start)
-    else:
-        torch.add(start, torch.sub(params, sent, out=sent), out=params)
-
-
-def _squared_distance(params: Tensor, start: Tensor, mean: Tensor) -> float:
-    """Of the way from `start` to `params` from the mean of all workers' ways."""
-    if (fused := _fused(params, start)) is not None:
-        return fused.squared_distance(params, start, mean)
-    # By pieces that stay in the processor's cache.
-    pieces = zip(*(t.split(1 << 16) for t in (params, start, mean)), strict=True)
-    return float(sum(torch.linalg.vector_norm((p - s).sub_(m)).double().square() for p, s, m in pieces))
-
-
-def _fused(params: Tensor, start: Tensor) -> ModuleType | None:
-    """What does all this in one pass each; None if there is nothing for these vectors."""
-    if (
-        params.device.type != "cpu"
-        or start.dtype != torch.float32
-        or kernels.is_plain()
-        or not kernels.kernels_of("cpu")
-    ):
-        return None
-    from paceline.codecs.kernels import vectors  # It takes numba, which may not be there.
-
-    return vectors
+        if pending.complaint:
+            warnings.warn(NonFiniteReplica(f"{what}; there was no sync: {pending.complaint}"), stacklevel=3)

@@ -123,7 +123,7 @@ class BroadcastLog(Service):
         self._unacked[dst] = 0
         acked = self._received.get(dst, NONE).upto
         stable = min(self._sent) - 1
-        step = self._peers.replica.step_index
+        step = self._peers.replica.cursor.step
         await self._peers.send(dst, Broadcast(self._sent[number], number, acked, stable, step))
 
     def step_of(self, rank: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.op import Op
 from paceline.protocol.messages import Count, Message, PeerDied, PeerSuspected, Version
 from paceline.protocol.roster import Roster, State
-from paceline.strategy import Ended
+from paceline.strategy import MissedEnd
 from paceline.worker.replica import Replica
 
 
@@ -92,7 +92,7 @@ class Peers:
         self.replica = replica
         self.endpoint = replica.endpoint
         self.rank = replica.rank
-        self.data_shard = replica.rank if replica.data_shard is None else replica.data_shard
+        self.data_shard = replica.rank if replica.cursor.shard is None else replica.cursor.shard
         first = self.endpoint.layout.worker_ranks
         self.has_model = self.rank in first
         self.has_finished = False  # This worker has no data left.  A peer that ends now does not end without it.
@@ -214,7 +214,7 @@ class Peers:
             state = iter(self._model.state)
             for service in self._services:
                 service.restore(state)
-            self.replica.resume_at(self._model.step)
+            self.replica.cursor.resume_at(self._model.step)
             self._model = None
         self.has_model = True
         for service in self._services:
@@ -270,8 +270,7 @@ class Peers:
         """The peers have ended the run or declared this worker dead: it was silent or started too late.  Its model does
         not count."""
         await self.flush()
-        self.replica.missed_end = True
-        raise Ended
+        raise MissedEnd
 
     async def _add_member(self, new: int, data_shard: int) -> None:
         if self._roster.state(new) is State.DEAD:
@@ -289,4 +288,4 @@ class Peers:
 
     async def _send_model(self, dst: int) -> None:
         state = [tensor.clone() for service in self._services for tensor in service.snapshot()]
-        await self.send(dst, Model(self.replica.params.clone(), tuple(state), self.replica.step_index))
+        await self.send(dst, Model(self.replica.params.clone(), tuple(state), self.replica.cursor.step))

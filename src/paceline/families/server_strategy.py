@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from paceline.codecs.codec import Codec
+from paceline.codecs.codec import Codec, check_one_to_one
 from paceline.needs import Needs
 from paceline.server.gates import Free, Gate
 from paceline.server.rules import Rule
@@ -44,10 +44,7 @@ class ServerStrategy(Strategy):
                 f"{name}(sparse=True, codec={self.codec}, pulls={self.pulls}): rows travel as they are, without a codec"
             )
         for what, codec in (("codec", self.codec), ("pulls", self.pulls)):
-            if codec is not None and codec.reduction == "factors":
-                raise ValueError(
-                    f"{name}({what}={codec}): it is a way to a mean over all workers; a push or a pull is between two"
-                )
+            check_one_to_one(f"{name}({what}={codec})", codec)
 
     @abstractmethod
     def shard_rule(self, workers: int) -> Rule:
@@ -62,13 +59,13 @@ class ServerStrategy(Strategy):
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
-        w.flat.sparse_rows = self.sparse
+        w.learner.flat.sparse_rows = self.sparse
         await store.pull(into=w.params)
         room: Tensor | None = None
         while await store.next():
-            w.flat.rebind_grads(room := store.send_buffer(room))
+            w.learner.flat.rebind_grads(room := store.send_buffer(room))
             g = await w.gradient()
-            await store.exchange(g, into=w.params, runs=w.flat.touched_runs() if self.sparse else None)
+            await store.exchange(g, into=w.params, runs=w.learner.flat.touched_runs() if self.sparse else None)
         await store.leave(into=w.params)
 
     async def server(self, s: Shard) -> None:

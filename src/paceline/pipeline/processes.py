@@ -22,7 +22,8 @@ from paceline.pipeline.stand_in import StandIn, count, model_input, split_for, u
 from paceline.session.backward import Each
 from paceline.session.same_model import everything
 from paceline.task import Batch, Task, Trainee
-from paceline.transport.endpoint import ProcessEndpoint, Work
+from paceline.transport.endpoint import ProcessEndpoint
+from paceline.transport.torch_collectives import Work
 from paceline.worker.learner import TaskLearner
 from paceline.worker.replica import Replica
 
@@ -164,7 +165,7 @@ class StageLearner(TaskLearner):
         if each is not None:
             for bucket in flat.buckets:
                 each(bucket)
-        elif not replica.accept_gradient(lambda: self._bad):
+        elif not replica.batch.accept(lambda: self._bad):
             flat.grads.zero_()
         return flat.grads
 
@@ -172,7 +173,7 @@ class StageLearner(TaskLearner):
         return Begun("local step", lambda: self._local_step(replica))
 
     def _local_step(self, replica: Replica) -> None:
-        if self._backward(replica) and replica.accept_gradient(lambda: self._bad):
+        if self._backward(replica) and replica.batch.accept(lambda: self._bad):
             self.trainee.optimizer.step()
 
     def step(self, replica: Replica, g: Tensor) -> Op[None]:
@@ -180,7 +181,7 @@ class StageLearner(TaskLearner):
 
     def _step(self, replica: Replica, g: Tensor) -> None:
         if any(refused for [refused] in self.stages.tell([0.0]).wait()):
-            replica.skipped += 1
+            replica.batch.skipped += 1
         else:
             self.trainee.step(g)
 
@@ -197,8 +198,8 @@ class StageLearner(TaskLearner):
     def _backward(self, replica: Replica) -> bool:
         """Compute the next minibatch's gradient; whether there was one."""
         trainee, endpoint = self.trainee, self.endpoint
-        batch = trainee.draw(replica.step_index, replica.data_shard)
-        replica.begin(0 if batch is None else len(batch[0]))
+        batch = trainee.draw(replica.cursor.step, replica.cursor.shard)
+        replica.batch.begin(0 if batch is None else len(batch[0]))
         if batch is None:
             return False
         start = endpoint.now()
@@ -207,7 +208,7 @@ class StageLearner(TaskLearner):
         endpoint.trace.span(replica.rank, "gradient", start, endpoint.now(), nbytes)
         self._agree(loss)
         if self.stages.stage == 0:  # The replica's points, once.
-            endpoint.trace.point(endpoint.now(), replica.rank, replica.step_index, len(batch[0]), trainee.loss)
+            endpoint.trace.point(endpoint.now(), replica.rank, replica.cursor.step, len(batch[0]), trainee.loss)
         return True
 
     def _agree(self, loss: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from paceline.needs import Offers, check
 from paceline.pipeline.split import Split, split
 from paceline.strategy import Strategy
 from paceline.task import Batch, Task
@@ -118,8 +119,4 @@ def check_stages(call: str, strategy: Strategy, stages: int | Sequence[str], mic
         raise ValueError(
             f"{call}(stages={stages!r}, microbatches={microbatches}): there is at least 1 stage, and 1 microbatch"
         )
-    if count(stages) > 1 and (strategy.servers or not strategy.needs.ordered):
-        raise ValueError(
-            f"{call}({type(strategy).__name__}, stages={stages!r}): its workers do not wait for each other, and the stages of one would "
-            "take different turns; use AllReduceSGD or a method that averages, or stages=1"
-        )
+    check(strategy, Offers(call, stages=count(stages)))

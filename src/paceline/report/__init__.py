@@ -1,6 +1,6 @@
-"""What a comparison found, for people: a table in the terminal (`report.text`), one page to mail (`report.html`).
+"""Reports of a comparison: a table for the terminal (`report.text`) and one HTML page (`report.html`).
 
-The table and the page are written from the same rows with the same formatting functions, so they cannot disagree.
+Both are written from the same rows and columns, so they cannot disagree.
 """
 
 from paceline.report.row import Row

@@ -1,4 +1,4 @@
-"""Rows as one self-contained page: no scripts, nothing fetched, small enough to mail."""
+"""Rows as one self-contained HTML page: no scripts, nothing to load, small enough to mail."""
 
 from __future__ import annotations
 
@@ -8,83 +8,94 @@ from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
-from paceline.report import charts, text
-from paceline.report.row import Row, best
+from paceline.report.chart import Chart, Figure
+from paceline.report.charts import find_charts
+from paceline.report.columns import Column, best, columns
+from paceline.report.row import Row
+from paceline.report.swatch import Swatch, swatch
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value in the table."""
+
+    text: str
+    is_best: bool
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row with the swatch it is drawn in and the columns it leads."""
+    """A row of the table, with the swatch that it has in all charts."""
 
     row: Row
-    swatch: charts.Swatch
-    leads: frozenset[str]
+    swatch: Swatch
+    cells: list[Cell]
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A drawing, what it shows, and the methods that had nothing to draw."""
+class Part:
+    """The figures of a chart that has a heading."""
 
-    subject: str
-    svg: Markup
-    absent: list[str]
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How stale the updates of one line's servers were, drawn in its colour."""
-
-    line: Line
-    svg: Markup
+    heading: str
+    explanation: str
+    figures: list[Figure]
 
 
 @dataclass(frozen=True)
 class Section:
-    """Rows whose seconds may be compared with each other, and their drawings; histograms of those that have servers."""
+    """Rows whose seconds may be compared with each other: their table and their charts."""
 
     heading: str
-    clock: str
+    columns: list[Column]
     lines: list[Line]
     figures: list[Figure]
-    histograms: list[Histogram]
+    parts: list[Part]
+
+    @property
+    def has_best(self) -> bool:
+        return any(cell.is_best for line in self.lines for cell in line.cells)
 
 
 def render(title: str, rows: Sequence[Row], facts: Mapping[str, str], notes: Sequence[str]) -> str:
     """The page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        seconds=text.seconds, nbytes=text.nbytes, percent=text.percent, factor=text.factor, staleness=text.staleness
-    )
     template = environment.from_string((files("paceline.report") / "page.html.jinja").read_text(encoding="utf-8"))
-    virtual, real = [r for r in rows if not r.real], [r for r in rows if r.real]
-    sections = [_section("Simulated", "virtual time", virtual), _section("Real processes", "wall time", real)]
-    return template.render(title=title, sections=[s for s in sections if s.lines], facts=facts, notes=notes)
+    sections: list[Section] = []
+    explained: set[str] = set()
+    for heading, clock, real in (("Simulated", "virtual time", False), ("Real processes", "wall time", True)):
+        chosen = [row for row in rows if row.real == real]
+        if chosen:
+            sections.append(_section(heading, clock, chosen, explained))
+    return template.render(title=title, sections=sections, facts=facts, notes=notes)
 
 
 def write(path: str | Path, title: str, rows: Sequence[Row], facts: Mapping[str, str], notes: Sequence[str]) -> None:
-    """Save the page; `facts` say what was run (cluster, task, seed, versions), `notes` what to bear in mind."""
-    # A name that came through a file system may hold bytes that are no text; they show as question marks.
+    """Save the page.  `facts` describe the run (cluster, task, seed, versions); `notes` are remarks for the reader."""
+    # A name from a file system may contain bytes that are not text; they become question marks.
     Path(path).write_text(render(title, rows, facts, notes), encoding="utf-8", errors="replace")
 
 
-def _section(heading: str, clock: str, rows: list[Row]) -> Section:
-    winners = best(rows)
-    lines = [Line(row, charts.swatch(i), frozenset(c for j, c in winners if i == j)) for i, row in enumerate(rows)]
-    drawings = {
-        f"accuracy against {clock}": charts.accuracy_over_time(rows, clock),
-        "accuracy against bytes sent per worker": charts.accuracy_over_bytes(rows),
-    }
-    figures = [
-        # The drawings are ours and hold none of the user's words, so they alone are not escaped.
-        Figure(subject, Markup(drawing.svg), [row.name for i, row in enumerate(rows) if i not in drawing.shown])
-        for subject, drawing in drawings.items()
-        if drawing is not None
+def _section(heading: str, clock: str, rows: list[Row], explained: set[str]) -> Section:
+    chosen = columns(rows)
+    winners = best(rows, chosen)
+    lines = [
+        Line(row, swatch(i), [Cell(column.text(row), (i, j) in winners) for j, column in enumerate(chosen)])
+        for i, row in enumerate(rows)
     ]
-    histograms = [
-        Histogram(line, Markup(svg))
-        for line in lines
-        if (svg := charts.staleness(line.row.staleness, line.swatch.colour)) is not None
-    ]
-    return Section(heading, clock, lines, figures, histograms)
+    section = Section(heading, chosen, lines, figures=[], parts=[])
+    for chart in find_charts():
+        figures = chart.draw(rows, clock)
+        if chart.heading is None:
+            section.figures.extend(figures)
+        elif figures:
+            section.parts.append(Part(chart.heading, _explanation(chart, explained), figures))
+    return section
+
+
+def _explanation(chart: Chart, explained: set[str]) -> str:
+    """The explanation of a chart, only where the chart is first on the page."""
+    if chart.explanation in explained:
+        return ""
+    explained.add(chart.explanation)
+    return chart.explanation

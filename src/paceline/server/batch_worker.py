@@ -31,7 +31,7 @@ from paceline.server.messages import (
     Value,
     WorkOrder,
 )
-from paceline.strategy import Ended
+from paceline.strategy import MissedEnd
 from paceline.stripes import stripe_of
 from paceline.worker.replica import Replica
 
@@ -42,11 +42,6 @@ class BatchWorker:
     """A worker that does what the coordinator tells it."""
 
     def __init__(self, w: Replica) -> None:
-        if not w.learner.has_global_data:
-            raise ValueError(
-                "Sandblaster in a loop of your own: it works on the same data again and again, in portions that it hands out; "
-                "give the data to train() or simulate() as a Task"
-            )
         self.w, self.endpoint = w, w.endpoint
         self.coordinator, *self.shards = self.endpoint.layout.server_ranks
         numel = w.params.numel()
@@ -56,11 +51,11 @@ class BatchWorker:
             )
         self.slices = [stripe_of(j, numel, len(self.shards)) for j in range(len(self.shards))]
         self._steps = w.plan.require("steps_per_epoch", "Sandblaster")
-        end = w.plan.require("steps", "Sandblaster") if w.last_step is None else w.last_step
-        self._first, self._last = -(-w.step_index // self._steps), end // self._steps
+        end = w.plan.require("steps", "Sandblaster") if w.cursor.last_step is None else w.cursor.last_step
+        self._first, self._last = -(-w.cursor.step // self._steps), end // self._steps
         if self._first >= self._last:
             raise ValueError(
-                f"Sandblaster from step {w.step_index} to {end}: it works on whole epochs, of {self._steps} steps, and there is none"
+                f"Sandblaster from step {w.cursor.step} to {end}: it works on whole epochs, of {self._steps} steps, and there is none"
             )
         self._requests = Requests(self.endpoint)
         self._number, self._sum = 0, 0  # The pass that it is in, and which of its sums it is adding to.
@@ -84,19 +79,18 @@ class BatchWorker:
             await self._pull()
             await self._ask(SignOff())
         except PeerFinished:
-            self.w.missed_end = True
-            raise Ended from None
+            raise MissedEnd from None
 
     async def _enlist(self) -> Order | Away:
         self._number = 0
-        return await self._ask(Enlist(torch.tensor([self._first, self._last, self._steps, self.w.data_shards])))
+        return await self._ask(Enlist(torch.tensor([self._first, self._last, self._steps, self.w.cursor.shards])))
 
     async def _compute(self, order: WorkOrder) -> Order | Away:
         """Add the gradient of a portion to the sum, unless another worker has done it meanwhile."""
         w, number, portion = self.w, self._number, order.portion
-        step, data_shard = divmod(portion, w.data_shards)
-        w.seek((self._first + number - 1) * self._steps + step, data_shard)
-        g, samples = await w.gradient(), int(w.batch_samples)
+        step, data_shard = divmod(portion, w.cursor.shards)
+        w.cursor.seek((self._first + number - 1) * self._steps + step, data_shard)
+        g, samples = await w.gradient(), int(w.batch.samples)
         answer = await self._ask(Report(torch.tensor([number, portion])))
         if isinstance(answer, PassOrder) and answer.counts and samples:
             assert w.learner.loss is not None

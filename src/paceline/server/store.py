@@ -41,7 +41,7 @@ from paceline.server.messages import (
     Work,
 )
 from paceline.server.work_queue import WorkItem
-from paceline.strategy import Ended
+from paceline.strategy import MissedEnd
 from paceline.stripes import stripe_of
 from paceline.worker.replica import Replica
 from paceline.worker.rows import positions, within
@@ -78,7 +78,7 @@ class Store:
         self._codec_state, self._pulls = replica.codec_state(codec), pulls
         self._joined = False
         self._requests = Requests(self.endpoint)
-        self._first_step = replica.step_index
+        self._first_step = replica.cursor.step
         self._hand: deque[WorkItem] = deque()  # What this worker is to work on next.
         self._ahead = 1  # How many tickets it wants to have at hand while it works.
         self._drawn: DrawWork | DrawNow | None = None  # The request for more that was not answered yet.
@@ -125,7 +125,7 @@ class Store:
     async def _pull(self, into: Tensor | None) -> Tensor:
         if self._joined or self.endpoint.rank in self.endpoint.layout.worker_ranks:
             return await self._ask(self._numbered([Pull() for _ in self.shards]), into)
-        return await self._ask(self._numbered([Join(self.replica.data_shard or 0) for _ in self.shards]), into)
+        return await self._ask(self._numbered([Join(self.replica.cursor.shard or 0) for _ in self.shards]), into)
 
     def send_buffer(self, last: Tensor | None = None) -> Tensor:
         """Memory for an update: what shards of this host read there need not be copied.  The last one, unless it is still read."""
@@ -153,7 +153,7 @@ class Store:
         """
         w = self.replica
         if not w.learner.has_global_data:  # The user's loop has data of its own.
-            if w.advance():
+            if w.cursor.advance():
                 self._steps += 1
                 return True
             if before_waiting is not None and self._steps:
@@ -161,16 +161,16 @@ class Store:
             return False
         if not self._hand and not await self._draw(before_waiting):
             return False
-        w.seek(*self._hand.popleft())
+        w.cursor.seek(*self._hand.popleft())
         self._steps += 1
         if self._drawn is None and len(self._hand) < self._ahead:
             await self._ask_for_tickets(self._ahead - len(self._hand))
         return True
 
     async def _ask_for_tickets(self, wanted: int, *, now: bool = False) -> None:
-        end = self.replica.last_step
+        end = self.replica.cursor.last_step
         assert end is not None
-        extent = torch.tensor([self._first_step, end, self.replica.data_shards])
+        extent = torch.tensor([self._first_step, end, self.replica.cursor.shards])
         self._drawn = self._requests.number(DrawWork(extent, wanted, now))
         await self.endpoint.send(self.shards[0], self._drawn)
 
@@ -230,7 +230,7 @@ class Store:
         self, of: type[Push | Exchange], update: Tensor, samples: float | None, runs: Tensor | None
     ) -> list[Update]:
         """What to send to each shard."""
-        seen = int(self.replica.batch_samples if samples is None else samples)
+        seen = int(self.replica.batch.samples if samples is None else samples)
         steps, self._steps = self._steps, 0
         updates: list[Update] = []
         for where, version in zip(self.slices, self.versions, strict=True):
@@ -265,7 +265,7 @@ class Store:
             answer = await self._answer(rank, requests[j], (Value,))
             assert isinstance(answer, Value)
             if isinstance(requests[j], Join) and j == 0 and answer.steps_done:
-                self.replica.resume_at(answer.steps_done)
+                self.replica.cursor.resume_at(answer.steps_done)
             self._take(answer, j, where, into)
             del answer  # It may lie in the shard's own memory, which is not to be kept.
         return self.value if into is None else into
@@ -294,8 +294,7 @@ class Store:
             except PeerFinished:
                 answer = RunEnded()
             if isinstance(answer, RunEnded):  # A worker that comes too late has nothing to do.
-                self.replica.missed_end = True
-                raise Ended
+                raise MissedEnd
             if isinstance(answer, Bring):
                 await self._bring()
             elif isinstance(answer, Away):

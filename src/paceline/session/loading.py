@@ -1,7 +1,7 @@
 """Each worker's part of every minibatch.
 
-A DataLoader is rebuilt so that a worker reads only its own part; any other iterable is read whole and sliced.  Either way the
-parts of one minibatch are disjoint, their sizes differ by at most one, and together they are the minibatch.
+A DataLoader is rebuilt so that a worker reads only its own part.  Any other iterable is read whole and sliced.  In both
+cases the parts of one minibatch are disjoint, their sizes differ by at most one, and together they are the minibatch.
 """
 
 from __future__ import annotations
@@ -27,67 +27,69 @@ class EmptyShard(RuntimeWarning):
 
 
 class Agreement(Protocol):
-    """How ranks that iterate over the same minibatches make sure of it."""
+    """How the ranks make sure that they read the same minibatches."""
 
     def check_same(self, digest: bytes) -> None:
-        """Raise ValueError if this rank reads another first minibatch than others."""
+        """Raise ValueError if this rank's first minibatch differs from another rank's."""
         ...
 
     def seed(self) -> int:
-        """A number to shuffle by, the same on every rank."""
+        """A seed for shuffling, the same on every rank."""
         ...
 
 
 class ByCollectives:
-    """Among ranks that are all there."""
+    """Agreement between ranks that all run from the first step to the last."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
 
     def check_same(self, digest: bytes) -> None:
         ranks = self.endpoint.ranks
-        everyones = self.endpoint.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).wait()
-        for rank, other in zip(ranks, everyones, strict=True):
-            if not torch.equal(other, everyones[0]):
-                raise _different(rank, ranks[0])
+        digests = self.endpoint.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).wait()
+        for rank, other in zip(ranks, digests, strict=True):
+            if not torch.equal(other, digests[0]):
+                raise _different_minibatch(rank, ranks[0])
 
     def seed(self) -> int:
-        return int(self.endpoint.broadcast(_drawn_seed(), self.endpoint.ranks[0]).wait())
+        return int(self.endpoint.broadcast(_random_seed(), self.endpoint.ranks[0]).wait())
 
 
 class ByStore:
-    """Among ranks that come and go: who begins its `number`-th pass first decides."""
+    """Agreement between ranks that may join and leave: the first rank that begins its `number`-th pass decides."""
 
     def __init__(self, store: Store, rank: int, number: int) -> None:
-        self.store, self.rank, self.prefix = store, rank, f"pass/{number}"
+        self.store = store
+        self.rank = rank
+        self.prefix = f"pass/{number}"
 
     def check_same(self, digest: bytes) -> None:
         mine = f"{digest.hex()} {self.rank}"
         first, rank = self.store.compare_set(f"{self.prefix}/first", "", mine).decode().split()
         if first != digest.hex():
-            raise _different(self.rank, int(rank))
+            raise _different_minibatch(self.rank, int(rank))
 
     def seed(self) -> int:
-        return int(self.store.compare_set(f"{self.prefix}/seed", "", str(int(_drawn_seed()))).decode())
+        return int(self.store.compare_set(f"{self.prefix}/seed", "", str(int(_random_seed()))).decode())
 
 
-def _drawn_seed() -> Tensor:
+def _random_seed() -> Tensor:
     return torch.randint(2**62, (1,), dtype=torch.int64)
 
 
-def _different(rank: int, other: int) -> ValueError:
+def _different_minibatch(rank: int, other: int) -> ValueError:
     """Ranks that read different minibatches would train on some samples twice and on others never."""
     return ValueError(
-        f"session.shard: rank {rank} reads another first minibatch than rank {other}; every rank must iterate over the same global "
-        "minibatches: give its shuffling one seed, and no DistributedSampler (this is one)"
+        f"session.shard: the first minibatch of rank {rank} differs from that of rank {other}; every rank must iterate "
+        "over the same global minibatches: shuffle by one seed, and use no DistributedSampler (shard replaces it)"
     )
 
 
 class Parts:
-    """This worker's part of each minibatch, with how many samples it has.
+    """This worker's part of each minibatch, with the number of its samples.
 
-    Where there is none for it, it gets one that is another worker's, with a count of 0: so the user's loop takes the same
-    turns on every rank, and nothing comes of it.
+    A worker for which a minibatch has no part gets one sample of another worker, with a count of 0.  So the user's loop
+    takes the same number of steps on every rank, and the sample changes nothing.
     """
 
     def __init__(
@@ -98,26 +100,33 @@ class Parts:
         agreement: Agreement,
         *,
         accumulate: int = 1,
-        is_whole: Callable[[], bool] = lambda: False,
+        reads_full_batches: Callable[[], bool] = lambda: False,
     ) -> None:
-        """While `is_whole`, every worker gets every minibatch as it is."""
-        self.loader, self.agreement, self.accumulate, self.is_whole = loader, agreement, accumulate, is_whole
-        self.index, self.workers, self.skipped = index, workers, 0
+        """While `reads_full_batches` is true, every worker gets every minibatch whole."""
+        self.loader = loader
+        self.index = index
+        self.workers = workers
+        self.agreement = agreement
+        self.accumulate = accumulate
+        self.reads_full_batches = reads_full_batches
+        self.skipped = 0
 
     def skip(self, most: int) -> int:
-        """Leave out up to so many minibatches at the beginning, without reading them if possible; how many are then left to skip."""
+        """Skip up to `most` minibatches at the beginning, if possible without reading them; return how many remain."""
         if most:
             try:
                 length = len(self.loader)  # pyright: ignore[reportArgumentType]
             except TypeError:
                 raise ValueError(
-                    f"session.shard({type(self.loader).__name__}): to go on where a dead worker was, the loader must have a length"
+                    f"session.shard({type(self.loader).__name__}): this worker replaces a dead one and must skip "
+                    f"{most} minibatches; for that the loader must have a length"
                 ) from None
             self.skipped = min(most, length)
         return most - self.skipped
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        filled = seen = 0
+        seen = 0
+        filled = 0
         for part, samples in self._rebuilt() if self._can_rebuild() else self._sliced():
             seen += 1
             filled += samples > 0
@@ -127,7 +136,8 @@ class Parts:
         if not filled and not self.skipped:
             warnings.warn(
                 EmptyShard(
-                    f"rank {self.index} got no sample out of {seen} minibatches: they hold fewer than {self.workers} samples"
+                    f"rank {self.index} got no sample out of {seen} minibatches: they have fewer than {self.workers} "
+                    "samples"
                 ),
                 stacklevel=3,
             )
@@ -143,10 +153,10 @@ class Parts:
     def _rebuilt(self) -> Iterator[tuple[Any, int]]:
         loader = self.loader
         assert isinstance(loader, DataLoader)
-        parts = _PartsOfIndices(loader, self)
-        mine = DataLoader(
+        sampler = _PartSampler(loader, self)
+        rebuilt = DataLoader(
             loader.dataset,
-            batch_sampler=parts,  # pyright: ignore[reportArgumentType]
+            batch_sampler=sampler,  # pyright: ignore[reportArgumentType]
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
@@ -156,9 +166,9 @@ class Parts:
             prefetch_factor=loader.prefetch_factor,
             generator=loader.generator,
         )
-        for batch in mine:
-            samples, was_whole = parts.counts.popleft()
-            if was_whole and not self.is_whole():  # It was read ahead of the change.
+        for batch in rebuilt:
+            samples, is_whole = sampler.requested.popleft()
+            if is_whole and not self.reads_full_batches():  # It was prefetched before the change to parts.
                 where, samples = self.stripe(samples)
                 batch = _part(batch, where)
             yield batch, samples
@@ -169,39 +179,40 @@ class Parts:
                 self.check_same(batch)
             if i < self.skipped:
                 continue
-            if self.is_whole():
+            if self.reads_full_batches():
                 yield batch, samples_in(batch)
                 continue
             where, samples = self.stripe(samples_in(batch))
             yield _part(batch, where), samples
 
     def stripe(self, samples: int) -> tuple[slice, int]:
-        """Where this worker's part of a minibatch of so many samples lies, and how many it may count."""
+        """This worker's slice of a minibatch of `samples`, and how many of its samples count."""
         if samples < self.workers and self.accumulate > 1:
             raise ValueError(
-                f"a minibatch of {samples} samples for {self.workers} workers, {self.accumulate} of which make a step: a sample would "
-                "count twice; let the loader drop it (drop_last=True), or give every worker at least one sample"
+                f"session.shard: a minibatch has {samples} samples for {self.workers} workers, and {self.accumulate} "
+                "minibatches make a step, so a sample would count twice; let the loader drop it (drop_last=True), or "
+                "give every worker at least one sample"
             )
         where = stripe_of(self.index, samples, self.workers)
         return (where, where.stop - where.start) if where.stop > where.start else (slice(0, 1), 0)
 
     def check_same(self, first: Any) -> None:
-        """Ranks that read different minibatches would train on some samples twice and on others never."""
+        """Raise ValueError if the ranks read different first minibatches."""
         self.agreement.check_same(hashlib.sha256(_bytes(first)).digest())
 
 
-class _PartsOfIndices:
-    """A batch sampler that passes on this worker's indices of each batch, under one shuffling seed for all ranks."""
+class _PartSampler:
+    """A batch sampler that yields this worker's indices of each batch; all ranks shuffle by the same seed."""
 
     def __init__(self, loader: DataLoader[Any], parts: Parts) -> None:
-        self.batch_sampler, self.parts = loader.batch_sampler, parts
-        self.counts: deque[tuple[int, bool]] = (
-            deque()
-        )  # of the batches that were asked for and not yet handed out, and if they are whole
-        sampler = loader.sampler
+        self.batch_sampler = loader.batch_sampler
+        self.parts = parts
+        # The batches that the DataLoader requested and has not yet returned: samples, and whether the batch is whole.
+        self.requested: deque[tuple[int, bool]] = deque()
         self._seed = None
+        sampler = loader.sampler
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
-            # Without a generator torch draws a seed from the process's own, which the ranks need not share.
+            # Without a generator torch draws a seed from the process's own generator, which may differ between ranks.
             self._seed = parts.agreement.seed()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -212,40 +223,38 @@ class _PartsOfIndices:
             return
         self.parts.check_same(torch.tensor(list(first)))
         for indices in islice(chain([first], batches), self.parts.skipped, None):
-            whole = self.parts.is_whole()
-            where, samples = (slice(None), len(indices)) if whole else self.parts.stripe(len(indices))
-            self.counts.append((samples, whole))
+            is_whole = self.parts.reads_full_batches()
+            where, samples = (slice(None), len(indices)) if is_whole else self.parts.stripe(len(indices))
+            self.requested.append((samples, is_whole))
             yield list(indices)[where]
 
     def _first(self, batches: Iterator[Any]) -> Any:
-        """The first batch: where the sampler draws its seed."""
+        """The first batch.  The sampler draws its seed here."""
         if self._seed is None:
             return next(batches, None)
-        kept = torch.get_rng_state()
-        torch.default_generator.manual_seed(self._seed)  # Not torch.manual_seed, which would seed every GPU too.
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would seed every GPU too.
         try:
             return next(batches, None)
         finally:
-            torch.set_rng_state(kept)
+            torch.set_rng_state(state)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)  # pyright: ignore[reportArgumentType]
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a minibatch holds: the length of the first tensor found in it."""
+    """How many samples a minibatch holds: the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 1
     if isinstance(batch, Mapping):
         return samples_in(next(iter(batch.values())))
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return (
-            samples_in(batch[0])
-            if len(batch) and isinstance(batch[0], (Tensor, Mapping, Sequence)) and not isinstance(batch[0], str)
-            else len(batch)
-        )
+        is_nested = len(batch) and isinstance(batch[0], (Tensor, Mapping, Sequence)) and not isinstance(batch[0], str)
+        return samples_in(batch[0]) if is_nested else len(batch)
     raise ValueError(
-        f"session.shard: a minibatch of type {type(batch).__name__} has no length; use tensors, or tuples, lists and dicts of them"
+        f"session.shard: a minibatch of type {type(batch).__name__} has no length; use tensors, or tuples, lists and "
+        "dicts of them"
     )
 
 

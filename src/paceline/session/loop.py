@@ -1,249 +1,179 @@
-"""Loop: a strategy's coroutine carried on by the events of a training loop that it does not own.
+"""Loop: what the events of the user's training loop do to the strategy.
 
-The coroutine stands still at two places, where it waits for a gradient and where it waits for a step.  `backward()` and
-`step()` carry it from one to the other; everything else it waits for is waited for on the way.
+The events are a backward pass, a step, and the end of the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from paceline.endpoint import Endpoint
-from paceline.op import Op
 from paceline.session.backward import BucketHooks, Each
+from paceline.session.driver import StrategyDriver
+from paceline.session.gradients import Gradients
+from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, StepRequest
+from paceline.session.minibatch import Minibatch
 from paceline.session.optimizer import SessionOptimizer
-from paceline.strategy import Strategy
-from paceline.worker.flat import FlatModel
-from paceline.worker.plan import Plan
-from paceline.worker.replica import NonFinite, Replica
-
-
-class LoopRequest(Op[Any]):
-    """What only the loop can fulfil: a gradient (`each` wants its buckets), a step (with `update`; None: without a change), or
-    a local step, which is both at once."""
-
-    __slots__ = ("each", "update")
-
-    def __init__(self, kind: str, *, each: Each | None = None, update: Tensor | None = None) -> None:
-        super().__init__(kind)
-        self.each, self.update = each, update
+from paceline.worker.run import WorkerRun
 
 
 class Loop:
-    """Learner to the replica, driver to the strategy."""
+    """Handles the events of the user's loop.
 
-    has_global_data = False
+    Each event fulfils the request at which the strategy waits, and runs the strategy to its next request.
+    """
 
-    def __init__(
-        self,
-        flat: FlatModel,
-        endpoint: Endpoint,
-        optimizer: SessionOptimizer,
-        *,
-        nonfinite: NonFinite,
-        accumulate: int,
-        plan: Plan,
-    ) -> None:
-        self.flat, self.endpoint, self.accumulate = flat, endpoint, accumulate
-        self.is_paused = False
-        self.samples: float | None = None  # of the minibatches drawn since the last step; None: nobody counts them
-        self.last_own_step = -1
-        self.is_whole = False  # Whether every worker gets whole minibatches.
-        self.loss: float | None = None  # of the last minibatch, if the user has told
-        self.replica = Replica(endpoint, self, nonfinite=nonfinite, plan=plan)
-        self.wish: LoopRequest | None = None
+    def __init__(self, run: WorkerRun, learner: LoopLearner, optimizer: SessionOptimizer, *, accumulate: int) -> None:
+        self.run = run
+        self.replica = run.replica
+        self.learner = learner
+        self.accumulate = accumulate
+        self.batch = Minibatch(run.replica, learner)
+        self.is_paused = False  # Whether backward passes only add to the gradient.
+        self.last_own_step = -1  # The last step for which this worker had data.
+        self._flat = learner.flat
         self._optimizer = optimizer
-        self._strategy: Any = None
+        self._gradients = Gradients(learner.flat)
+        self._driver = StrategyDriver()
         self._hooks: BucketHooks | None = None
-        self._passes = 0
-        self._is_over = False
-        self._unreached: list[int] = []
+        self._passes = 0  # Backward passes since the last step.
 
-    # What the replica asks of its learner.
-
-    def has_data(self, step: int) -> bool:
-        return not self._is_over
-
-    def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
-        return LoopRequest("gradient", each=each)
-
-    def step(self, replica: Replica, g: Tensor) -> Op[None]:
-        return LoopRequest("step", update=g)
-
-    def local_step(self, replica: Replica) -> Op[None]:
-        return LoopRequest("local step")
-
-    def skip(self, replica: Replica) -> Op[None]:
-        return LoopRequest("step")
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer.inner
-
-    def use_full_batches(self, whole: bool) -> None:
-        self.is_whole = whole
-
-    async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
-        return numbers
-
-    # What happens in the loop.
-
-    def start(self, strategy: Strategy) -> None:
-        """Run the strategy up to its first wish."""
-        if self._strategy is not None:
-            self._strategy.close()
-        self._strategy = self.replica.run(strategy)
-        self._carry_on(None)
-
-    def take(self, scale: Tensor | None, overflow: bool) -> None:
-        """The user's step.  `scale` is what the gradients were multiplied by; on `overflow` they are worthless."""
-        self.last_own_step = self.replica.step_index
-        if self.wish is None:
-            raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
-        if self.wish.kind == "local step":
-            self._step_locally(scale, overflow)
-        elif self.wish.kind == "gradient":
-            if self.wish.each is not None:
-                raise RuntimeError(
-                    f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the last step"
-                )
-            self._deliver_own(scale, overflow)
-            self._fulfil_step(overflow)
-        else:
-            if scale is not None and not overflow:
-                self.flat.grads.div_(scale.to(self.flat.grads))
-            self._fulfil_step(overflow)
-        self.samples = self.loss = None
-
-    def take_empty(self) -> None:
-        """A step after this worker's end: nothing of its own, but its turn in every exchange."""
-        wish = self.wish
-        assert wish is not None and wish.kind != "step"
-        self.replica.begin(0.0)
-        if wish.kind == "local step":
-            self._carry_on(None)
-            return
-        self.flat.emit_zeros(wish.each)
-        self._unreached = []
-        self._carry_on(self.flat.grads)
-        self._fulfil_step(overflow=False)
-
-    def end(self) -> None:
-        """No more data here: go on in empty steps until nobody has any."""
-        self._is_over = True
-        self._fulfil_step(overflow=True)  # The loop was left between backward and step.
-        while self.wish is not None:
-            self.take_empty()
+    def start(self) -> None:
+        """Run the strategy to its first request."""
+        self._driver.start(self.run.run())
+        self._prepare()
 
     def close(self) -> None:
-        if self._strategy is not None:
-            self._strategy.close()
+        self._driver.close()
         if self._hooks is not None:
             self._hooks.remove()
 
-    # In between.
+    # Backward passes.
 
-    def _carry_on(self, value: Any) -> None:
-        """Run the strategy up to its next wish."""
-        self.wish = None
-        error: BaseException | None = None
-        while self.wish is None:
-            try:
-                op = self._strategy.send(value) if error is None else self._strategy.throw(error)
-            except StopIteration:
-                return
-            if isinstance(op, LoopRequest):
-                self.wish = op
-            else:
-                try:
-                    value, error = op.wait(), None
-                except Exception as failure:
-                    error = failure
-        if self.wish.kind != "step":
-            self._passes = 0
-            if self.wish.each is not None and self._hooks is None:
-                self._hooks = BucketHooks(self.flat, self._pass_begins, self._exchanged)
-        elif self.wish.update is not None:
-            self._show(self.wish.update)
-
-    def _fulfil_step(self, overflow: bool) -> None:
-        """Take the step, if the strategy wants one after all; a method without local steps goes straight to its next gradient."""
-        if self.wish is not None and self.wish.kind == "step":
-            if self.wish.update is not None and not overflow and not self._is_over:
-                self._optimizer.inner_step()
-            self._carry_on(None)
-
-    def _show(self, g: Tensor) -> None:
-        """Let the optimizer, and whoever looks at `.grad` before it, see `g`."""
-        if g.data_ptr() != self.flat.grads.data_ptr():
-            self.flat.grads.copy_(g)
-        for i in range(len(self.flat.parameters)):
-            self.flat.expose(i)
-        for i in self._unreached:  # As on one machine: what has no gradient is not touched, not even by weight decay.
-            self.flat.parameters[i].grad = None
-
-    def _pass_begins(self) -> Each | None:
-        """Whether this backward pass completes the gradient, and who gets its buckets then."""
-        if self.is_paused or self.wish is None or (self.wish.kind != "step" and self.wish.each is None):
+    def on_backward(self) -> Each | None:
+        """A backward pass begins.  Return the receiver of its buckets if it completes the gradient, else None."""
+        request = self._driver.request
+        if self.is_paused or request is None or isinstance(request, LocalStepRequest):
+            return None
+        if isinstance(request, StepRequest):
+            self._passes += 1
+            raise RuntimeError(
+                "backward() ran again before session.step(), after the gradient of this step had been exchanged: to "
+                f"add up {self._passes} passes, give attach(accumulate={self._passes}) or run all passes but the last "
+                "`with session.no_sync()`"
+            )
+        if request.each is None:
             return None
         self._passes += 1
-        if self.wish.kind == "step":
-            passes = self._passes
-            raise RuntimeError(
-                f"backward() ran again before session.step(), after this step's gradient had been exchanged: to add up {passes} passes, "
-                f"give attach(accumulate={passes}) or run all but the last `with session.no_sync()`"
-            )
         if self._passes < self.accumulate:
             return None
-        self._begin()
-        self._unreached = []
-        return self.wish.each
+        self.batch.begin()
+        self._gradients.reach_all()
+        return request.each
 
-    def _begin(self) -> None:
-        self.replica.counts_samples = self.samples is not None
-        self.replica.begin(1.0 if self.samples is None else self.samples)
-
-    def _exchanged(self) -> None:
-        self._note()
+    def on_backward_end(self) -> None:
+        """All buckets of a gradient were handed to the strategy."""
+        self.batch.record()
         with torch.no_grad():
-            self._carry_on(self.flat.grads)
+            self._advance(self._flat.grads)
 
-    def _deliver_own(self, scale: Tensor | None, overflow: bool) -> None:
-        """This worker's own gradient, to a strategy that has no part in backward."""
-        self._begin()
-        self._unreached = [i for i, p in enumerate(self.flat.parameters) if p.grad is None]
-        self.flat.collect_all()
-        if overflow:
-            self.flat.grads.zero_()
-            self.replica.discard_batch()
+    # Steps.
+
+    def on_step(self, scale: Tensor | None, overflow: bool) -> None:
+        """The user takes a step.
+
+        `scale` is the factor by which the gradients were multiplied.  On `overflow` they must not be used.
+        """
+        self.last_own_step = self.replica.cursor.step
+        request = self._driver.request
+        if request is None:
+            raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
+        if isinstance(request, LocalStepRequest):
+            self._step_locally(scale, overflow)
+        elif isinstance(request, StepRequest):
+            if not overflow:
+                self._gradients.unscale(scale)
+            self._fulfil_step(overflow)
+        elif request.each is None:
+            self._give_own_gradient(scale, overflow)
+            self._fulfil_step(overflow)
         else:
-            if scale is not None:
-                self.flat.grads.div_(scale.to(self.flat.grads))
-            if not self.replica.accept_gradient(self.flat.first_nonfinite):
-                self.flat.grads.zero_()
-        self._note()
-        self._carry_on(self.flat.grads)
+            raise RuntimeError(
+                f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the "
+                "last step"
+            )
+        self.batch.finish()
+
+    def _give_own_gradient(self, scale: Tensor | None, overflow: bool) -> None:
+        """Give this worker's own gradient to a strategy that takes no part in backward."""
+        self.batch.begin()
+        self._gradients.collect()
+        if not overflow:
+            self._gradients.unscale(scale)
+        if not self.batch.accepts_gradient(self._flat.first_nonfinite, overflow=overflow):
+            self._flat.grads.zero_()
+        self.batch.record()
+        self._advance(self._flat.grads)
 
     def _step_locally(self, scale: Tensor | None, overflow: bool) -> None:
-        """The optimizer's step with this worker's own gradient, where backward has left it."""
-        self._begin()
-        if overflow:
-            self.replica.discard_batch()
-        else:
-            if scale is not None:
-                for p in self.flat.parameters:
-                    if p.grad is not None:
-                        p.grad.div_(scale.to(p.grad))
-            if self.replica.batch_samples and self.replica.accept_gradient(self.flat.first_nonfinite_grad):
-                self._optimizer.inner_step()
-        self._note()
-        self._carry_on(None)
+        """Step by this worker's own gradient, which backward left in `.grad`."""
+        self.batch.begin()
+        if not overflow:
+            self._gradients.unscale_each(scale)
+        if not self.batch.is_empty() and self.batch.accepts_gradient(
+            self._flat.first_nonfinite_grad, overflow=overflow
+        ):
+            self._optimizer.inner_step()
+        self.batch.record()
+        self._advance(None)
 
-    def _note(self) -> None:
-        self.endpoint.trace.point(
-            self.endpoint.now(), self.replica.rank, self.replica.step_index, int(self.replica.batch_samples), self.loss
-        )
+    def _fulfil_step(self, overflow: bool) -> None:
+        """Take the step that the strategy waits for, if it waits for one.
+
+        A strategy whose servers take the steps waits for its next gradient instead.
+        """
+        request = self._driver.request
+        if not isinstance(request, StepRequest):
+            return
+        if request.gradient is not None and not overflow and not self.learner.has_ended:
+            self._optimizer.inner_step()
+        self._advance(None)
+
+    # The end of the data.
+
+    def on_end(self) -> None:
+        """This worker has no more data: take empty steps until no worker has data."""
+        self.learner.has_ended = True
+        self._fulfil_step(overflow=True)  # If the user left the loop between backward and step.
+        while self._driver.request is not None:
+            self._step_empty()
+
+    def _step_empty(self) -> None:
+        """Take part in the exchanges of a step for which this worker has no data."""
+        request = self._driver.request
+        self.batch.begin_empty()
+        if isinstance(request, GradientRequest):
+            self._flat.emit_zeros(request.each)
+            self._gradients.reach_all()
+            self._advance(self._flat.grads)
+            self._fulfil_step(overflow=False)
+        else:
+            assert isinstance(request, LocalStepRequest)
+            self._advance(None)
+
+    # Between two requests.
+
+    def _advance(self, value: Tensor | None) -> None:
+        self._driver.advance(value)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Prepare the user's loop for the request at which the strategy waits now."""
+        request = self._driver.request
+        if isinstance(request, StepRequest):
+            if request.gradient is not None:
+                self._gradients.expose(request.gradient)
+            return
+        self._passes = 0
+        if isinstance(request, GradientRequest) and request.each is not None and self._hooks is None:
+            self._hooks = BucketHooks(self._flat, self.on_backward, self.on_backward_end)

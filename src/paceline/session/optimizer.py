@@ -1,7 +1,7 @@
-"""SessionOptimizer: a session's step in the shape of a torch optimizer.
+"""SessionOptimizer: a session's step as a torch optimizer.
 
-What wraps, schedules or scales optimizers (Accelerate, Lightning, LR schedulers, GradScaler) finds what it expects: the
-user's own parameter groups and state, and a `step()`.
+Code that wraps, schedules or scales an optimizer (Accelerate, Lightning, LR schedulers, GradScaler) finds what it
+expects: the parameter groups and the state of the user's optimizer, and a `step()`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Take = Callable[[Tensor | None, Tensor | None], None]
+OnStep = Callable[[Tensor | None, bool], None]
+"""Takes the factor by which the gradients were multiplied, and whether they overflowed."""
 
 
 class SessionOptimizer(torch.optim.Optimizer):
-    """Shares `param_groups` and `state` with the user's optimizer; its step is the session's."""
+    """Shares `param_groups` and `state` with the user's optimizer; its `step` is the session's."""
 
-    # GradScaler then always calls step(), with the scale and its verdict as attributes, instead of leaving a rank's step
-    # out behind the strategy's back.
+    # With this, GradScaler always calls step(), with the scale and its verdict as attributes.  Otherwise it would skip
+    # the step of one rank, and the strategy would not know.
     _step_supports_amp_scaling = True
 
-    def __init__(self, inner: torch.optim.Optimizer, take: Take) -> None:
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
-        self._is_made = False
+        self.on_step: OnStep | None = None
+        self._is_built = False
         super().__init__([{**group} for group in inner.param_groups], inner.defaults)
-        self._is_made = True
-        self._take = take
+        self._is_built = True
         self._is_stepping = False
         self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
 
-    # Always the inner optimizer's, also after it has loaded other ones; what torch's constructor sets is left to itself.
+    # These are always those of the inner optimizer, also after it has loaded others.  What torch's constructor sets is
+    # kept apart.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.param_groups if self._is_made else self.__dict__["param_groups"]
+        return self.inner.param_groups if self._is_built else self.__dict__["param_groups"]
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._is_made:
+        if self._is_built:
             self.inner.param_groups = groups
         else:
             self.__dict__["param_groups"] = groups
@@ -50,17 +52,18 @@ class SessionOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._is_made:
+        if self._is_built:
             self.inner.state = state
 
     def _refuse_direct_step(self, *_: Any) -> None:
         if not self._is_stepping:
             raise RuntimeError(
-                "optimizer.step() would go past the strategy: call session.step(), or session.optimizer.step() where one is needed"
+                "optimizer.step() would bypass the strategy: call session.step(), or session.optimizer.step() where an "
+                "optimizer is needed"
             )
 
     def inner_step(self) -> None:
-        """The user's own optimizer's step."""
+        """Take the step of the user's optimizer."""
         self._is_stepping = True
         try:
             self.inner.step()
@@ -68,19 +71,22 @@ class SessionOptimizer(torch.optim.Optimizer):
             self._is_stepping = False
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The session's step."""
+        """Take the session's step."""
         if closure is not None:
             raise ValueError(
-                "session.optimizer.step(closure): a closure would compute gradients behind the strategy's back; call backward() before"
+                "session.optimizer.step(closure): the strategy would not see the gradients that a closure computes; "
+                "call backward() first, and step() without a closure"
             )
-        self._take(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        assert self.on_step is not None
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        self.on_step(getattr(self, "grad_scale", None), found_inf is not None and bool(found_inf))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._is_made:
-            raise ValueError("the parameters under a session are fixed: add parameter groups before attach")
+        if self._is_built:
+            raise ValueError("a session's parameters are fixed: add parameter groups before attach")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,5 +96,5 @@ class SessionOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
 
     def release(self) -> None:
-        """Give the user's optimizer back."""
+        """Let the user's optimizer step by itself again."""
         self._guard.remove()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from paceline.endpoint import Endpoint
 from paceline.engines.job import Job, under_launcher
 from paceline.errors import ClusterError
+from paceline.needs import Offers, check
 from paceline.op import Begun, Op, drive
 from paceline.pipeline.processes import Order, staged
 from paceline.pipeline.stand_in import check_stages, count, split_for
@@ -38,9 +39,11 @@ from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
 from paceline.transport.endpoint import SILENT_S
+from paceline.worker.batch import NonFinite
 from paceline.worker.flat import FlatModel
 from paceline.worker.learner import TaskLearner
-from paceline.worker.replica import NonFinite, Replica
+from paceline.worker.replica import Replica
+from paceline.worker.run import WorkerRun
 
 
 class ProcessLearner(TaskLearner):
@@ -60,7 +63,7 @@ class ProcessLearner(TaskLearner):
         if self._backward(replica, each):
             if each is None:
                 flat.collect_all()
-                if not replica.accept_gradient(flat.first_nonfinite):
+                if not replica.batch.accept(flat.first_nonfinite):
                     flat.grads.zero_()
         else:
             flat.emit_zeros(each)
@@ -70,7 +73,7 @@ class ProcessLearner(TaskLearner):
         return Begun("local step", lambda: self._local_step(replica))
 
     def _local_step(self, replica: Replica) -> None:
-        if self._backward(replica, None) and replica.accept_gradient(self.flat.first_nonfinite_grad):
+        if self._backward(replica, None) and replica.batch.accept(self.flat.first_nonfinite_grad):
             self.trainee.optimizer.step()
 
     def evaluated(self, vector: Tensor | None) -> dict[str, float]:
@@ -81,8 +84,8 @@ class ProcessLearner(TaskLearner):
 
     def _backward(self, replica: Replica, each: Each | None) -> bool:
         """Compute the next minibatch's gradient, handing its buckets to `each`; whether there was one."""
-        batch = self.trainee.draw(replica.step_index, replica.data_shard)
-        replica.begin(0 if batch is None else len(batch[0]))
+        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
+        replica.batch.begin(0 if batch is None else len(batch[0]))
         if batch is None:
             return False
         start = self.endpoint.now()
@@ -90,7 +93,7 @@ class ProcessLearner(TaskLearner):
         self.trainee.backward(batch, lambda: setattr(self, "_each", each))
         now = self.endpoint.now()
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
-        self.endpoint.trace.point(now, replica.rank, replica.step_index, len(batch[0]), self.trainee.loss)
+        self.endpoint.trace.point(now, replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss)
         return True
 
 
@@ -185,6 +188,7 @@ def _work(
     limits: dict[str, Any] = {"timeout_s": terms.timeout_s, "silent_s": terms.silent_s}
     with Job(strategy, **place, **limits, ordered=terms.ordered, takes_nonfinite=terms.nonfinite == "pass") as job:
         begun()
+        check(strategy, Offers("train", one_host=job.is_one_host))
         if terms.depth > 1:
             learner = staged(job, task, model, terms.stages, terms.microbatches, terms.pipeline)
         else:
@@ -194,8 +198,9 @@ def _work(
             check_like_first(job.rank, trainee.flat, job.store)
         elif len(endpoint.ranks) > 1:
             check_same_model(endpoint, trainee.flat, job.store)
-        replica = Replica(endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
-        replica.data_shard = None if job.rank == job.endpoint.rank else job.rank
+        run = WorkerRun(strategy, endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
+        replica = run.replica
+        replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
 
         def evaluate(k: int) -> None:
             values = learner.evaluated(replica.published)
@@ -210,16 +215,16 @@ def _work(
 
         is_first = job.rank < terms.depth  # All stages of the first replica bring its model together.
         if is_first:
-            replica.on_step = on_step
-        drive(replica.run(strategy))
-        if task.evaluate is not None and is_first and not replica.missed_end:
+            run.on_step = on_step
+        drive(run.run())
+        if task.evaluate is not None and is_first and not run.missed_end:
             evaluate(task.total_steps)
         model = learner.whole()
         for trace in job.server_traces(first_come=store is not None):
             endpoint.trace.merge(trace)
-    states = [{"replica": replica.state_dict(), "trainee": trainee.state_dict()}]
+    states = [run.state_dict()]
     params = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-    return Run(model, params, endpoint.trace, states), not replica.missed_end
+    return Run(model, params, endpoint.trace, states), not run.missed_end
 
 
 def _fork(terms: Terms, workers: int, progress: Callable[[int], None] | None) -> Run:

@@ -1,4 +1,4 @@
-"""Faults: what goes wrong in a simulated run, and when."""
+"""Faults: which failures happen in a simulated run, and when."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from paceline.endpoint import Layout
+
 
 @dataclass(frozen=True)
 class Faults:
-    """Workers that die at a time, and others that join; only methods whose workers do not wait for each other bear it.
+    """Deaths and joins of workers, false suspicions, and lost or duplicated messages.
 
-    What a dying worker was just sending does not arrive.  The servers, or where there are none the other workers, notice a death
-    `notice` seconds later.  Servers may also take for dead who lives (`suspicions`, each a rank and a time), as if it had been silent
-    for too long.  Without servers each minibatch has as many parts as there were workers, and who joins waits until it can take a dead
-    one's place.  Of all messages a share `lost` does not arrive, and a share `doubled` arrives twice.
+    Only strategies whose workers do not wait for each other can run with faults.
+
+    - `deaths`: for each rank, the time at which it dies.  A message that it is just sending does not arrive.  The
+      servers, or without servers the other workers, notice the death `notice` seconds later.
+    - `joins`: the times at which new workers join.  Without servers each minibatch has as many parts as there were
+      workers at the start, so a new worker waits until it can replace a dead one.
+    - `suspicions`: pairs of a rank and a time.  The servers then believe that this worker is dead, although it runs.
+    - `lost`, `doubled`: the share of all messages that do not arrive, and the share that arrive twice.
+    - `retransmit_s`: the seconds without an answer after which a worker sends a message again.
     """
 
     deaths: Mapping[int, float] = field(default_factory=dict[int, float])
@@ -23,16 +30,26 @@ class Faults:
     notice: float = 0.001
     lost: float = 0.0
     doubled: float = 0.0
-    retransmit_s: float = 5.0  # seconds after which a worker asks whether it was heard
+    retransmit_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if not all(
-            0 <= t < inf for t in (*self.deaths.values(), *self.joins, *(t for _, t in self.suspicions), self.notice)
-        ):
-            raise ValueError(f"{self}: deaths, joins, suspicions and their notice are at finite times from 0 on")
+        times = [*self.deaths.values(), *self.joins, *(time for _, time in self.suspicions), self.notice]
+        if not all(0 <= time < inf for time in times):
+            raise ValueError(f"{self}: the times of deaths, joins, suspicions and notice must be finite and at least 0")
         if not (0 <= self.lost < 1 and 0 <= self.doubled <= 1 and self.retransmit_s > 0):
-            raise ValueError(f"{self}: `lost` and `doubled` are shares of all messages, and patience is a time")
+            raise ValueError(
+                f"{self}: `lost` must be from 0 to below 1, `doubled` from 0 to 1, and `retransmit_s` above 0"
+            )
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything fails, or any worker joins."""
+        return bool(self.deaths or self.joins or self.suspicions or self.is_lossy)
 
     @property
     def is_lossy(self) -> bool:
         return bool(self.lost or self.doubled)
+
+    def joining_ranks(self, layout: Layout) -> range:
+        """The ranks of the workers that join, after all ranks of the beginning."""
+        return range(layout.size, layout.size + len(self.joins))

@@ -1,117 +1,36 @@
-"""simulate: a strategy on a cluster that is not there, with real gradients and virtual time."""
+"""simulate: a strategy on a simulated cluster, with real gradients and virtual time."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
-from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.endpoint import Layout
+from paceline.needs import Offers, check
 from paceline.op import Op
 from paceline.pipeline.stand_in import check_stages, count
-from paceline.pipeline.timing import Pipeline, pipelined
+from paceline.pipeline.timing import pipelined
 from paceline.run import Run
 from paceline.server.shard import Shard
 from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint
+from paceline.sim.fault_schedule import FaultSchedule, check_faults
 from paceline.sim.faults import Faults
-from paceline.sim.shared_vector import change
+from paceline.sim.learner import SimLearner
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
 from paceline.strategy import Stopped, Strategy
-from paceline.task import Batch, Task, Trainee
-from paceline.worker.flat import Bucket
-from paceline.worker.learner import TaskLearner
-from paceline.worker.replica import NonFinite, Replica
+from paceline.task import Task, Trainee
+from paceline.worker.batch import NonFinite
+from paceline.worker.replica import Replica
+from paceline.worker.run import WorkerRun
 
-
-class SimLearner(TaskLearner):
-    """Computes a worker's gradients for real and lets the virtual time of its machine pass."""
-
-    def __init__(
-        self,
-        trainee: Trainee,
-        endpoint: SimEndpoint,
-        cluster: Cluster,
-        pipeline: Pipeline | None,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        super().__init__(trainee)
-        self.endpoint, self.cluster, self.pipeline, self.progress = endpoint, cluster, pipeline, progress
-        self._rng = Random(f"{cluster.seed}/{trainee.rank}")
-
-    def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]:
-        return self.endpoint.spawn(self._gradient(replica, each), kind="gradient")
-
-    async def _gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Tensor:
-        flat, batch = self.flat, self._begin(replica)
-        if batch is None:
-            flat.emit_zeros(each)
-            return flat.grads
-        seconds = self._backward(batch)
-        flat.collect_all()
-        if each is None:
-            await self.endpoint.busy(seconds, kind="gradient")
-            if not replica.accept_gradient(flat.first_nonfinite):
-                flat.grads.zero_()
-        elif self.pipeline is not None:  # Every stage adds up its gradient until the last microbatch.
-            await self.endpoint.busy(seconds, kind="gradient")
-            for bucket in flat.buckets:
-                each(bucket)
-        else:
-            await self.endpoint.busy(seconds * self.cluster.forward_share, kind="gradient")
-            for bucket in flat.buckets:
-                share = (1 - self.cluster.forward_share) * bucket.grad.numel() / flat.numel
-                await self.endpoint.busy(seconds * share, kind="gradient")
-                each(bucket)
-        self._note(replica, batch)
-        return flat.grads
-
-    def local_step(self, replica: Replica) -> Op[None]:
-        return self.endpoint.spawn(self._local_step(replica), kind="local step")
-
-    async def _local_step(self, replica: Replica) -> None:
-        batch = self._begin(replica)
-        if batch is not None:
-            await self.endpoint.busy(self._backward(batch), kind="gradient")
-            if replica.accept_gradient(self.flat.first_nonfinite_grad):
-                await self._step()
-            self._note(replica, batch)
-
-    async def _step(self) -> None:
-        if self.flat.is_shared:
-            await change(self.endpoint, self.flat.params, self.trainee.optimizer.step)
-        else:
-            self.trainee.optimizer.step()
-
-    def _begin(self, replica: Replica) -> Batch | None:
-        batch = self.trainee.draw(replica.step_index, replica.data_shard)
-        replica.begin(0 if batch is None else len(batch[0]))
-        return batch
-
-    def _backward(self, batch: Batch) -> float:
-        """Compute the gradient; the seconds that it takes on this worker's machine."""
-        began = time.perf_counter()
-        self.trainee.backward(batch)
-        seconds = self.cluster.computing.seconds(self.trainee.rank, time.perf_counter() - began, self._rng)
-        if self.pipeline is None:
-            return seconds
-        samples, now = len(batch[0]), self.endpoint.now()
-        self.endpoint.trace.span(self.trainee.rank, "stages", now, now, self.pipeline.nbytes(samples))
-        return self.pipeline.seconds(seconds, samples)
-
-    def _note(self, replica: Replica, batch: Batch) -> None:
-        self.endpoint.trace.point(
-            self.endpoint.now(), replica.rank, replica.step_index, len(batch[0]), self.trainee.loss
-        )
-        if replica.rank == 0 and self.progress:
-            self.progress(replica.step_index)
+State = dict[str, Any]
 
 
 def simulate(
@@ -122,131 +41,150 @@ def simulate(
     strict: bool = True,
     nonfinite: NonFinite = "skip",
     stop_at: int | None = None,
-    resume: list[dict[str, Any]] | None = None,
+    resume: list[State] | None = None,
     faults: Faults = Faults(),  # noqa: B008 (frozen)
     progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Train `task` by `strategy` on `cluster`.
 
-    `stop_at` breaks off before that step; `resume` takes such a run's states, `resized` if there are now more or fewer workers.
-    `faults` says what goes wrong.
+    `stop_at` stops the run before that step.  `resume` takes the states of a stopped run; use `resized` if the number
+    of workers has changed.  `faults` says which failures happen, and when.
     """
-    if (resume is not None or stop_at is not None) and not strategy.needs.ordered:
-        raise ValueError(
-            f"simulate({type(strategy).__name__}, stop_at or resume): what its workers have told each other is in no state"
-        )
+    is_unbroken = resume is None and stop_at is None
+    check(strategy, Offers("simulate", fixed_workers=not faults.has_any, unbroken=is_unbroken))
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(
-            f"simulate: {len(resume)} workers' states for {cluster.workers} workers; give resized(states, {cluster.workers})"
+            f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "
+            f"give resized(states, {cluster.workers})"
         )
-    layout = Layout(cluster.workers, strategy.servers)
-    joining = [layout.size + i for i in range(len(faults.joins))]
-    _check(faults, strategy, [*layout.worker_ranks, *joining])
+    check_faults(faults, strategy, cluster.workers)
     check_stages("simulate", strategy, cluster.stages, cluster.microbatches)
-    simulator, model, pipeline = Simulator(layout.name), task.build(), None
-    if count(cluster.stages) > 1:
-        pipeline, cluster = pipelined(task, model, cluster)
-    world = World(simulator, cluster, layout, strict=strict, faults=faults)
-    replicas: list[Replica] = []
-    learners: list[SimLearner] = []
-    for rank in (*layout.worker_ranks, *joining):
-        trainee = Trainee(task, copy.deepcopy(model), rank, cluster.workers)
-        endpoint = SimEndpoint(world, rank)
-        learners.append(SimLearner(trainee, endpoint, cluster, pipeline, progress))
-        replicas.append(Replica(endpoint, learners[-1], nonfinite=nonfinite, plan=task.plan))
-        if resume is not None:
-            replicas[-1].load_state_dict(resume[rank]["replica"])
-            trainee.load_state_dict(resume[rank]["trainee"])
+    simulation = Simulation(
+        task,
+        strategy,
+        cluster,
+        strict=strict,
+        nonfinite=nonfinite,
+        stop_at=stop_at,
+        faults=faults,
+        progress=progress,
+    )
+    if resume is not None:
+        simulation.load(resume)
+    return simulation.run()
 
-    def evaluate(k: int) -> None:
-        """What the model is worth, in no virtual time: what the strategy deploys, or the mean of what the workers have now."""
-        vector = first().published
-        if vector is None and k < task.total_steps:
-            vector = torch.stack([r.params for r in replicas if r.rank not in world.dead and r.has_begun]).mean(0)
-        values = learners[replicas.index(first())].trainee.evaluate(vector)
-        simulator.trace.evaluation(simulator.now, k * task.batch, values)
 
-    def first() -> Replica:
-        """Of those that live."""
-        return next((r for r in replicas if r.rank not in world.dead), replicas[0])
+@dataclass(frozen=True)
+class SimWorker:
+    """A worker: its run, and the model, data and optimizer behind it."""
 
-    def on_step(replica: Replica, k: int) -> None:
-        if (
-            task.evaluate is not None
-            and 0 < k < task.total_steps
-            and k % task.evaluation_period == 0
-            and replica is first()
-        ):
-            evaluate(k)
-        if k == stop_at:
+    run: WorkerRun
+    trainee: Trainee
+
+    @property
+    def rank(self) -> int:
+        return self.run.rank
+
+    @property
+    def replica(self) -> Replica:
+        return self.run.replica
+
+
+class Simulation:
+    """One run in the simulator: its workers and servers, its faults and evaluations, and its result."""
+
+    def __init__(
+        self,
+        task: Task,
+        strategy: Strategy,
+        cluster: Cluster,
+        *,
+        strict: bool,
+        nonfinite: NonFinite,
+        stop_at: int | None,
+        faults: Faults,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        layout = Layout(cluster.workers, strategy.servers)
+        model = task.build()
+        self.task = task
+        self.strategy = strategy
+        self.pipeline = None
+        if count(cluster.stages) > 1:
+            self.pipeline, cluster = pipelined(task, model, cluster)
+        self.cluster = cluster
+        self.nonfinite: NonFinite = nonfinite
+        self.stop_at = stop_at
+        self.progress = progress
+        self.simulator = Simulator(layout.name)
+        self.world = World(self.simulator, cluster, layout, strict=strict, faults=faults)
+        ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
+        self.workers = [self._worker(rank, copy.deepcopy(model)) for rank in ranks]
+
+    def _worker(self, rank: int, model: torch.nn.Module) -> SimWorker:
+        trainee = Trainee(self.task, model, rank, self.cluster.workers)
+        endpoint = SimEndpoint(self.world, rank)
+        learner = SimLearner(trainee, endpoint, self.cluster, self.pipeline, self.progress)
+        run = WorkerRun(self.strategy, endpoint, learner, nonfinite=self.nonfinite, plan=self.task.plan)
+        worker = SimWorker(run, trainee)
+        run.on_step = partial(self._before_step, worker)
+        return worker
+
+    def load(self, states: list[State]) -> None:
+        """Continue from the states of a stopped run."""
+        for worker, state in zip(self.workers, states, strict=True):
+            worker.run.load_state_dict(state)
+
+    def run(self) -> Run:
+        """Run every rank to its end."""
+        FaultSchedule(self.world, [w.run for w in self.workers], self._run_worker).start()
+        self.simulator.run(self._roles())
+        first = self._first_alive()
+        if first is not self.workers[0]:
+            self._evaluate(self.task.total_steps)
+        return Run(
+            first.trainee.flat.model,
+            first.replica.params.clone(),
+            self.simulator.trace,
+            [worker.run.state_dict() for worker in self.workers],
+            self.simulator.waits,
+        )
+
+    def _roles(self) -> dict[int, Coroutine[Op[Any], Any, Any]]:
+        """The coroutine of every rank that starts at time 0."""
+        layout = self.world.layout
+        roles: dict[int, Coroutine[Op[Any], Any, Any]] = {
+            rank: self._run_worker(self.workers[rank].run) for rank in layout.worker_ranks
+        }
+        for rank in layout.server_ranks:
+            endpoint = SimEndpoint(self.world, rank)
+            shard = Shard(endpoint, grace_s=10.0, takes_nonfinite=self.nonfinite == "pass")
+            roles[rank] = self.strategy.server(shard)
+        return roles
+
+    async def _run_worker(self, run: WorkerRun) -> None:
+        has_finished = await run.run()
+        if has_finished and run is self.workers[0].run:
+            self._evaluate(self.task.total_steps)
+
+    def _before_step(self, worker: SimWorker, step: int) -> None:
+        is_between = self.task.evaluate is not None and 0 < step < self.task.total_steps
+        if is_between and step % self.task.evaluation_period == 0 and worker is self._first_alive():
+            self._evaluate(step)
+        if step == self.stop_at:
             raise Stopped
 
-    for replica in replicas:
-        replica.on_step = partial(on_step, replica)
-    roles: dict[int, Coroutine[Op[Any], Any, Any]] = {r.rank: r.run(strategy) for r in replicas[: cluster.workers]}
+    def _first_alive(self) -> SimWorker:
+        return next((w for w in self.workers if w.rank not in self.world.dead), self.workers[0])
 
-    spare: list[Replica] = []
-    places = {r.rank: r.rank for r in replicas}  # Whose data each has, where it has data of its own,
-    vacant: list[int] = []  # and which nobody has.
-
-    def join(replica: Replica) -> None:
-        if not strategy.servers:
-            spare.append(replica)
-            replace()
-        elif any(simulator.is_running(r.rank) for r in replicas):
-            simulator.begin(replica.rank, replica.run(strategy), simulator.now)
-
-    def die(rank: int) -> None:
-        world.kill(rank)
-        if world.dead.get(rank) == simulator.now:
-            vacant.append(places[rank])
-            replace()
-
-    def replace() -> None:
-        """As a launcher does that starts another worker in the place of one that died."""
-        while spare and vacant and any(simulator.is_running(r.rank) for r in replicas):
-            replica = spare.pop(0)
-            replica.data_shard = places[replica.rank] = vacant.pop(0)
-            world.members_ever.append(replica.rank)
-            simulator.begin(replica.rank, replica.run(strategy), simulator.now)
-
-    for replica, time_of in zip(replicas[cluster.workers :], faults.joins, strict=True):
-        simulator.at(time_of, join, replica)
-    for rank, time_of in faults.deaths.items():
-        simulator.at(time_of, die, rank)
-    for rank, time_of in faults.suspicions:
-        simulator.at(time_of, world.suspect, rank)
-    for rank in layout.server_ranks:
-        roles[rank] = strategy.server(
-            Shard(SimEndpoint(world, rank), grace_s=10.0, takes_nonfinite=nonfinite == "pass")
-        )
-    if task.evaluate is not None:
-        roles[0] = _evaluated_at_the_end(roles[0], lambda: evaluate(task.total_steps))
-    simulator.run(roles)
-    replica = first()
-    trainee = learners[replicas.index(replica)].trainee
-    if task.evaluate is not None and replica is not replicas[0]:
-        evaluate(task.total_steps)
-    states = [
-        {"replica": r.state_dict(), "trainee": q.trainee.state_dict()} for r, q in zip(replicas, learners, strict=True)
-    ]
-    return Run(trainee.flat.model, replica.params.clone(), simulator.trace, states, simulator.waits)
-
-
-def _check(faults: Faults, strategy: Strategy, workers: list[int]) -> None:
-    if (faults.deaths or faults.joins or faults.suspicions or faults.is_lossy) and not strategy.needs.elastic:
-        raise ValueError(
-            f"simulate({faults}): workers of {type(strategy).__name__} wait for each other, and cannot go on without one"
-        )
-    if faults.suspicions and not strategy.servers:
-        raise ValueError(
-            f"simulate({faults}): servers take a worker for dead who lives, and {type(strategy).__name__} has none"
-        )
-    for rank in (*faults.deaths, *(rank for rank, _ in faults.suspicions)):
-        if rank not in workers:
-            raise ValueError(f"simulate({faults}): rank {rank} is none of the workers {workers}")
-
-
-async def _evaluated_at_the_end(role: Coroutine[Op[Any], Any, bool], evaluate: Callable[[], None]) -> None:
-    if await role:
-        evaluate()
+    def _evaluate(self, step: int) -> None:
+        """Evaluate the model, in no virtual time: the published one, or the mean of the workers' parameters."""
+        if self.task.evaluate is None:
+            return
+        first = self._first_alive()
+        vector = first.replica.published
+        if vector is None and step < self.task.total_steps:
+            replicas = [w.replica for w in self.workers if w.rank not in self.world.dead]
+            vector = torch.stack([r.params for r in replicas if r.cursor.has_started]).mean(0)
+        values = first.trainee.evaluate(vector)
+        self.simulator.trace.evaluation(self.simulator.now, step * self.task.batch, values)

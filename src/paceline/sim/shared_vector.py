@@ -1,6 +1,7 @@
-"""Memory that simulated ranks have in common: it is read and written piece by piece, and others come in between.
+"""A vector in memory that simulated ranks share without a lock.
 
-So a reader may get parts of different ages, and a change may be lost if another is written while it is being computed.
+Ranks read and write it piece by piece, and other ranks run between two pieces.  So a reader may get pieces of different
+ages, and a write may be lost if another rank writes at the same time.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ PIECES = 8
 
 
 class SimSharedVector:
-    """One rank's hold on it."""
+    """One rank's access to the vector."""
 
     def __init__(self, endpoint: SimEndpoint, values: Tensor) -> None:
-        self.endpoint, self.values = endpoint, values
+        self.endpoint = endpoint
+        self.values = values
 
     def read(self, into: Tensor) -> Op[Tensor]:
         return self.endpoint.spawn(self._read(into), kind="read")
@@ -46,7 +48,7 @@ class SimSharedVector:
 
 
 async def change(endpoint: SimEndpoint, values: Tensor, by: Callable[[], object]) -> None:
-    """Let a change of values that are in common be made piece by piece, and only where it is one."""
+    """Make the change of shared values that `by` makes, but piece by piece, and only where values differ."""
     before = values.clone()
     by()
     after = values.clone()
@@ -54,11 +56,14 @@ async def change(endpoint: SimEndpoint, values: Tensor, by: Callable[[], object]
     for where in pieces(values):
         touched = torch.arange(where.start, where.stop, device=values.device)[after[where] != before[where]]
         if len(touched):
-            was, old, new = values[touched], before[touched], after[touched]
+            was = values[touched]
+            old = before[touched]
+            new = after[touched]
             await endpoint.move(2 * was.nbytes, kind="write")
             values[touched] = torch.where(was == old, new, was + (new - old))
 
 
 def pieces(vector: Tensor) -> Iterator[slice]:
+    """Equal slices that cover the vector."""
     parts = min(PIECES, vector.numel())
     return (stripe_of(i, vector.numel(), parts) for i in range(parts))

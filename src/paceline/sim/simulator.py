@@ -1,7 +1,8 @@
-"""Simulator: one heap, one virtual clock, every rank a coroutine in one thread.
+"""Simulator: one event queue, one virtual clock; every rank is a coroutine in one thread.
 
-Time passes only where an Op is awaited.  Ties are broken by order of creation, so a run is a function of its inputs alone.
-It is strict: a deadlock, an Op that nobody awaited and an error on any rank are told with names.
+Time passes only where an Op is awaited.  Events at the same time happen in the order in which they were scheduled, so a
+run depends on its inputs alone.  A deadlock, an Op that was never awaited and an error on a rank are errors that name
+the rank and the Op.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 class SimOp(Op[T]):
-    """An Op in virtual time: done when the simulator says so."""
+    """An Op in virtual time; the simulator ends it."""
 
     __slots__ = ("awaited", "detail", "done", "error", "rank", "value", "waiter")
 
@@ -39,7 +40,7 @@ class SimOp(Op[T]):
 
 
 class Process:
-    """A coroutine of a rank's, and the Op that it will fulfil."""
+    """A coroutine of a rank, and the Op that ends when the coroutine ends."""
 
     __slots__ = ("coroutine", "is_dead", "op", "waits_for")
 
@@ -51,35 +52,39 @@ class Process:
 
 
 class Simulator:
-    """The clock and the queue.  What ranks can do is in `sim/endpoint.py`."""
+    """The clock and the event queue.  For the operations of a rank see `SimEndpoint`."""
 
     def __init__(self, name_of: Callable[[int], str] = "rank {}".format) -> None:
         self.now = 0.0
         self.waits = 0
         self.trace = Trace()
         self.name_of = name_of
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._serial = 0
         self._processes: dict[int, Process] = {}
         self._unawaited: set[SimOp[Any]] = set()
 
     def op(self, kind: str, rank: int, *detail: object) -> SimOp[Any]:
-        """A new Op; `detail` is written out behind its kind wherever it must be named."""
+        """A new Op.  Error texts show its kind followed by `detail`."""
         op: SimOp[Any] = SimOp(kind, rank, detail)
         self._unawaited.add(op)
         return op
 
-    def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
+    def at(self, time: float, action: Callable[..., object], *args: Any) -> None:
+        """Schedule a function call."""
         self._serial += 1
         heappush(self._heap, (time, self._serial, action, args))
 
     def finish(self, op: SimOp[Any], value: Any = None, error: BaseException | None = None) -> None:
-        op.done, op.value, op.error = True, value, error
+        """End an Op, and resume the process that awaits it."""
+        op.done = True
+        op.value = value
+        op.error = error
         if op.waiter is not None:
             self._resume(op.waiter, value, error)
 
     def spawn(self, rank: int, coroutine: Coroutine[Op[Any], Any, T], kind: str) -> SimOp[T]:
-        """Begin a coroutine at once."""
+        """Start a coroutine at once."""
         op = self.op(kind, rank)
         process = Process(coroutine, op)
         self._processes[id(process)] = process
@@ -89,7 +94,7 @@ class Simulator:
     def run(self, roles: dict[int, Coroutine[Op[Any], Any, Any]]) -> None:
         """Run every rank's coroutine to its end."""
         for rank, coroutine in roles.items():
-            self.begin(rank, coroutine)  # All start before any time passes.
+            self.begin(rank, coroutine)  # All ranks start before any time passes.
         heap = self._heap
         try:
             with gc_frozen():
@@ -102,17 +107,17 @@ class Simulator:
                 process.coroutine.close()
 
     def begin(self, rank: int, coroutine: Coroutine[Op[Any], Any, Any], time: float = 0.0) -> None:
-        """Let a rank begin its role at some time; nobody awaits a rank itself."""
+        """Start a rank's role at a time.  No process awaits a role."""
         process = Process(coroutine, SimOp("role", rank))
         self._processes[id(process)] = process
         self.at(time, self._resume, process, None, None)
 
     def is_running(self, rank: int) -> bool:
-        """Whether a rank has begun its role and not ended it."""
+        """Whether a rank has started its role and not ended it."""
         return any(p.op.rank == rank and p.op.kind == "role" for p in self._processes.values())
 
     def kill(self, rank: int) -> bool:
-        """End all that a rank is doing, wherever it stands; whether it was doing anything."""
+        """End all processes of a rank.  False if it had none."""
         dying = [p for p in self._processes.values() if p.op.rank == rank]
         for process in dying:
             process.is_dead = True
@@ -122,6 +127,7 @@ class Simulator:
         return bool(dying)
 
     def _resume(self, process: Process, value: Any, error: BaseException | None) -> None:
+        """Run a process until it awaits an Op that has not ended."""
         if process.is_dead:
             return
         send = process.coroutine.send
@@ -143,14 +149,14 @@ class Simulator:
                 elif isinstance(op, Ready):
                     value, error = op.value, None
                 else:
-                    raise TypeError(f"the simulator was asked to wait for {op!r}, which is no Op of its own")
+                    raise TypeError(f"a coroutine awaited {op!r} in the simulator, which can only wait for its own Ops")
         except StopIteration as stop:
             del self._processes[id(process)]
             self.finish(process.op, stop.value)
         except Exception as failure:
             self._processes.pop(id(process), None)
-            if process.op.kind != "role":  # Told where it is awaited.
-                self.finish(process.op, error=failure)
+            if process.op.kind != "role":
+                self.finish(process.op, error=failure)  # Raised where the Op is awaited.
                 return
             failure.add_note(f"on {self.name_of(process.op.rank)} at virtual time {self.now:g} s")
             raise
@@ -176,18 +182,17 @@ class Simulator:
 
 @contextmanager
 def gc_frozen() -> Generator[None]:
-    """Let the garbage collector look only at what is made from now on.
+    """Let the garbage collector scan only objects that are created from now on.
 
-    A thousand ranks that meet make it walk over everything torch has imported, again and again: a third of the time went there.
+    With a thousand ranks it scans everything that torch has imported again and again, which took a third of the time.
     """
-    if gc.get_freeze_count():  # Someone else has set them aside, and knows until when.
+    if gc.get_freeze_count():  # The caller has frozen the objects, and will unfreeze them.
         yield
         return
     thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(
-        100 * thresholds[0], *thresholds[1:]
-    )  # What a step makes is dropped by the next; hardly anything is a cycle.
+    # The objects of a step are freed by the next one.  Cycles are rare, so collect rarely.
+    gc.set_threshold(100 * thresholds[0], *thresholds[1:])
     try:
         yield
     finally:

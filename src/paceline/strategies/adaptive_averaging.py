@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from paceline.families.averaging import Averaging, SyncResult, SyncRounds
+from paceline.families.averaging import Averaging, SyncRounds
+from paceline.families.sync import SyncResult
 from paceline.worker.replica import Replica
 
 
@@ -48,14 +49,14 @@ class AdaptiveAveraging(Averaging):
             else self.warmup
         )
         until = self._end_of_sampling(w)
-        m = w.memory(period=self.period, ratio=0.0, sampled=0, began=w.step_index)
+        m = w.state("controller", period=self.period, ratio=0.0, sampled=0, began=w.cursor.step)
         if until < max(warmup, m.began) + self.period and (self.low > 0 or self.high < inf):
             raise ValueError(
                 f"AdaptiveAveraging(period={self.period}, warmup={warmup}, sampling={self.sampling}): the spread is sampled from step "
                 f"{max(warmup, m.began)} to step {until}, which holds no whole period of {self.period}; "
                 "warm up for fewer steps or sample for more"
             )
-        rounds = SyncRounds(w, self, period=1 if w.step_index < warmup else m.period)
+        rounds = SyncRounds(w, self, period=1 if w.cursor.step < warmup else m.period)
         for k in w.steps():
             await w.local_step()
             met = await rounds.after_step()

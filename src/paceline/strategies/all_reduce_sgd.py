@@ -16,7 +16,7 @@ from paceline.codecs import Codec
 from paceline.collectives import groups_of
 from paceline.op import Op
 from paceline.strategy import Strategy
-from paceline.worker.replica import Replica
+from paceline.worker.replica import Replica, train_alone
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class AllReduceSGD(Strategy):
             raise ValueError(f"AllReduceSGD(clip={self.clip}): the largest norm of a gradient must be positive")
 
     async def worker(self, w: Replica) -> None:
-        if w.workers == 1 and self.clip is None:
-            return await w.train_alone()
         codec_state = w.codec_state(self.codec)
+        if w.workers == 1 and self.clip is None:
+            return await train_alone(w)
         groups = None if self.group is None else groups_of(w.endpoint.ranks, self.group)
         means: list[Op[Tensor]] = []
         for _ in w.steps():
-            g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket, codec_state, groups)))
+            g = await w.gradient(each=lambda bucket: means.append(w.mean(bucket, codec_state, groups=groups)))
             while means:
                 await means.pop(0)
             if self.clip is not None:

@@ -78,7 +78,7 @@ class ASGD(ServerStrategy):
 
         while await store.next(before_waiting=exchange):
             await w.local_step()
-            seen, since = seen + w.batch_samples, since + 1
+            seen, since = seen + w.batch.samples, since + 1
             if since >= self.period if self.period is not None else seen >= (self.samples or 256):
                 await exchange()
         await coming

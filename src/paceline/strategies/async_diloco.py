@@ -74,7 +74,7 @@ class AsyncDiLoCo(ServerStrategy):
 
         while await store.next(before_waiting=hand_in_the_rest):
             await w.local_step()
-            count, seen = count + 1, seen + w.batch_samples
+            count, seen = count + 1, seen + w.batch.samples
             if count >= self.delay:
                 await merge()
             if count >= self.period:

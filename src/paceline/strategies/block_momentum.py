@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from math import exp, log
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paceline.families.averaging import Averaging, OptimizerState, SyncResult, SyncRounds
+from paceline.families.averaging import Averaging, OptimizerState, SyncRounds
+from paceline.families.deltas import wide
+from paceline.families.sync import SyncResult
+from paceline.state import Slot
 from paceline.worker.replica import Replica
 
 
@@ -66,23 +70,25 @@ class BlockMomentum(Averaging):
         if w.rank == 0:
             self._warn(w, samples)
 
-        def outer(where: slice, block: Tensor, met: SyncResult) -> None:
-            eta = self.momentum_of(w.workers, met.samples / w.workers)
-            if self.form == "cntk":
-                m.delta.mul_(eta).add_(block, alpha=(1 - eta) * self.rate * w.workers)
-                rounds.anchor.add_(m.delta, alpha=1 + eta if self.nesterov else 1)
-                m.model.copy_(rounds.anchor)
-            else:
-                m.delta.mul_(eta).add_(block, alpha=self.rate)
-                m.model.add_(m.delta)
-                rounds.anchor.copy_(m.model)
-                if self.nesterov:
-                    rounds.anchor.add_(m.delta, alpha=eta)
+        anchor = wide(w.params)
+        m = w.state("outer", model=anchor, delta=torch.zeros_like(anchor))
+        w.published = m.model
+        outer = partial(self.outer, m)
+        await SyncRounds(w, self, period=self.period, samples=samples, outer=outer).train()
 
-        rounds = SyncRounds(w, self, period=self.period, samples=samples, outer=outer)
-        m = w.memory(model=rounds.anchor.clone(), delta=torch.zeros_like(rounds.anchor))
-        w.publish(m.model)
-        await rounds.train()
+    def outer(self, m: Slot, anchor: Tensor, block: Tensor, where: slice, sync: SyncResult) -> None:
+        """Filter the mean delta of a block; start the next block from the filtered model, looking ahead if Nesterov's."""
+        eta = self.momentum_of(sync.workers, sync.samples / sync.workers)
+        if self.form == "cntk":
+            m.delta.mul_(eta).add_(block, alpha=(1 - eta) * self.rate * sync.workers)
+            anchor.add_(m.delta, alpha=1 + eta if self.nesterov else 1)
+            m.model.copy_(anchor)
+        else:
+            m.delta.mul_(eta).add_(block, alpha=self.rate)
+            m.model.add_(m.delta)
+            anchor.copy_(m.model)
+            if self.nesterov:
+                anchor.add_(m.delta, alpha=eta)
 
     def momentum_of(self, workers: int, samples: float) -> float:
         """The momentum for a block of so many samples of each worker.

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from paceline.families.averaging import Averaging, SyncResult, SyncRounds
+from paceline.families.averaging import Averaging, SyncRounds
+from paceline.families.sync import SyncResult
 from paceline.worker.replica import Replica
 
 
@@ -29,7 +30,7 @@ class DecreasingAveraging(Averaging):
 
     async def worker(self, w: Replica) -> None:
         steps = w.plan.require("steps", "DecreasingAveraging")
-        rounds = SyncRounds(w, self, period=self.period_at(w.step_index, steps))
+        rounds = SyncRounds(w, self, period=self.period_at(w.cursor.step, steps))
         for k in w.steps():
             await w.local_step()
             await rounds.after_step()
@@ -74,7 +75,7 @@ class AdaComm(Averaging):
             )
 
     async def worker(self, w: Replica) -> None:
-        m = w.memory(period=self.period, loss=0.0, lr=0.0, last_lr=0.0, elapsed=0.0, has_begun=False)
+        m = w.state("controller", period=self.period, loss=0.0, lr=0.0, last_lr=0.0, elapsed=0.0, has_begun=False)
         rounds = SyncRounds(w, self, period=m.period)
         last: float | None = None  # A clock begins anew when a run is resumed.
         for _ in w.steps():

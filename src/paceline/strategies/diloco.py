@@ -8,11 +8,15 @@ steps begin before an exchange has ended (`delay`).  With rate 1 and momentum 0 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.families.averaging import Averaging, SyncResult, SyncRounds
+from paceline.families.averaging import Averaging, SyncRounds
+from paceline.families.deltas import wide
+from paceline.families.sync import SyncResult
+from paceline.state import Slot
 from paceline.worker.replica import Replica
 
 
@@ -55,12 +59,13 @@ class DiLoCo(Averaging):
             raise ValueError(f"DiLoCo(rate={self.rate}): the outer learning rate must be positive")
 
     async def worker(self, w: Replica) -> None:
-        def outer(where: slice, mean: Tensor, met: SyncResult) -> None:
-            velocity = m.velocity[where].mul_(self.momentum).add_(mean)
-            start = rounds.anchor[where].add_(mean if self.nesterov else velocity, alpha=self.rate)
-            if self.nesterov:
-                start.add_(velocity, alpha=self.rate * self.momentum)
+        m = w.state("outer", velocity=torch.zeros_like(wide(w.params)))
+        outer = partial(self.outer, m)
+        await SyncRounds(w, self, period=self.period, outer=outer, fragments=self.fragments).train()
 
-        rounds = SyncRounds(w, self, period=self.period, outer=outer, fragments=self.fragments)
-        m = w.memory(velocity=torch.zeros_like(rounds.anchor))
-        await rounds.train()
+    def outer(self, m: Slot, anchor: Tensor, mean: Tensor, where: slice, sync: SyncResult) -> None:
+        """Move the anchor by an outer step, with the mean delta as the gradient."""
+        velocity = m.velocity[where].mul_(self.momentum).add_(mean)
+        anchor.add_(mean if self.nesterov else velocity, alpha=self.rate)
+        if self.nesterov:
+            anchor.add_(velocity, alpha=self.rate * self.momentum)

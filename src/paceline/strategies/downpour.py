@@ -51,7 +51,7 @@ class Downpour(ServerStrategy):
         while await store.next(before_waiting=exchange):
             g = await w.gradient()
             total.add_(g)
-            seen, count = seen + w.batch_samples, count + 1
+            seen, count = seen + w.batch.samples, count + 1
             if self.local_lr:
                 w.params.add_(g, alpha=-self.local_lr)
             pushes, fetches = count % self.push == 0, count % self.fetch == 0

@@ -71,43 +71,40 @@ class EAWild(Elastic, Strategy):
             raise ValueError(
                 f"EAWild(group={self.group}): {w.workers} workers make {pullers} such groups, and leave {over} over"
             )
-        if self.groups == "random" and not w.learner.has_global_data:
-            raise ValueError(
-                "EAWild(groups='random') in a loop of your own, which may be longer than another worker's: give groups='fixed'"
-            )
         self.warn_if_unstable(w, pullers)
         everyone = w.endpoint
         centre = await OnShards.of(w) if self.servers else InMemory(await everyone.shared_vector(w.params), everyone)
-        w.publish(seen := w.params.clone())  # The centre, as this worker's group has last seen it.
-        before, is_grouped = torch.empty_like(w.params), False
+        seen = w.params.clone()  # The centre, as this worker's group has last seen it.
+        w.published = seen
+        before = torch.empty_like(w.params)
+        group: Endpoint | None = None
         for k in w.steps():
-            if not is_grouped or (self.groups == "random" and k % self.regroup == 0):
-                w.endpoint = everyone.group(self.group_of(w.rank, everyone.ranks, k))
-                await w.endpoint.all_reduce(w.params.div_(self.group))
-            await self._step(w, centre, seen, before, self.share(w, pullers), meets=is_grouped and k % self.period == 0)
-            is_grouped = True
-        if w.rank == w.endpoint.ranks[0]:  # What the last steps have found counts too.
+            meets = group is not None and k % self.period == 0
+            if group is None or (self.groups == "random" and k % self.regroup == 0):
+                group = everyone.group(self.group_of(w.rank, everyone.ranks, k))
+                await group.all_reduce(w.params.div_(self.group))
+            await self._step(w, group, centre, seen, before, alpha=self.share(w, pullers), meets=meets)
+        if group is not None and w.rank == group.ranks[0]:  # What the last steps have found counts too.
             await centre.meet(w.params.clone(), self.share(w, pullers), seen)
-        w.endpoint = everyone
         seen.copy_(await centre.end())
         await w.mean_of_buffers()
 
     async def _step(
-        self, w: Replica, centre: Centre, seen: Tensor, before: Tensor, alpha: float, *, meets: bool
+        self, w: Replica, group: Endpoint, centre: Centre, seen: Tensor, before: Tensor, *, alpha: float, meets: bool
     ) -> None:
-        leader = w.endpoint.ranks[0]
+        leader = group.ranks[0]
         if meets:
             before.copy_(w.params)
         met = centre.meet(before, alpha, seen) if meets and w.rank == leader else None
         means: list[Op[Tensor]] = []
-        g = await w.gradient(each=lambda bucket: means.append(w.mean_of_bucket(bucket)))
+        g = await w.gradient(each=lambda bucket: means.append(w.mean(bucket, within=group)))
         for mean in means:
             await mean
         await w.step(g)
         if met is not None:
             await met
         if meets:
-            await w.endpoint.broadcast(seen, leader)
+            await group.broadcast(seen, leader)
             w.params.sub_(before.sub_(seen), alpha=alpha)
 
     def group_of(self, rank: int, ranks: Sequence[int], step: int) -> tuple[int, ...]:

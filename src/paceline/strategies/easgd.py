@@ -99,10 +99,10 @@ class EASGD(Elastic, Strategy):
         check_period(self, self.period)
 
     async def worker(self, w: Replica) -> None:
-        m = w.memory(centre=w.params.clone())
-        w.publish(m.centre)
+        m = w.state("centre", centre=w.params)
+        w.published = m.centre
         self.warn_if_unstable(w, w.workers, together=True)
-        own = w.memory("own", seen=[w.samples])  # up to the last meeting
+        w.batch.track_syncs()
         before, delta = torch.empty_like(w.params), torch.empty_like(w.params)
         for k in w.steps():
             meets = (k + 1) % self.period == 0
@@ -112,10 +112,10 @@ class EASGD(Elastic, Strategy):
             if not meets:
                 continue
             beta, mean = self.share(w, w.workers) * w.workers, await w.mean(before)
-            if w.batch_samples:  # Of all workers.  Where all have seen as many, each moves by alpha.
-                w.params.sub_(delta, alpha=beta * (w.samples - own.seen[0]) / w.batch_samples)
+            own, total = w.batch.mark_sync(), w.batch.update_samples
+            if total:  # Where all workers have seen as many samples, each moves by alpha.
+                w.params.sub_(delta, alpha=beta * own / total)
                 m.centre.lerp_(mean, beta)
-            own.seen = [w.samples]
         await w.mean_of_buffers()
 
 
@@ -154,7 +154,7 @@ class ElasticServer(Elastic, ServerStrategy):
     async def worker(self, w: Replica) -> None:
         store, pullers = self.store(w), w.endpoint.layout.workers
         w.params.copy_(await store.pull())
-        w.publish(store.value)
+        w.published = store.value
         self.warn_if_unstable(w, pullers)
         force, velocity = torch.zeros_like(w.params), torch.zeros_like(w.params)
         before = torch.empty_like(w.params) if self.mu else w.params
@@ -183,7 +183,7 @@ class ElasticServer(Elastic, ServerStrategy):
                 torch.sub(w.params, before, out=velocity)
             w.params.sub_(force)
             force.zero_()
-            count, seen = count + 1, seen + w.batch_samples
+            count, seen = count + 1, seen + w.batch.samples
             if count >= self.period:
                 await meet()
         w.params.sub_(force)

@@ -22,7 +22,7 @@ from paceline.families.run_end import RunEnd
 from paceline.families.topology import Ring, Topology, check_connected, peer_of
 from paceline.needs import Needs
 from paceline.strategy import Strategy
-from paceline.worker.replica import Replica
+from paceline.worker.replica import Replica, train_alone
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Gossip(Strategy):
             )
 
     async def worker(self, w: Replica) -> None:
-        if w.data_shards == 1:
-            return await w.train_alone()
-        check_connected(self.topology, w.data_shards)
+        if w.cursor.shards == 1:
+            return await train_alone(w)
+        check_connected(self.topology, w.cursor.shards)
         peers = Peers(w)
         pairing = Pairing(peers, w.params, half_difference)
         end = RunEnd(peers)
@@ -61,7 +61,7 @@ class Gossip(Strategy):
                 continue
             for i in range(self.rounds):
                 step = k // self.period * self.rounds + i
-                await pairing.offer(peer_of(self.topology, peers.data_shard, w.data_shards, step))
+                await pairing.offer(peer_of(self.topology, peers.data_shard, w.cursor.shards, step))
                 if not self.overlap:
                     await pairing.wait()
         await pairing.wait()

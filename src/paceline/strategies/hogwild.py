@@ -12,7 +12,7 @@ from typing import ClassVar
 from paceline.collectives import barrier
 from paceline.needs import Needs
 from paceline.strategy import Strategy
-from paceline.worker.replica import Replica
+from paceline.worker.replica import Replica, train_alone
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Hogwild(Strategy):
     needs: ClassVar[Needs] = Needs(shared_memory=True)
 
     async def worker(self, w: Replica) -> None:
-        w.flat.rebind((await w.endpoint.shared_vector(w.params)).values, is_shared=True)
-        await w.train_alone()
+        w.learner.flat.rebind((await w.endpoint.shared_vector(w.params)).values, is_shared=True)
+        await train_alone(w)
         await barrier(w.endpoint)  # The model is ready when the last of them is.
-        w.flat.rebind(w.params.clone(), is_shared=False)
+        w.learner.flat.rebind(w.params.clone(), is_shared=False)
         await barrier(w.endpoint)  # Nobody changes it before all have it.
         await w.mean_of_buffers()

@@ -69,7 +69,7 @@ class Sandblaster(Strategy):
         return self.shards + 1
 
     async def worker(self, w: Replica) -> None:
-        w.publish(w.params)  # Evaluate the point that is being tried, not a mean over workers.
+        w.published = w.params  # Evaluate the point that is being tried, not a mean over workers.
         await BatchWorker(w).work()
 
     async def server(self, s: Shard) -> None:

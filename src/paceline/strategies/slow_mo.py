@@ -7,11 +7,15 @@ learning rate it is classical BlockMomentum; without momentum and at rate 1, Per
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.families.averaging import Averaging, OptimizerState, SyncResult, SyncRounds
+from paceline.families.averaging import Averaging, OptimizerState, SyncRounds
+from paceline.families.deltas import wide
+from paceline.families.sync import SyncResult
+from paceline.state import Slot
 from paceline.worker.replica import Replica
 
 
@@ -38,13 +42,13 @@ class SlowMo(Averaging):
             raise ValueError(f"SlowMo(rate={self.rate}): the slow learning rate must be positive")
 
     async def worker(self, w: Replica) -> None:
-        def outer(where: slice, mean: Tensor, met: SyncResult) -> None:
-            if met.lr:
-                m.slow.mul_(self.momentum).add_(mean, alpha=1 / met.lr)
-                rounds.anchor.add_(m.slow, alpha=self.rate * met.lr)
-            else:  # A schedule that has come to 0 leaves the momentum without effect.
-                rounds.anchor.add_(mean, alpha=self.rate)
+        m = w.state("outer", slow=torch.zeros_like(wide(w.params)))
+        await SyncRounds(w, self, period=self.period, outer=partial(self.outer, m)).train()
 
-        rounds = SyncRounds(w, self, period=self.period, outer=outer)
-        m = w.memory(slow=torch.zeros_like(rounds.anchor))
-        await rounds.train()
+    def outer(self, m: Slot, anchor: Tensor, mean: Tensor, where: slice, sync: SyncResult) -> None:
+        """Move the anchor by the slow momentum, which is kept in units of the learning rate."""
+        if sync.lr:
+            m.slow.mul_(self.momentum).add_(mean, alpha=1 / sync.lr)
+            anchor.add_(m.slow, alpha=self.rate * sync.lr)
+        else:  # A schedule that has reached 0 leaves the momentum without effect.
+            anchor.add_(mean, alpha=self.rate)

@@ -19,13 +19,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec
+from paceline.codecs.codec import Codec, check_one_to_one
 from paceline.families.broadcast import BroadcastLog
 from paceline.families.peers import Peers
 from paceline.families.run_end import RunEnd
 from paceline.needs import Needs
 from paceline.strategy import Strategy
-from paceline.worker.replica import Replica
+from paceline.worker.replica import Replica, train_alone
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Strom(Strategy):
         return Needs(collectives=False, messages=True, optimizer=self.lr is None)
 
     def __post_init__(self) -> None:
-        if self.codec is not None and self.codec.reduction == "factors":
-            raise ValueError(f"Strom(codec={self.codec}): this codec computes a mean over all workers; use another one")
+        check_one_to_one(f"Strom(codec={self.codec})", self.codec)
         if self.lr is not None and not self.lr > 0:
             raise ValueError(f"Strom(lr={self.lr}): a learning rate is positive; None: send the optimizer's steps")
         if self.few < 1 or self.few_steps < 0:
@@ -57,10 +56,10 @@ class Strom(Strategy):
 
     async def worker(self, w: Replica) -> None:
         run = StromWorker(self, w)
-        if w.data_shards == 1 and self.lr is None:
-            return await w.train_alone()
+        if w.cursor.shards == 1 and self.lr is None:
+            return await train_alone(w)
         await run.peers.join()
-        if w.step_index < self.few_steps and w.data_shards > 1:
+        if w.cursor.step < self.few_steps and w.cursor.shards > 1:
             await run.start_with_few()
         for _ in w.steps_alone():
             await run.step()
@@ -81,7 +80,7 @@ class StromWorker:
 
     async def step(self) -> None:
         update = await (self.local_update() if self.strategy.lr is None else self.w.gradient())
-        if self.w.batch_samples:
+        if self.w.batch.samples:
             data = await self.encode(update)
             self.apply(data)
             await self.log.broadcast(data)
@@ -115,18 +114,18 @@ class StromWorker:
         """Train as one of the few, or wait for them."""
         w = self.w
         few, steps = self.strategy.few, self.strategy.few_steps
-        data_shard = w.data_shard
+        data_shard = w.cursor.shard
         if self.peers.data_shard >= few:
             await self.peers.wait_until(self.few_are_done)
         elif w.learner.has_global_data:  # In the user's own loop each worker has only its own data shard.
-            for k, shard in product(range(w.step_index, steps), range(self.peers.data_shard, w.data_shards, few)):
-                if w.has_data(k):
-                    w.seek(k, shard)
+            for k, shard in product(range(w.cursor.step, steps), range(self.peers.data_shard, w.cursor.shards, few)):
+                if w.cursor.has_data(k):
+                    w.cursor.seek(k, shard)
                     await self.step()
         else:
             return
-        w.data_shard = data_shard
-        w.resume_at(steps)
+        w.cursor.shard = data_shard
+        w.cursor.resume_at(steps)
 
     def few_are_done(self) -> bool:
         few = [rank for rank in self.peers.members if self.peers.data_shard_of(rank) < self.strategy.few]

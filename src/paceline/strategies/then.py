@@ -18,7 +18,7 @@ from paceline.needs import Needs
 from paceline.server.shard import Shard
 from paceline.strategy import Strategy
 from paceline.worker.learner import optimizer_counters, optimizer_vectors, set_optimizer_vectors
-from paceline.worker.replica import Replica
+from paceline.worker.replica import Replica, train_alone
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,17 @@ class Then(Strategy):
         return self.first.needs.followed_by(self.then.needs)
 
     async def worker(self, w: Replica) -> None:
-        m = w.memory(is_begun=False)
-        if not m.is_begun:
+        m = w.state("then", is_second=False)
+        if not m.is_second:
             end = self.switch(w)
             if w.plan.steps is not None and end > w.plan.steps:
                 raise ValueError(f"{self}: the first would last {end} steps, and the whole run only {w.plan.steps}")
-            with w.until(end):
+            with w.phase("first", until=end):
                 await self.first.worker(w)
             await agree(w)
-            m.is_begun = True
-            w.forget_after(m)
-        await self.then.worker(w)
+            m.is_second = True
+        with w.phase("second"):
+            await self.then.worker(w)
 
     async def server(self, s: Shard) -> None:
         await self.then.server(s)  # It begins when the first worker brings the model.
@@ -85,8 +85,8 @@ class Replicated(Strategy):
     """Every worker trains on the same whole minibatches: no parallelism, and no communication."""
 
     async def worker(self, w: Replica) -> None:
-        with w.full_batches():
-            await w.train_alone()
+        with w.cursor.full_batches():
+            await train_alone(w)
 
 
 async def agree(w: Replica) -> None:
@@ -96,7 +96,7 @@ async def agree(w: Replica) -> None:
     """
     if w.workers == 1:
         return
-    endpoint, flat, optimizer = w.endpoint, w.flat, w.learner.optimizer
+    endpoint, flat, optimizer = w.endpoint, w.learner.flat, w.learner.optimizer
     sums = await endpoint.all_gather(torch.stack([w.params.double().sum(), w.params.double().square().sum()]).cpu())
     if w.rank == endpoint.ranks[0] and any(not torch.equal(s, sums[0]) for s in sums):
         warnings.warn(
@@ -109,7 +109,7 @@ async def agree(w: Replica) -> None:
     vectors, counters = optimizer_vectors(flat, optimizer), optimizer_counters(flat, optimizer)
     sizes = await endpoint.all_gather(torch.tensor([len(vectors), len(counters)]))
     if any(not torch.equal(size, sizes[0]) for size in sizes):
-        w.reset_optimizer()
+        w.learner.optimizer.state.clear()
         return
     everyones = await endpoint.all_gather(torch.tensor([0.0, *map(float, counters)], dtype=torch.float64))
     for i, counter in enumerate(counters):

@@ -1,6 +1,7 @@
-"""The demo: every strategy on handwritten digits, on eight simulated workers behind a slow link; one of them for real.
+"""The demo: six settings of four strategies on handwritten digits.
 
-What it shows in a minute is what the library is for: the same accuracy with far fewer bytes and far less waiting.
+All run on eight simulated workers behind a slow link; one of them also runs on real processes.  It shows in a minute
+what the library is for: the same accuracy with far fewer bytes and far less waiting.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ REAL_WORKERS = 2
 
 @dataclass(frozen=True)
 class Demo:
-    """The task, and how long it is trained."""
+    """The task, for a number of epochs."""
 
     epochs: int = 20
 
@@ -57,14 +58,14 @@ class Demo:
 
     @property
     def total_steps(self) -> int:
-        """Of all runs together, for a progress bar."""
+        """The steps of all runs together, for a progress bar."""
         return (len(STRATEGIES) + 1) * self.task().total_steps
 
     def rows(self, starts: Callable[[str], None], progress: Callable[[int], None]) -> list[Row]:
-        """Run everything; `starts` hears each run's name, `progress` its step."""
+        """Run everything.  `starts` gets the name of each run, `progress` its steps."""
         from paceline.session.train import train
 
-        warnings.simplefilter("ignore", TooFewSamples)  # The demo is short, and has twenty epochs for its few samples.
+        warnings.simplefilter("ignore", TooFewSamples)  # The warning is right, but the demo must be short.
         task = self.task()
         runs: dict[str, Run] = {}
         for name, strategy in STRATEGIES.items():
@@ -80,16 +81,16 @@ class Demo:
 
 
 def row(name: str, strategy: Strategy, run: Run, workers: int, speedup: float | None, *, real: bool = False) -> Row:
-    """A run as a line of the report."""
+    """A run as a row of the report."""
     sent = [(span.stop, span.nbytes) for span in run.trace.spans if span.rank < workers]
     curve = [
-        (e.time, sum(nbytes for stop, nbytes in sent if stop <= e.time) / workers, e.values["accuracy"])
+        (e.time, sum(nbytes for stop, nbytes in sent if stop <= e.time) / workers, e.values)
         for e in run.trace.evaluations
     ]
     return Row(
         name,
         repr(strategy),
-        run.final["accuracy"],
+        run.final,
         run.seconds,
         sum(n for _, n in sent) / workers,
         speedup,

@@ -1,7 +1,8 @@
-"""Lane: the one thread through which a rank communicates over the network, in the order in which it was asked to.
+"""The one thread in which a rank communicates over the network, in the order of the calls.
 
-Every rank asks in the same order, so nothing that has several parts can meet another's part on the way; and nothing waits for
-the trainer to come by before it goes on.  Collectives chained from callbacks have neither property.
+Every rank calls in the same order.  So the parts of an exchange of several collectives cannot meet the parts of
+another exchange, and no exchange waits for the training thread before it continues.  Collectives chained by callbacks
+have neither property.
 """
 
 from __future__ import annotations
@@ -10,68 +11,63 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import ClusterError
 from paceline.op import Op
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Asked(Op[T], Generic[S, T]):
-    """Something that the lane was asked to do, and what is made of it by whoever waits for it."""
+class Submitted(Op[T]):
+    """Work that the thread does."""
 
-    __slots__ = ("_future", "_then", "_value")
+    __slots__ = ("_future",)
 
-    def __init__(self, kind: str, future: Future[S], then: Callable[[S], T]) -> None:
+    def __init__(self, kind: str, future: Future[T]) -> None:
         super().__init__(kind)
-        self._future: Future[S] | None = future
-        self._then = then
+        self._future = future
 
     def wait(self) -> T:
-        if self._future is not None:
-            self._value = self._then(self._future.result())
-            self._future = None
-        return self._value
+        return self._future.result()
 
 
 class CommThread:
-    """A thread and the queue of what it still has to do; it starts with the first thing that it is asked for."""
+    """A thread and the queue of its work; it starts with the first work."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def is_here(self) -> bool:
-        """Whether the caller is the lane's own thread."""
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread."""
         return threading.current_thread() is self._thread
 
-    def ask(self, kind: str, work: Callable[[], S], then: Callable[[S], T]) -> Op[T]:
-        """Do `work` after all that was asked before, and `then` when it is waited for, where it is waited for."""
+    def submit(self, kind: str, work: Callable[[], T]) -> Op[T]:
+        """Do `work` after all that was submitted before."""
         if self._is_closed:
-            raise ClusterError(f"'{kind}' was begun after the job was closed: nobody would do it")
+            raise ClusterError(f"'{kind}' was started after the job was closed: it would never be done")
         if self._thread is None:
-            # A daemon: whoever hangs in a collective that never ends must not keep the process from doing so.
-            self._thread = threading.Thread(target=self._run, name="paceline-lane", daemon=True)
+            # A daemon: a collective that never ends must not keep the process from ending.
+            self._thread = threading.Thread(target=self._run, name="paceline-comm", daemon=True)
             self._thread.start()
-        future: Future[S] = Future()
+        future: Future[T] = Future()
         self._queue.put((future, work))
-        return Asked(kind, future, then)
+        return Submitted(kind, future)
 
     def _run(self) -> None:
-        while (asked := self._queue.get()) is not None:
-            future, work = asked
+        while (submitted := self._queue.get()) is not None:
+            future, work = submitted
             try:
                 future.set_result(work())
-            except BaseException as error:  # Told to whoever waits for it.
+            except BaseException as error:  # Raised again where the Op is awaited.
                 future.set_exception(error)
-            del asked, future, work  # What was exchanged must not live until the next exchange.
+            del submitted, future, work  # These refer to tensors, and must not live until the next work.
 
-    def close(self, *, patience_s: float = 1.0) -> None:
-        """No more is asked; what still hangs is left to the end of the process."""
+    def close(self, *, timeout_s: float = 1.0) -> None:
+        """Accept no more work.  A collective that still hangs after `timeout_s` ends with the process."""
         self._is_closed = True
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(patience_s)
+            self._thread.join(timeout_s)

@@ -1,8 +1,8 @@
 """A rank's endpoint among real processes.
 
-Collectives go through shared memory where all ranks share a host and the tensors are on the CPU, otherwise through
-torch.distributed: gloo in a thread of its own (`lane`), by host first where hosts have several ranks, or NCCL.  Messages go
-through a ZeroMQ mailbox, opened with the first of them.
+Collectives go through shared memory where all ranks are on one host and the tensors are on the CPU.  Otherwise they go
+through torch.distributed: NCCL, or gloo in a communication thread, summing within each host first where hosts have
+several ranks.  Messages go through a ZeroMQ mailbox, which is opened for the first one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,24 +21,24 @@ from paceline import costs as network
 from paceline.collectives import sum_by_groups
 from paceline.endpoint import Endpoint, Layout, SharedVector, check_summable
 from paceline.errors import ClusterError
-from paceline.op import Op, Ready, Routine, and_then, drive
+from paceline.op import Op, Ready, Routine, drive
 from paceline.protocol.messages import Message
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.shared_memory import SharedMemory
 from paceline.transport.shared_vector import shared_vector
+from paceline.transport.torch_collectives import TorchCollectives
 
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
 
-S = TypeVar("S")
 T = TypeVar("T")
 
-SPANS_KEPT = 100_000  # A session may last for millions of steps; its trace keeps the newest, and the totals of all.
-BEAT_S = 1.0  # How often a worker lets servers know that it lives.
-SILENT_S = 30.0  # How long it may be silent; by then it is not coming back, or has become very slow.
+SPANS_KEPT = 100_000  # A session may take millions of steps; its trace keeps the newest spans, and the totals of all.
+BEAT_S = 1.0  # Seconds between two heartbeats of a worker.
+SILENT_S = 30.0  # Seconds without a heartbeat after which a worker is suspected.
 RETRANSMIT_S = 5.0
-ANY_LINK = network.Link(bandwidth=1.0, latency=0.0)  # Only the bytes of a collective's cost are asked for here.
+ANY_LINK = network.Link(bandwidth=1.0, latency=0.0)  # The bytes of a collective do not depend on the link.
 
 
 class Clock:
@@ -50,11 +51,35 @@ class Clock:
         return time.monotonic() + self._offset
 
 
-class Watched(Op[T]):
-    """Another Op, with its span written to the trace when it is finished.
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """What the collectives of one group of ranks run on.
 
-    Collectives are finished in the order in which they were started, whichever is waited for first: some have a second part
-    that starts when the first is waited for, and ranks must not start these in different orders.
+    `shared` serves tensors on the CPU if all ranks are on one host; `process_group` serves the others.  With a
+    `comm_thread` all collectives run in that thread.  `hosts` are the ranks by host: given if sums should be taken
+    within each host first.  `is_ordered`: sums are taken in the order of the ranks.
+    """
+
+    shared: SharedMemory | None = None
+    process_group: dist.ProcessGroup | None = None
+    comm_thread: CommThread | None = None
+    hosts: Sequence[Sequence[int]] | None = None
+    is_ordered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Which workers ever joined, including those that have left, and whether one of them has finished its work."""
+
+    members_ever: Callable[[], Sequence[int]]
+    has_ended: Callable[[int], bool]
+
+
+class Recorded(Op[T]):
+    """Another Op, whose span is added to the trace when it is finished.
+
+    Collectives are finished in the order in which they were started, whichever is awaited first: some have a second
+    part that starts when the first is awaited, and all ranks must start these in the same order.
     """
 
     __slots__ = ("_endpoint", "_inner", "_nbytes", "_start", "_value")
@@ -62,11 +87,13 @@ class Watched(Op[T]):
     def __init__(self, inner: Op[T], endpoint: ProcessEndpoint, nbytes: int) -> None:
         super().__init__(inner.kind)
         self._inner: Op[T] | None = inner
-        self._endpoint, self._nbytes, self._start = endpoint, nbytes, endpoint.now()
+        self._endpoint = endpoint
+        self._nbytes = nbytes
+        self._start = endpoint.now()
 
     def wait(self) -> T:
-        while self._inner is not None and self in self._endpoint.under_way:
-            self._endpoint.under_way.popleft().finish()
+        while self._inner is not None and self in self._endpoint.in_flight:
+            self._endpoint.in_flight.popleft().finish()
         self.finish()
         return self._value
 
@@ -77,27 +104,12 @@ class Watched(Op[T]):
             self._endpoint.trace.span(self._endpoint.rank, self.kind, self._start, self._endpoint.now(), self._nbytes)
 
 
-class Work(Op[T]):
-    """torch.distributed's own handles, and what they leave behind."""
-
-    __slots__ = ("_result", "_works")
-
-    def __init__(self, kind: str, works: Sequence[dist.Work | None], result: Callable[[], T]) -> None:
-        super().__init__(kind)
-        self._works, self._result = works, result
-
-    def wait(self) -> T:
-        for work in self._works:
-            if work is not None:
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    raise ClusterError(f"'{self.kind}' failed, most likely because a peer is gone: {error}") from error
-        return self._result()
-
-
 class ProcessEndpoint:
-    """One process's hold on its job.  `group` is None for a worker on its own, for servers, and for those who only talk to these."""
+    """One process's endpoint.
+
+    `backends` are needed by groups of several workers only.  `open_mailbox` is called for the first message, and
+    `open_group` for the first collective of some of the ranks.
+    """
 
     retransmit_s = RETRANSMIT_S
 
@@ -108,27 +120,28 @@ class ProcessEndpoint:
         clock: Clock,
         *,
         ranks: Sequence[int] | None = None,
-        group: dist.ProcessGroup | None = None,
-        shared: SharedMemory | None = None,
-        lane: CommThread | None = None,
-        hosts: Sequence[Sequence[int]] | None = None,
+        backends: Backends | None = None,
         open_mailbox: Callable[[], Mailbox] | None = None,
         open_group: Callable[[tuple[int, ...]], ProcessEndpoint] | None = None,
-        has_ended: Callable[[int], bool] = lambda rank: False,
-        members_ever: Callable[[], Sequence[int]] | None = None,
-        ordered: bool = False,
+        membership: Membership | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self._has_ended, self._members_ever = has_ended, members_ever
-        self.rank, self.layout, self.clock, self.ordered = rank, layout, clock, ordered
+        backends = backends or Backends()
+        self.rank = rank
+        self.layout = layout
+        self.clock = clock
         self.ranks = tuple(layout.worker_ranks if ranks is None else ranks)
         self.trace = Trace() if trace is None else trace
-        self.hosts = hosts  # The ranks by host, if several hosts have several.
-        self._process_group, self._shared, self._lane = group, shared, lane
-        self._open_mailbox, self._mailbox = open_mailbox, None
+        self.hosts = backends.hosts
+        self.in_flight: deque[Recorded[Any]] = deque()  # Collectives in the order of their start.
+        self._shared = backends.shared
+        self._torch = TorchCollectives(rank, self.ranks, backends.process_group, is_ordered=backends.is_ordered)
+        self._comm_thread = backends.comm_thread
+        self._membership = membership or Membership(members_ever=lambda: self.ranks, has_ended=lambda rank: False)
+        self._open_mailbox = open_mailbox
+        self._mailbox: Mailbox | None = None
         self._open_group = open_group
         self._groups: dict[tuple[int, ...], ProcessEndpoint] = {}
-        self.under_way: deque[Watched[Any]] = deque()
 
     def now(self) -> float:
         return self.clock.now()
@@ -143,16 +156,12 @@ class ProcessEndpoint:
         return Routine(kind, routine)
 
     def run_collectives(
-        self,
-        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, S]],
-        then: Callable[[S], T],
-        *,
-        kind: str = "exchange",
+        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]], *, kind: str = "exchange"
     ) -> Op[T]:
-        if self._lane is None or self._lane.is_here():
-            # Carried on where it is waited for, and so in one order on every rank.
-            return Routine(kind, and_then(routine(self), then))
-        return self._lane.ask(kind, lambda: drive(routine(self)), then)
+        if self._comm_thread is None or self._comm_thread.is_current():
+            # It continues when it is awaited, and so in one order on every rank.
+            return Routine(kind, routine(self))
+        return self._comm_thread.submit(kind, lambda: drive(routine(self)))
 
     def group(self, ranks: Sequence[int]) -> ProcessEndpoint:
         ranks = tuple(sorted(ranks))
@@ -160,7 +169,8 @@ class ProcessEndpoint:
             return self
         if self.rank not in ranks or not set(ranks) <= set(self.ranks) or self._open_group is None:
             raise ValueError(
-                f"rank {self.rank} asked for the group {list(ranks)}: it must be one of them, and they some of {list(self.ranks)}"
+                f"rank {self.rank} asked for the group {list(ranks)}: "
+                f"it must contain this rank, and only ranks of {list(self.ranks)}"
             )
         if ranks not in self._groups:
             self._groups[ranks] = self._open_group(ranks)
@@ -170,23 +180,23 @@ class ProcessEndpoint:
     def mailbox(self) -> Mailbox:
         if self._mailbox is None:
             if self._open_mailbox is None:
-                raise ClusterError(f"rank {self.rank} is on its own: there is nobody to write to or hear from")
+                raise ClusterError(f"rank {self.rank} is the only rank: there is no other to send to or receive from")
             self._mailbox = self._open_mailbox()
         return self._mailbox
 
     def send(self, dst: int, message: Message) -> Op[None]:
-        return Watched(self.mailbox.send(dst, message), self, message.nbytes)
+        return Recorded(self.mailbox.send(dst, message), self, message.nbytes)
 
     def recv(
         self, *, src: int | None = None, types: tuple[type[Message], ...] | None = None, timeout: float | None = None
     ) -> Op[Message]:
-        return Watched(self.mailbox.recv(src, timeout, types), self, 0)
+        return Recorded(self.mailbox.recv(src, timeout, types), self, 0)
 
     def has_ended(self, rank: int) -> bool:
-        return self._has_ended(rank)
+        return self._membership.has_ended(rank)
 
     def members_ever(self) -> Sequence[int]:
-        return self.ranks if self._members_ever is None else self._members_ever()
+        return self._membership.members_ever()
 
     def send_buffer(self, like: Tensor) -> Tensor:
         return self.mailbox.send_buffer(like) if like.device.type == "cpu" else torch.empty_like(like)
@@ -196,6 +206,7 @@ class ProcessEndpoint:
 
     @property
     def is_one_host(self) -> bool:
+        """Whether all ranks of a group of several are on one host."""
         return self._shared is not None
 
     def shared_vector(self, first: Tensor) -> Op[SharedVector]:
@@ -205,144 +216,103 @@ class ProcessEndpoint:
         check_summable(x)
         if len(self.ranks) == 1:
             return Ready("all_reduce", x)
-        nbytes = x.nbytes + (0 if extras is None else extras.nbytes)
-        if (shared := self._sharing(x)) is not None:
-            return self._begin("all_reduce", lambda: shared.all_reduce(x, extras), nbytes)
-        if self.ordered:
-            return self._begin(
-                "all_reduce", lambda: Routine("all_reduce", self._ordered_sum(x, extras)), nbytes, sent_as="all_gather"
-            )
         if self.hosts is not None and x.device.type == "cpu":
-            hosts, small = self.hosts, torch.zeros(0, dtype=torch.float64) if extras is None else extras
-            return self.run_collectives(
-                lambda _: sum_by_groups(self, x, small, hosts), lambda total: total, kind="all_reduce"
-            )
-        return self._begin("all_reduce", lambda: self._sum(x, extras), nbytes)
+            return self._sum_by_host(x, extras, self.hosts)
+        backend = self._backend(x)
+        is_gathered = isinstance(backend, TorchCollectives) and backend.is_ordered
+        return self._begin(
+            "all_reduce",
+            lambda: backend.all_reduce(x, extras),
+            _nbytes(x, extras),
+            sent_as="all_gather" if is_gathered else None,
+        )
 
-    def _sum(self, x: Tensor, extras: Tensor | None) -> Op[Tensor]:
-        works = [dist.all_reduce(t, group=self._process_group, async_op=True) for t in (x, extras) if t is not None]
-        return Work("all_reduce", works, lambda: x)
-
-    async def _ordered_sum(self, x: Tensor, extras: Tensor | None) -> Tensor:
-        """In order of ranks, so that the bits are those of the simulator; it costs N times the memory."""
-        given = [x] if extras is None else [x, extras.to(x.device)]
-        # In one message: a second one, started when the first is waited for, might start at another moment on another rank.
-        messages = await self._gather(torch.cat([t.view(-1).view(torch.uint8) for t in given]))
-        start = 0
-        for t, into in zip(given, (x, extras), strict=False):
-            first, *others = [m[start : start + t.nbytes].clone().view(t.dtype).view(t.shape) for m in messages]
-            for other in others:
-                first.add_(other)
-            assert into is not None
-            into.copy_(first)
-            start += t.nbytes
-        return x
+    def _sum_by_host(self, x: Tensor, extras: Tensor | None, hosts: Sequence[Sequence[int]]) -> Op[Tensor]:
+        small = torch.zeros(0, dtype=torch.float64) if extras is None else extras
+        return self.run_collectives(lambda _: sum_by_groups(self, x, small, hosts), kind="all_reduce")
 
     def reduce(self, x: Tensor, dst: int, extras: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)
         if len(self.ranks) == 1:
             return Ready("reduce", x)
-        nbytes, root = x.nbytes + (0 if extras is None else extras.nbytes), self.ranks.index(dst)
-        if (shared := self._sharing(x)) is not None:
-            return self._begin("reduce", lambda: shared.all_reduce(x, extras), nbytes, root)
-        return self._begin("reduce", lambda: self._sum_at(x, dst, extras), nbytes, root)
+        backend = self._backend(x)
 
-    def _sum_at(self, x: Tensor, dst: int, extras: Tensor | None) -> Op[Tensor]:
-        works = [dist.reduce(t, dst, group=self._process_group, async_op=True) for t in (x, extras) if t is not None]
-        return Work("reduce", works, lambda: x)
+        def start() -> Op[Tensor]:
+            if isinstance(backend, SharedMemory):
+                return backend.all_reduce(x, extras)  # All ranks get the sum, with no more work.
+            return backend.reduce(x, dst, extras)
+
+        return self._begin("reduce", start, _nbytes(x, extras), self.ranks.index(dst))
 
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
         if len(self.ranks) == 1:
             return Ready("all_gather", [data.clone()])
-        shared = self._sharing(data)
-        return self._begin(
-            "all_gather", lambda: self._gather(data) if shared is None else shared.all_gather(data), data.nbytes
-        )
-
-    def _gather(self, data: Tensor) -> Op[list[Tensor]]:
-        parts = [torch.empty_like(data) for _ in self.ranks]
-        return Work(
-            "all_gather",
-            [dist.all_gather(parts, data.contiguous(), group=self._process_group, async_op=True)],
-            lambda: parts,
-        )
+        backend = self._backend(data)
+        return self._begin("all_gather", lambda: backend.all_gather(data), data.nbytes)
 
     def all_to_all(self, parts: Sequence[Tensor], coming: Sequence[int] | None = None) -> Op[list[Tensor]]:
         if len(parts) != len(self.ranks):
             raise ValueError(f"rank {self.rank} gave all_to_all {len(parts)} parts for {len(self.ranks)} ranks")
         if len(self.ranks) == 1:
             return Ready("all_to_all", [parts[0].clone()])
-        mine = self.ranks.index(self.rank)
-        nbytes = sum(p.nbytes for i, p in enumerate(parts) if i != mine)
-        if (shared := self._sharing(parts[0])) is not None:
-            return self._begin("all_to_all", lambda: shared.all_to_all(parts), nbytes)
-        if coming is not None:
-            return self._begin("all_to_all", lambda: self._swap(parts, coming), nbytes)
-        return self._begin("all_to_all", lambda: Routine("all_to_all", self._ask_and_swap(parts)), nbytes)
+        backend = self._backend(parts[0])
 
-    async def _ask_and_swap(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        # Nobody knows how much the others have for it, so the sizes go first.  Without a lane the bytes follow when this is
-        # waited for: ranks must not start another collective in between on one side only.
-        sizes = await self._gather(torch.tensor([p.numel() for p in parts], device=parts[0].device))
-        mine = self.ranks.index(self.rank)
-        return await self._swap(parts, [int(s[mine]) for s in sizes])
+        def start() -> Op[list[Tensor]]:
+            if isinstance(backend, SharedMemory):
+                return backend.all_to_all(parts)
+            return backend.all_to_all(parts, coming)
 
-    def _swap(self, parts: Sequence[Tensor], coming: Sequence[int]) -> Op[list[Tensor]]:
-        received = torch.empty(sum(coming), dtype=torch.uint8, device=parts[0].device)
-        going = [p.numel() for p in parts]
-        work = dist.all_to_all_single(
-            received, _in_one(parts), list(coming), going, group=self._process_group, async_op=True
-        )
-        return Work("all_to_all", [work], lambda: list(received.split(list(coming))))
+        mine = self.ranks.index(self.rank)
+        return self._begin("all_to_all", start, sum(p.nbytes for i, p in enumerate(parts) if i != mine))
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]:
         if len(self.ranks) == 1:
             return Ready("broadcast", x)
-        root = self.ranks.index(src)
-        if (shared := self._sharing(x)) is not None:
-            return self._begin("broadcast", lambda: shared.broadcast(x, src), x.nbytes, root)
-        return self._begin("broadcast", lambda: self._spread(x, src), x.nbytes, root)
+        backend = self._backend(x)
+        return self._begin("broadcast", lambda: backend.broadcast(x, src), x.nbytes, self.ranks.index(src))
 
-    def _spread(self, x: Tensor, src: int) -> Op[Tensor]:
-        return Work("broadcast", [dist.broadcast(x, src, group=self._process_group, async_op=True)], lambda: x)
-
-    def _sharing(self, x: Tensor) -> SharedMemory | None:
-        return self._shared if x.device.type == "cpu" else None
+    def _backend(self, x: Tensor) -> SharedMemory | TorchCollectives:
+        return self._shared if self._shared is not None and x.device.type == "cpu" else self._torch
 
     def _begin(
         self, kind: str, start: Callable[[], Op[T]], nbytes: int, root: int = 0, sent_as: str | None = None
     ) -> Op[T]:
-        """Start a collective, here or in the lane; `nbytes` is what each rank puts in."""
-        if self._lane is not None and not self._lane.is_here():
-            return self._lane.ask(
-                kind, lambda: self._begin(kind, start, nbytes, root, sent_as).wait(), lambda value: value
-            )
-        # Within one host of several nothing goes over a network.
-        is_free = self._shared is not None and self._lane is not None
-        cost = network.COLLECTIVES[sent_as or kind]("ring", len(self.ranks), 0 if is_free else nbytes, ANY_LINK)
-        watched = Watched(start(), self, cost.nbytes((self.ranks.index(self.rank) - root) % len(self.ranks)))
-        self.under_way.append(watched)
-        return watched
+        """Start a collective, in the communication thread if there is one; `nbytes` is the input of each rank."""
+        if self._comm_thread is not None and not self._comm_thread.is_current():
+            return self._comm_thread.submit(kind, lambda: self._begin(kind, start, nbytes, root, sent_as).wait())
+        # A group within one of several hosts sends nothing over the network.
+        is_local = self._shared is not None and self._comm_thread is not None
+        index = (self.ranks.index(self.rank) - root) % len(self.ranks)
+        sent = wire_nbytes(sent_as or kind, len(self.ranks), 0 if is_local else nbytes, index)
+        recorded = Recorded(start(), self, sent)
+        self.in_flight.append(recorded)
+        return recorded
 
     def close(self) -> None:
         for group in self._groups.values():
             group.close()
-        if self._lane is not None:
-            self._lane.close()
+        if self._comm_thread is not None:
+            self._comm_thread.close()
         if self._mailbox is not None:
             self._mailbox.close()
         if self._shared is not None:
             self._shared.close()
-        # Held by nobody the group ends its threads; one that still lets go of a tensor when the interpreter ends takes it down.
-        self._process_group = None
+        self._torch.close()
 
 
-def _in_one(parts: Sequence[Tensor]) -> Tensor:
-    """The parts one behind the other; no copy if they lie so already."""
-    first, starts = parts[0], [p.data_ptr() for p in parts]
-    storage = first.untyped_storage().data_ptr()
-    if all(p.untyped_storage().data_ptr() == storage for p in parts) and starts == [
-        starts[0] + sum(p.numel() for p in parts[:i]) for i in range(len(parts))
-    ]:
-        return first.as_strided((sum(p.numel() for p in parts),), (1,))
-    return torch.cat(list(parts))
+def wire_nbytes(collective: str, members: int, nbytes: int, index: int) -> int:
+    """Bytes that a member would send if the collective ran as a ring over a network.
+
+    Every member has an input of `nbytes` bytes; `index` counts members from the root on.  The trace reports this
+    number for every collective: it is computed, not measured, and equals the simulator's, so that traces of both can
+    be compared.  Through shared memory no byte is sent over a network, and gloo and NCCL may use another algorithm
+    than a ring.
+
+    >>> wire_nbytes("all_reduce", 4, 1000, 0)
+    1500
+    """
+    return network.COLLECTIVES[collective]("ring", members, nbytes, ANY_LINK).nbytes(index)
+
+
+def _nbytes(x: Tensor, extras: Tensor | None) -> int:
+    return x.nbytes + (0 if extras is None else extras.nbytes)

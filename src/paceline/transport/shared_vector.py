@@ -1,4 +1,4 @@
-"""Memory that all workers of a host have in common: one makes it and tells the others where it lies, and they map it too."""
+"""A vector in memory that all workers of a host share: the first worker makes it, and the others map it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 class ProcessSharedVector:
-    """One rank's mapping of it."""
+    """One rank's mapping of the vector."""
 
     def __init__(self, endpoint: ProcessEndpoint, values: Tensor) -> None:
-        self.endpoint, self.values = endpoint, values
+        self.endpoint = endpoint
+        self.values = values
 
     def read(self, into: Tensor) -> Op[Tensor]:
         return self.endpoint.compute(lambda: into.copy_(self.values), kind="read")
@@ -35,29 +36,29 @@ class ProcessSharedVector:
 
 
 async def shared_vector(endpoint: ProcessEndpoint, first: Tensor) -> ProcessSharedVector:
-    """Map it, on every rank of the endpoint's group."""
+    """Map the vector, on every rank of the endpoint's group; it starts with the first rank's values."""
     if len(endpoint.ranks) == 1:
         return ProcessSharedVector(endpoint, first.clone())
     if first.device.type != "cpu":
         raise ValueError(
-            f"parameters on {first.device}: processes have only the memory of their host in common; keep the model on the CPU"
+            f"parameters on {first.device}: processes share only the memory of their host; keep the model on the CPU"
         )
     if not endpoint.is_one_host:
         raise ClusterError(
-            "the workers are on several hosts and have no memory in common; a centre could be on shards (servers=1)"
+            "the workers are on several hosts and share no memory; a centre could be on shards (servers=1)"
         )
     is_first = endpoint.rank == endpoint.ranks[0]
-    file = os.memfd_create("paceline-common", os.MFD_CLOEXEC) if is_first else -1
+    file = os.memfd_create("paceline-shared-vector", os.MFD_CLOEXEC) if is_first else -1
     try:
         if is_first:
             os.ftruncate(file, max(1, first.nbytes))
-        told = await endpoint.broadcast(torch.tensor([os.getpid(), file]), endpoint.ranks[0])
+        location = await endpoint.broadcast(torch.tensor([os.getpid(), file]), endpoint.ranks[0])
         if not is_first:
-            file = os.open(Path("/proc", str(int(told[0])), "fd", str(int(told[1]))), os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(Path("/proc", str(int(location[0])), "fd", str(int(location[1]))), os.O_RDWR | os.O_CLOEXEC)
         values = torch.frombuffer(mmap.mmap(file, max(1, first.nbytes)), dtype=first.dtype, count=first.numel())
         if is_first:
             values.copy_(first)
-        # Until all have mapped it, its maker keeps it open; and nobody is to read before it has its values.
+        # The first rank keeps the file open until all have mapped it, and no rank reads before the values are there.
         await barrier(endpoint)
     finally:
         if file >= 0:

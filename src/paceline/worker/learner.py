@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.op import Op, Ready
+from paceline.state import StateStore
 from paceline.task import Trainee
 from paceline.worker.flat import Bucket, FlatModel
 
@@ -43,6 +44,10 @@ class Learner(Protocol):
         """Let the step pass without a change."""
         ...
 
+    def bind_state(self, states: StateStore) -> None:
+        """Declare what outlives a step here: the optimizer's state, random numbers."""
+        ...
+
     def has_data(self, step: int) -> bool:
         """Whether there is a minibatch for that step."""
         ...
@@ -72,6 +77,9 @@ class TaskLearner:
     @property
     def loss(self) -> float | None:
         return self.trainee.loss
+
+    def bind_state(self, states: StateStore) -> None:
+        self.trainee.bind_state(states)
 
     def has_data(self, step: int) -> bool:
         return self.trainee.has_data(step)

@@ -170,7 +170,7 @@ def add_entropy(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: 
     try:
         kernels.add(codec.codec, inner, into, weight, fresh)
     except ValueError as error:
-        codec.no_message(data, into.numel(), str(error))
+        codec.malformed(data, into.numel(), str(error))
 
 
 KERNELS: dict[type[Codec], Kernel] = {Entropy: Kernel(encode_entropy, add_entropy)}

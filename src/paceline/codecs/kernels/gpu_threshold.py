@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.codecs.kernels.gpu_parts import LAUNCH, is_finite, on, put
-from paceline.codecs.layout import LANES, aligned
+from paceline.codecs.layout import LANES, aligned, check_indexable
 from paceline.codecs.threshold import (
     BITMAP,
     HEADER,
@@ -111,7 +111,7 @@ def write_words(hits, minus, ends, body, numel, W: tl.constexpr):
 def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
     codec = cast(Threshold, codec)
     numel = x.numel()
-    codec.check_numel(numel)
+    check_indexable(codec, numel)
     if not numel:
         return put(codec.encode(x), out), True
     groups, tau = -(-numel // LANES), codec.tau32
@@ -169,7 +169,7 @@ def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) ->
     words = aligned(data[HEADER:]).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     indices = words >> 1
     if header.sent and bool((indices[-1] >= numel) | (indices.diff() <= 0).any()):
-        codec.no_message(data, numel, "its indices do not ascend within the vector")
+        codec.malformed(data, numel, "its indices do not ascend within the vector")
     tau = torch.tensor(header.tau, device=into.device) * weight
     values = torch.where(words & 1 == 1, -tau, tau)
     if fresh:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.codecs.kernels import Kernel, top_k
 from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, put, share_out, wanted
 from paceline.codecs.kernels.lanes import LANES, count, full, less, load, lowest, select, store
-from paceline.codecs.layout import is_straight
+from paceline.codecs.layout import check_indexable, is_straight
 from paceline.codecs.threshold import (
     BITMAP,
     HEADER,
@@ -197,7 +197,7 @@ def encode_threshold(
 ) -> tuple[Tensor, bool]:
     codec = cast(Threshold, codec)
     numel = x.numel()
-    codec.check_numel(numel)
+    check_indexable(codec, numel)
     hits, minus = (np.empty(-(-numel // LANES), np.uint32) for _ in range(2))
     values, rest, tau = as_array(x), None if residual is None else residual.numpy(), np.float32(codec.tau)
     done: list[tuple[int, int, int, float]] = []
@@ -272,7 +272,7 @@ def add_threshold(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh
         planes, half = np.zeros((2, -(-numel // LANES)), np.uint32), len(body) // 2
         planes.view(np.uint8)[:, :half] = body.reshape(2, half)
         if not is_bitmap(planes[0], planes[1], numel, header.sent):
-            codec.no_message(data, numel, f"its bitmaps do not tell {header.sent} values and their signs")
+            codec.malformed(data, numel, f"its bitmaps do not tell {header.sent} values and their signs")
         bitmap_add(planes[0], planes[1], tau, values, fresh)
         return
     words = np.empty(header.sent, np.uint32)
@@ -281,9 +281,9 @@ def add_threshold(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh
     else:
         split = -(-header.sent * (header.rice + 1) // 8)
         if len(body) < split or not rice_read(body[:split], body[split:], header.rice, numel, words):
-            codec.no_message(data, numel, f"it is no Rice code of {header.sent} values within the vector")
+            codec.malformed(data, numel, f"it is no Rice code of {header.sent} values within the vector")
     if not words_add(words, tau, values, fresh):
-        codec.no_message(data, numel, "its indices do not ascend within the vector")
+        codec.malformed(data, numel, "its indices do not ascend within the vector")
 
 
 KERNELS: dict[type[Codec], Kernel] = {

@@ -16,7 +16,7 @@ from paceline.codecs.dgc import DGC
 from paceline.codecs.kernels import Kernel
 from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, put, share_out, wanted
 from paceline.codecs.kernels.lanes import LANES, full, less, load, lowest, store
-from paceline.codecs.layout import aligned, is_straight
+from paceline.codecs.layout import aligned, check_indexable, is_straight
 from paceline.codecs.top_k import TopK
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def encode_top_k(
 ) -> tuple[Tensor, bool]:
     codec = cast(TopK, codec)
     numel, whole = x.numel(), x.numel() // LANES
-    codec.check_numel(numel)
+    check_indexable(codec, numel)
     k = codec.kept(numel)
     kept = torch.empty(numel) if residual is None and x.dtype != torch.float32 else residual
     values, rest, u = (
@@ -218,7 +218,7 @@ def add_top_k(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bo
     straight, k = aligned(data), data.numel() // 8
     indices, values = straight[: 4 * k].view(torch.int32).numpy(), straight[4 * k :].view(torch.float32).numpy()
     if wrong := pairs_add(indices, values, np.float32(weight), into.numpy(), fresh):
-        codec.no_message(
+        codec.malformed(
             data,
             into.numel(),
             ("its indices do not ascend within the vector", "some of its values are not finite")[wrong - 1],

@@ -1,4 +1,4 @@
-"""Shared memory: sums to the last bit, in any order of waiting, and a plain word when a peer is gone or disagrees."""
+"""Shared memory: sums exact to the last bit, awaited in any order, and clear errors when a peer is lost or disagrees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from paceline.errors import ClusterError, PeerLost
-from paceline.transport import shared_memory as shared
+from paceline.transport import relay
 from paceline.transport.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.dist
@@ -35,7 +35,7 @@ Body = Callable[[SharedMemory, Store], Any]
 def on_ranks(
     path: Path, ranks: list[int], body: Body, *, timeout_s: float = 10.0, killed: tuple[int, ...] = ()
 ) -> dict[int, Any]:
-    """What `body` returns in a process for each rank; fails if any rank does, or is still there at the deadline."""
+    """What `body` returns in one process per rank; fails if any rank fails, or is alive at the deadline."""
     children = {rank: fork(path, rank, ranks, body, timeout_s) for rank in ranks}
     statuses: dict[int, int] = {}
     end = time.monotonic() + DEADLINE_S
@@ -48,7 +48,7 @@ def on_ranks(
     for rank in late:
         os.kill(children[rank], signal.SIGKILL)
         os.waitpid(children[rank], 0)
-    assert not late, f"ranks {late} outlived the test"
+    assert not late, f"ranks {late} were alive at the deadline"
     assert {rank for rank, status in statuses.items() if status == -signal.SIGKILL} == set(killed)
     results = {rank: pickle.loads((path / str(rank)).read_bytes()) for rank in ranks if rank not in killed}
     for rank, result in results.items():
@@ -64,7 +64,7 @@ def fork(path: Path, rank: int, ranks: list[int], body: Body, timeout_s: float) 
     pid = os.fork()
     if pid > 0:
         return pid
-    result: object = Failure("it did not begin")
+    result: object = Failure("it did not start")
     try:
         torch.set_num_threads(1)
         store = FileStore(str(path / "store"), len(ranks))
@@ -115,8 +115,8 @@ def test_sum_is_taken_in_order_of_ranks(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_relayed_sum_is_taken_in_order_of_ranks(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "RELAYED_FROM", 1)
-    monkeypatch.setattr(shared, "BLOCK", 1 << 12)
+    monkeypatch.setattr(relay, "RELAYED_FROM", 1)
+    monkeypatch.setattr(relay, "BLOCK", 1 << 12)
     on_ranks(tmp_path, list(range(size)), lambda group, _: check_sums(group, [1, 7, 1000, 4096 * size // 2, 30_011]))
 
 
@@ -141,7 +141,7 @@ def test_members_are_in_the_order_given(tmp_path: Path) -> None:
     assert set(map(tuple, on_ranks(tmp_path, [9, 4, 6], body).values())) == {(9, 4, 6)}
 
 
-def test_tail_is_summed_along(tmp_path: Path) -> None:
+def test_extras_are_summed_in_the_same_collective(tmp_path: Path) -> None:
     def body(group: SharedMemory, _: Store) -> tuple[list[float], list[float]]:
         x = torch.ones(5, dtype=torch.float16)
         extras = torch.tensor([group.rank + 0.5, 1.0], dtype=torch.float64)
@@ -151,7 +151,7 @@ def test_tail_is_summed_along(tmp_path: Path) -> None:
     assert set(map(str, on_ranks(tmp_path, [0, 1, 2], body).values())) == {"([3.0, 3.0, 3.0, 3.0, 3.0], [4.5, 3.0])"}
 
 
-def test_nan_and_infinity_come_through(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_summed_as_usual(tmp_path: Path) -> None:
     def body(group: SharedMemory, _: Store) -> list[float]:
         x = torch.tensor(
             [float("nan") if group.rank == 1 else 1.0, float("inf"), -float("inf") if group.rank else float("inf")]
@@ -192,7 +192,7 @@ def test_all_to_all_takes_parts_of_any_sizes(tmp_path: Path, size: int) -> None:
     on_ranks(tmp_path, list(range(size)), body)
 
 
-def test_shapes_are_kept_and_nothing_given_is_touched(tmp_path: Path) -> None:
+def test_shapes_are_kept_and_inputs_are_not_changed(tmp_path: Path) -> None:
     def body(group: SharedMemory, _: Store) -> None:
         data = torch.arange(6.0).view(2, 3).t()
         rows = group.all_gather(data).wait()
@@ -204,12 +204,12 @@ def test_shapes_are_kept_and_nothing_given_is_touched(tmp_path: Path) -> None:
     on_ranks(tmp_path, [0, 1], body)
 
 
-@pytest.mark.parametrize("striped_from", [1, 1 << 40])
+@pytest.mark.parametrize("relayed_from", [1, 1 << 40])
 def test_ops_in_flight_may_be_waited_for_in_any_order(
-    tmp_path: Path, striped_from: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, relayed_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "RELAYED_FROM", striped_from)
-    monkeypatch.setattr(shared, "BLOCK", 1 << 12)
+    monkeypatch.setattr(relay, "RELAYED_FROM", relayed_from)
+    monkeypatch.setattr(relay, "BLOCK", 1 << 12)
 
     def body(group: SharedMemory, _: Store) -> None:
         xs = [values(group.rank, 50 * seed, torch.float32, seed) for seed in range(300)]
@@ -235,11 +235,11 @@ def test_arena_grows_while_its_slots_are_being_read(tmp_path: Path) -> None:
     on_ranks(tmp_path, [0, 1], body)
 
 
-def test_slots_are_not_overwritten_before_the_slow_have_read_them(
+def test_slots_are_not_overwritten_before_slow_ranks_have_read_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "RELAYED_FROM", 60_000)
-    monkeypatch.setattr(shared, "BLOCK", 1 << 13)
+    monkeypatch.setattr(relay, "RELAYED_FROM", 60_000)
+    monkeypatch.setattr(relay, "BLOCK", 1 << 13)
 
     def body(group: SharedMemory, _: Store) -> int:
         same, own = random.Random(7), random.Random(group.rank)
@@ -269,13 +269,13 @@ def test_slots_are_not_overwritten_before_the_slow_have_read_them(
                 verify(op.wait())
         for op, verify in flying:
             verify(op.wait())
-        return group._arena.memory.numel()  # pyright: ignore[reportPrivateUsage]
+        return group._group._arena.memory.numel()  # pyright: ignore[reportPrivateUsage]
 
     def check(got: Tensor, expected: float) -> None:
         assert (got == expected).all(), (got, expected)
 
     arenas = on_ranks(tmp_path, [0, 1, 2], body)
-    assert max(arenas.values()) <= 32 << 20  # All 400 would need 50 MB or more, so slots were used again.
+    assert max(arenas.values()) <= 32 << 20  # All 400 would need 50 MB or more, so slots were reused.
 
 
 def error_of(op: Callable[[], object]) -> ClusterError:
@@ -292,8 +292,8 @@ def test_different_collectives_are_an_error_that_names_both(tmp_path: Path) -> N
 
     said = on_ranks(tmp_path, [0, 1], body)
     mine, theirs = "all_reduce #2 of 400 bytes of torch.float32", "all_gather #2 of 80 bytes of torch.float32"
-    assert said[0].startswith(f"rank 0 began {mine}, but rank 1 began {theirs}")
-    assert said[1].startswith(f"rank 1 began {theirs}, but rank 0 began {mine}")
+    assert said[0].startswith(f"rank 0 started {mine}, but rank 1 started {theirs}")
+    assert said[1].startswith(f"rank 1 started {theirs}, but rank 0 started {mine}")
 
 
 def test_different_sizes_are_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_killed_peer_is_named_at_once(tmp_path: Path, leaves_a_child: bool) -> N
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 @pytest.mark.parametrize("numel", [600_000, 6_000_000])
 def test_peer_killed_in_a_relayed_sum_is_named_at_once(tmp_path: Path, victim: int, numel: int) -> None:
-    """With few blocks some ranks have done their part and wait for the last one only; with many all wait for one another."""
+    """With few blocks some ranks have done their part and wait for the last one only; with many all wait for each other."""
 
     def body(group: SharedMemory, store: Store) -> tuple[int, float]:
         x = torch.ones(numel)
@@ -341,7 +341,7 @@ def test_peer_killed_in_a_relayed_sum_is_named_at_once(tmp_path: Path, victim: i
         if group.rank == victim:
             group.all_reduce(x)
             os.kill(os.getpid(), signal.SIGKILL)
-        # The first sum is whole if the victim had done all its part in it.
+        # The first sum succeeds if the victim had done all its part in it.
         error = error_of(lambda: (group.all_reduce(x).wait(), group.all_reduce(x).wait()))
         assert isinstance(error, PeerLost)
         return error.rank, time.monotonic()
@@ -363,7 +363,7 @@ def test_ranks_may_leave_as_soon_as_they_have_their_sum(tmp_path: Path) -> None:
         assert set(on_ranks(tmp_path / str(i), [0, 1, 2, 3], body).values()) == {4.0}
 
 
-def test_what_a_leaving_rank_gave_can_still_be_read(tmp_path: Path) -> None:
+def test_input_of_a_rank_that_has_left_can_still_be_read(tmp_path: Path) -> None:
     def body(group: SharedMemory, store: Store) -> float:
         op = group.all_reduce(torch.full((2_000_000,), 1.0))
         if group.rank == 0:
@@ -379,7 +379,7 @@ def test_what_a_leaving_rank_gave_can_still_be_read(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, [0, 1], body) == {0: 2.0, 1: 2.0}
 
 
-def test_silent_peer_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_peer_that_does_not_take_part_is_named_in_the_error(tmp_path: Path) -> None:
     def body(group: SharedMemory, store: Store) -> str:
         if group.rank == 1:
             store.wait(["over"])
@@ -392,14 +392,14 @@ def test_silent_peer_is_an_error_that_names_it(tmp_path: Path) -> None:
     assert said == "rank 0 waited 0.4 s for rank 1 in broadcast #1 of 8 bytes of torch.float32 from rank 1"
 
 
-def test_absent_rank_is_an_error_that_names_it() -> None:
-    with pytest.raises(ClusterError, match=r"rank 0 did not meet ranks \[1\] on this host within 0\.1 s"):
+def test_rank_that_never_connects_is_named_in_the_error() -> None:
+    with pytest.raises(ClusterError, match=r"rank 0 did not connect to ranks \[1\] on this host within 0\.1 s"):
         SharedMemory.connect(HashStore(), 0, [0, 1], timeout_s=0.1)
-    with pytest.raises(ClusterError, match=r"rank 1 did not meet ranks \[0\] on this host within 0\.1 s"):
+    with pytest.raises(ClusterError, match=r"rank 1 did not connect to ranks \[0\] on this host within 0\.1 s"):
         SharedMemory.connect(HashStore(), 1, [0, 1], timeout_s=0.1)
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_killed_ranks_leave_no_socket_and_no_file(tmp_path: Path) -> None:
     def body(group: SharedMemory, _: Store) -> list[str]:
         group.all_reduce(torch.zeros(1000)).wait()
         maps = Path("/proc/self/maps").read_text()
@@ -425,7 +425,7 @@ def test_callers_mistakes_are_named() -> None:
     alone = SharedMemory.connect(HashStore(), 3, [3], timeout_s=1.0)
     with pytest.raises(ValueError, match=r"torch\.uint8"):
         alone.all_reduce(torch.zeros(2, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"must be of torch\.float64"):
+    with pytest.raises(ValueError, match=r"extras of torch\.float32: they must be of torch\.float64"):
         alone.all_reduce(torch.zeros(2), torch.zeros(2))
     with pytest.raises(ValueError, match=r"broadcast\(src=0\): the ranks of this group are \[3\]"):
         alone.broadcast(torch.zeros(2), src=0)

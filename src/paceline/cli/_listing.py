@@ -1,4 +1,4 @@
-"""How strategies and codecs are listed: a line each with their settings, or JSON."""
+"""Lists of strategies and codecs: a line for each with its settings, or JSON."""
 
 from __future__ import annotations
 

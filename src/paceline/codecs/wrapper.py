@@ -1,0 +1,30 @@
+"""Wrapper: a codec around another codec, with the other's reduction, feedback and unit."""
+
+from __future__ import annotations
+
+from paceline.codecs.codec import Codec, check_one_to_one
+
+
+class Wrapper(Codec):
+    """A base for dataclasses with a field `codec`, the inner codec."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        check_one_to_one(self, self.codec)
+
+    @property
+    def feedback(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.codec.feedback
+
+    @property
+    def is_random(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.codec.is_random
+
+    @property
+    def reduction(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.codec.reduction
+
+    @property
+    def unit(self) -> int:
+        return self.codec.unit

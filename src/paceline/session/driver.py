@@ -1,0 +1,50 @@
+"""StrategyDriver: it runs a strategy's coroutine from one request to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+from paceline.op import Op
+from paceline.session.learner import GradientRequest, LocalStepRequest, Request, StepRequest
+
+
+class StrategyDriver:
+    """Advances a strategy's coroutine.
+
+    The coroutine stops at each request, which only the user's loop can fulfil.  The driver waits for every other
+    operation on the way.
+    """
+
+    def __init__(self) -> None:
+        self.request: Request | None = None  # Where the strategy waits; None if it has ended.
+        self._coroutine: Coroutine[Op[Any], Any, Any] | None = None
+
+    def start(self, coroutine: Coroutine[Op[Any], Any, Any]) -> None:
+        """Run a coroutine to its first request; a coroutine that was running before is closed."""
+        self.close()
+        self._coroutine = coroutine
+        self.advance(None)
+
+    def advance(self, value: Any) -> None:
+        """Fulfil the request with `value`, and run to the next one."""
+        assert self._coroutine is not None
+        self.request = None
+        error: Exception | None = None
+        while self.request is None:
+            try:
+                op = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+            except StopIteration:
+                return
+            if isinstance(op, (GradientRequest, StepRequest, LocalStepRequest)):
+                self.request = op
+                return
+            try:
+                value = op.wait()
+                error = None
+            except Exception as failure:
+                error = failure
+
+    def close(self) -> None:
+        if self._coroutine is not None:
+            self._coroutine.close()

@@ -1,0 +1,129 @@
+"""Cursor: a worker's position in its data: which step comes next, and which part of the minibatch it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from paceline.worker.plan import Plan
+
+if TYPE_CHECKING:
+    from paceline.worker.batch import BatchRecord
+    from paceline.worker.learner import Learner
+
+MOST_EMPTY_STEPS = 1_000_000
+
+
+class Cursor:
+    """`step` is the step that the worker is at.  `shard` is the part of each minibatch that it reads; None: that of its rank."""
+
+    def __init__(self, learner: Learner, plan: Plan, shards: int) -> None:
+        self.step = 0
+        self.shard: int | None = None
+        self.shards = shards  # Each minibatch is cut into this many parts.
+        self.is_over = False  # No worker has data left, and all workers know it.
+        self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called once for every step.
+        self._learner = learner
+        self._plan = plan
+        self._end: float = inf  # The step before which the current phase ends.
+        self._announced = -1  # The last step for which the hook was called.
+
+    def has_data(self, step: int) -> bool:
+        """Whether this worker has a minibatch for that step."""
+        return step < self._end and self._learner.has_data(step)
+
+    @property
+    def is_in_phase(self) -> bool:
+        return self.step < self._end
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the worker has reached its first step."""
+        return self._announced >= 0
+
+    @property
+    def last_step(self) -> int | None:
+        """The step before which the run, or the current phase, ends; None if unknown."""
+        known = [int(n) for n in (self._end, self._plan.steps) if n is not None and n < inf]
+        return min(known, default=None)
+
+    def steps(self, batch: BatchRecord) -> Iterator[int]:
+        """Count steps until no worker has data left; see `Replica.steps`."""
+        empty = 0
+        while not self.is_over:
+            if self.is_in_phase:
+                self._announce(self.step)
+            yield self.step
+            self.step += 1
+            empty = 0 if batch.update_samples else empty + 1
+            if empty > MOST_EMPTY_STEPS:
+                raise RuntimeError(
+                    f"{empty} steps without data and without a mean: the period is too long, or the strategy never "
+                    "averages; then it should count `steps_alone()`"
+                )
+
+    def steps_alone(self) -> Iterator[int]:
+        """Count steps until this worker's own data ends."""
+        while self.has_data(self.step):
+            self._announce(self.step)
+            yield self.step
+            self.step += 1
+
+    def advance(self) -> bool:
+        """Go to this worker's own next step; False if it has no data for one."""
+        following = self._announced + 1
+        if not self.has_data(following):
+            return False
+        self.step = following
+        self._announce(following)
+        return True
+
+    def seek(self, step: int, shard: int) -> None:
+        """Go to any part of any minibatch, as a dispatcher assigned it."""
+        for k in range(self._announced + 1, step + 1):  # The hook is called once for every step, however far this goes.
+            self._announce(k)
+        self.step = step
+        self.shard = shard
+
+    def resume_at(self, step: int) -> None:
+        """Continue where another worker was, whose part of the data this one takes over."""
+        self.step = step
+        self._announced = step - 1
+
+    def finish(self) -> None:
+        """End the count of `steps`: no worker has data left."""
+        self.is_over = True
+
+    @contextmanager
+    def until(self, step: int) -> Generator[None]:
+        """Within this block the data of every worker ends before `step`."""
+        outer = self._end
+        self._end = min(step, outer)
+        try:
+            yield
+        finally:
+            self._end = outer
+        self.step = min(self.step, step)
+        self.is_over = False
+
+    @contextmanager
+    def full_batches(self) -> Generator[None]:
+        """Within this block every worker reads whole minibatches, not only its part of them."""
+        self._learner.use_full_batches(whole=True)
+        try:
+            yield
+        finally:
+            self._learner.use_full_batches(whole=False)
+
+    def _announce(self, step: int) -> None:
+        self._announced = step
+        self.on_step(step)
+
+    def save(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load(self, values: dict[str, Any]) -> None:
+        self.resume_at(values["step"])
+        self.is_over = False

@@ -1,0 +1,115 @@
+"""WorkerRun: a worker's role from its start to its end, as a driver runs it.
+
+The simulator, a training process and a session in a user's loop each make one.  It owns the worker's state: the model, the
+position in the data, what the learner and the strategy declare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from paceline.endpoint import Endpoint
+from paceline.state import StateStore, per_worker
+from paceline.strategy import Ended, MissedEnd, Stopped, Strategy
+from paceline.worker.batch import NonFinite
+from paceline.worker.flat import is_finite
+from paceline.worker.learner import Learner
+from paceline.worker.plan import Plan
+from paceline.worker.replica import Replica, take_published
+
+
+class WorkerRun:
+    """One worker under one strategy."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        endpoint: Endpoint,
+        learner: Learner,
+        *,
+        nonfinite: NonFinite = "skip",
+        plan: Plan | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.states = StateStore()
+        self.replica = Replica(endpoint, learner, self.states, nonfinite=nonfinite, plan=plan)
+        self.missed_end = False  # Whether the run ended without this worker.
+        self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called before every step.
+        self.replica.cursor.on_step = self._step
+        self._bind_model()
+        self.states.bind("position", rule=per_worker, save=self._save_position, load=self._load_position)
+        learner.bind_state(self.states)
+
+    @property
+    def rank(self) -> int:
+        return self.replica.rank
+
+    @property
+    def published(self) -> Tensor | None:
+        """The vector to evaluate in place of the model's parameters."""
+        return self.replica.published
+
+    async def run(self) -> bool:
+        """The strategy's worker role; False if it was stopped before its end."""
+        replica = self.replica
+        try:
+            await self.strategy.worker(replica)
+        except MissedEnd:
+            self.missed_end = True
+        except Ended:
+            pass
+        except Stopped:
+            await self.states.before_save()
+            return False
+        take_published(replica)
+        return True
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, in slots.  Await `states.before_save()` first, if the strategy is running."""
+        replica = self.replica
+        return self.states.state_dict(
+            strategy=type(self.strategy).__name__,
+            step=replica.cursor.step,
+            rank=replica.rank,
+            workers=replica.workers,
+            weight=replica.batch.unsynced,
+            is_finite=is_finite(replica.params),
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state; before `run`."""
+        self.states.load_state_dict(state, strategy=type(self.strategy).__name__)
+        self.replica.published = None
+
+    def _step(self, step: int) -> None:
+        self.states.check_complete()  # By now the strategy has declared all its slots.
+        self.on_step(step)
+
+    def _bind_model(self) -> None:
+        flat = self.replica.learner.flat
+
+        def save() -> dict[str, Any]:
+            return {"params": flat.params.clone(), "buffers": [b.clone() for b in flat.model.buffers()]}
+
+        def load(values: dict[str, Any]) -> None:
+            if values["params"].numel() != flat.params.numel():
+                raise ValueError(
+                    f"the saved model has {values['params'].numel()} parameters, and this one has {flat.params.numel()}"
+                )
+            flat.params.copy_(values["params"])
+            for mine, saved in zip(flat.model.buffers(), values["buffers"], strict=True):
+                mine.copy_(saved)
+
+        self.states.bind("model", rule=per_worker, save=save, load=load)
+
+    def _save_position(self) -> dict[str, Any]:
+        return self.replica.cursor.save() | self.replica.batch.save()
+
+    def _load_position(self, values: dict[str, Any]) -> None:
+        self.replica.cursor.load(values)
+        self.replica.batch.load(values)

@@ -1,0 +1,35 @@
+"""Slots: what a codec remembers between messages, kept by name as a checkpoint keeps it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.state import RESIZE_RULES, ResizeRule
+
+
+class Slots:
+    """A `Remember` for tests.  Given another one's slots, it resumes from copies of them."""
+
+    def __init__(self, saved: dict[str, SimpleNamespace] | None = None) -> None:
+        self.saved = saved
+        self.slots: dict[str, SimpleNamespace] = {}
+        self.rules: dict[str, ResizeRule] = {}
+
+    def __call__(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> SimpleNamespace:
+        assert name not in self.slots, f"two slots of one codec are named '{name}'"
+        assert rule in RESIZE_RULES.values(), f"the resize rule of '{name}' is not registered"
+        values = initial if self.saved is None else vars(self.saved[name])
+        assert values.keys() == initial.keys()
+        self.slots[name] = SimpleNamespace(**{n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items()})
+        self.rules[name] = rule
+        return self.slots[name]
+
+    def vector(self) -> Tensor:
+        """All floating-point values, one after the other, in double precision."""
+        values = [v for slot in self.slots.values() for v in vars(slot).values()]
+        vectors = [v.reshape(-1).double() for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+        return torch.cat(vectors) if vectors else torch.zeros(0)
