@@ -1,5 +1,6 @@
-"""Broadcast log: every message of every worker is delivered once to all others, in any order, although messages are
-lost and workers die.
+"""Broadcast log: each message of each worker is delivered to all others exactly once, in any order.
+
+Messages may be lost or doubled, and workers may die and join.
 
 A sender numbers its messages from 1.  Each message tells its receiver up to which number the sender has the receiver's
 own messages, so acknowledgements rarely need messages of their own.  A sender keeps a message until all peers have
@@ -18,12 +19,11 @@ from torch import Tensor
 from paceline.families.peers import Peers, Service
 from paceline.protocol.messages import Message, Number, Rank, Version
 
-ACK_EVERY = (
-    16  # Acknowledge so many messages of a sender in a message of its own, if this worker sends it nothing else.
-)
+# After so many messages of a sender, send an acknowledgement of its own.  Usually this worker's own messages carry it.
+ACK_EVERY = 16
 
 
-class Broadcast(Message):
+class LogMessage(Message):
     """Message `number` of its sender, sent at `step`.
 
     The sender has the receiver's messages up to `acked`.  All workers have the sender's own messages up to `stable`.
@@ -36,19 +36,19 @@ class Broadcast(Message):
     step: Version = 0
 
 
-class Ack(Message):
+class LogAck(Message):
     """The sender has the receiver's messages up to that number."""
 
     number: Number
 
 
-class Resend(Message):
+class LogResend(Message):
     """The sender requests these messages: pairs of a sender and a number."""
 
     missing: Tensor
 
 
-class Relay(Message):
+class LogRelay(Message):
     """A message of a third worker, which is dead."""
 
     data: Tensor
@@ -87,10 +87,12 @@ NONE = Numbers()
 
 
 class BroadcastLog(Service):
-    """What this worker has sent to all and received from all.  `deliver` is called once with the data of each message
-    of a peer."""
+    """The messages that this worker has sent and received.
 
-    types: ClassVar = (Broadcast, Ack, Resend, Relay)
+    `deliver` is called once for each message of a peer, with its data.
+    """
+
+    types: ClassVar = (LogMessage, LogAck, LogResend, LogRelay)
 
     def __init__(self, peers: Peers, deliver: Callable[[Tensor], Awaitable[None]]) -> None:
         self.on_message_of_dead: Callable[[], Awaitable[None]] = nothing  # Called after the delivery of such a message.
@@ -124,7 +126,7 @@ class BroadcastLog(Service):
         acked = self._received.get(dst, NONE).upto
         stable = min(self._sent) - 1
         step = self._peers.replica.cursor.step
-        await self._peers.send(dst, Broadcast(self._sent[number], number, acked, stable, step))
+        await self._peers.send(dst, LogMessage(self._sent[number], number, acked, stable, step))
 
     def step_of(self, rank: int) -> int:
         """The step at which a peer has sent its last message."""
@@ -148,7 +150,7 @@ class BroadcastLog(Service):
     async def request(self, src: int, missing: list[tuple[int, int]]) -> None:
         """Ask a peer to send these messages again."""
         if missing:
-            await self._peers.send(src, Resend(pairs(missing)))
+            await self._peers.send(src, LogResend(pairs(missing)))
 
     def _gaps(self, sender: int, count: int) -> list[tuple[int, int]]:
         return [(sender, number) for number in self._received.get(sender, NONE).missing(count)]
@@ -161,19 +163,19 @@ class BroadcastLog(Service):
     async def handle(self, message: Message) -> None:
         src = message.src
         match message:
-            case Broadcast():
+            case LogMessage():
                 self._note_ack(src, message.acked)
                 self._steps[src] = max(self._steps.get(src, 0), message.step)
                 await self._receive(src, message.number, message.data)
                 self._kept[src] = {n: data for n, data in self._kept.get(src, {}).items() if n > message.stable}
                 await self.request(src, self._gaps(src, message.number))
                 await self._acknowledge(src)
-            case Ack():
+            case LogAck():
                 self._note_ack(src, message.number)
-            case Resend():
+            case LogResend():
                 for sender, number in message.missing.tolist():
                     await self._send_again(src, sender, number)
-            case Relay():
+            case LogRelay():
                 await self._receive(message.sender, message.number, message.data)
             case _:
                 pass
@@ -194,14 +196,14 @@ class BroadcastLog(Service):
         """Acknowledge in a message of its own if this worker has sent the peer nothing for long."""
         unacked = self._unacked.get(src, 0) + 1
         if unacked >= ACK_EVERY:
-            await self._peers.send(src, Ack(self._received.get(src, NONE).upto))
+            await self._peers.send(src, LogAck(self._received.get(src, NONE).upto))
         self._unacked[src] = unacked % ACK_EVERY
 
     async def _send_again(self, dst: int, sender: int, number: int) -> None:
         if sender == self._peers.rank and number in self._sent:
             await self._send(dst, number)
         elif number in self._kept.get(sender, {}):
-            await self._peers.send(dst, Relay(self._kept[sender][number], sender, number))
+            await self._peers.send(dst, LogRelay(self._kept[sender][number], sender, number))
 
     async def peer_died(self, rank: int) -> None:
         self._acked.pop(rank, None)

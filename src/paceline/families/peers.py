@@ -3,7 +3,7 @@
 A worker handles messages between two gradients, and never waits for a peer while it has data.  Each worker keeps its
 own roster.  A worker that replaces a dead one says so to all peers, and starts with the model of one of them.
 
-`Peers` knows who is a member.  What peers exchange is the task of services: see `BroadcastLog`, `Pairing` and `RunEnd`.
+What peers exchange is the task of services: see `BroadcastLog`, `Pairing` and `RunEnd`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class NotAPeer(Message):
 
 
 class Service:
-    """A protocol between peers.  `Peers` hands it the messages of its `types`, and calls it when the membership
-    changes."""
+    """A protocol between peers.  `Peers` passes it the messages of its `types` and the changes of the membership."""
 
     types: ClassVar[tuple[type[Message], ...]] = ()
     needs_model: ClassVar[bool] = True  # Messages are kept until this worker has a model.
@@ -85,8 +84,7 @@ class Service:
 
 
 class Peers:
-    """The members of a group of workers, as one of them sees it.  Add all services before the first message is
-    handled."""
+    """The other workers of a group, as one worker sees them.  Create all services before the first message."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -127,8 +125,10 @@ class Peers:
             pass
 
     async def wait_until(self, condition: Callable[[], bool], timeouts: int | None = None) -> None:
-        """Handle messages until the condition holds; after each timeout, retransmit.  Return after that many timeouts
-        at most."""
+        """Handle messages until the condition holds, or until that many timeouts have passed.
+
+        Retransmit after each timeout.
+        """
         retransmit_s = self.endpoint.retransmit_s
         due = self.endpoint.now() + (retransmit_s or 0.0)
         await self.flush()
@@ -267,8 +267,7 @@ class Peers:
             await service.peer_died(rank)
 
     async def _miss_end(self) -> None:
-        """The peers have ended the run or declared this worker dead: it was silent or started too late.  Its model does
-        not count."""
+        """Leave: the peers have ended the run without this worker, or have declared it dead."""
         await self.flush()
         raise MissedEnd
 

@@ -1,5 +1,4 @@
-"""The end of a run without a server: all workers have finished, each has all messages of the others, and all take the
-same mean."""
+"""The end of a run without a server: all workers have finished, all have all messages, and all take the same mean."""
 
 from __future__ import annotations
 
@@ -16,8 +15,10 @@ RETRIES = 12  # Timeouts after which a worker leaves without the last acknowledg
 
 
 class Finished(Message):
-    """The sender has no data left.  It has broadcast `count` messages, and has these of dead workers: pairs of sender
-    and number."""
+    """The sender has no data left.
+
+    It has broadcast `count` messages, and keeps these of dead workers: pairs of a sender and a number.
+    """
 
     count: Number = 0
     of_dead: Tensor | None = None
@@ -44,8 +45,10 @@ class HasMean(Message):
 
 
 class RunEnd(Service):
-    """Add it to the peers after the service with the method's own messages: with a `log`, these messages are part of
-    the end."""
+    """How this worker and its peers finish.  Create it after the service with the method's own messages.
+
+    With a `log`, the run ends when all workers have all of its messages.
+    """
 
     types: ClassVar = (Finished, HasAll, FinalModel, FinalMean, HasMean)
     needs_model: ClassVar = False
@@ -71,8 +74,7 @@ class RunEnd(Service):
     # All have finished, and all have all messages.
 
     async def wait_for_all(self) -> None:
-        """Report that this worker has finished; return when all peers have, and all messages of all workers are
-        everywhere."""
+        """Report that this worker has finished.  Return when all peers have finished and all have all messages."""
         peers = self._peers
         peers.has_finished = True
         await self._report_to_all()

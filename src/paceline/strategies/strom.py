@@ -1,5 +1,4 @@
-"""Strom's decentralised asynchronous SGD (Interspeech 2015): each worker sends to all others the few values that have
-changed enough.
+"""Strom's decentralised asynchronous SGD (Interspeech 2015): workers send each other the values that changed enough.
 
 There is no server.  Each worker has the whole model.  It encodes its update by a threshold, applies what it has
 encoded, and sends the same bytes to all others, which apply them when they arrive.  What is below the threshold waits
