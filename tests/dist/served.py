@@ -30,6 +30,7 @@ from paceline.protocol.requests import Refusal
 from paceline.server import Shard, Store
 from paceline.server.messages import Arrived, Bye, Leave
 from paceline.session.train import ProcessLearner
+from paceline.state import StateStore
 from paceline.task import Trainee
 from paceline.trace import Trace
 from paceline.transport import mailbox
@@ -123,7 +124,7 @@ class Good:
         task = quadratic(steps=STEPS, batch=3, numel=numel, dtype=torch.float32)
         learner = ProcessLearner(Trainee(task, task.build(), GOOD, LAYOUT.workers), endpoint)
         learner.flat.params.copy_(updates(5, numel))
-        self.store = Store(Replica(endpoint, learner, plan=task.plan), codec=codec, pulls=pulls)
+        self.store = Store(Replica(endpoint, learner, StateStore(), plan=task.plan), codec=codec, pulls=pulls)
         self.expected = learner.flat.params.clone()
         self._memory = Memory(**rule.memory(self.expected))
         self.pushed, self.draws = 0, True

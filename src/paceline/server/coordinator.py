@@ -6,24 +6,20 @@ time; each portion is counted exactly once in every pass.
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import suppress
 from math import inf, isfinite
 
 import torch
 
-from paceline.errors import ClusterError
-from paceline.protocol.messages import Away, Message, PeerDied, PeerSuspected, Reply, Request, Wait, reply_to
+from paceline.protocol.messages import Away, Message, PeerDied, PeerSuspected, Reply, Request
 from paceline.protocol.requests import (
-    RETRIES,
     Deduplicator,
     PeerFinished,
     Refusal,
-    Requests,
     UnknownRequest,
     Verdict,
-    check_reply,
 )
+from paceline.protocol.roster import Roster, State
 from paceline.server.messages import (
     BringOrder,
     Brought,
@@ -31,12 +27,10 @@ from paceline.server.messages import (
     Ended,
     Enlist,
     OverOrder,
-    Products,
     Pushed,
     PushOrder,
     Report,
     RunEnded,
-    RunProgram,
     SignedOff,
     SignOff,
     WorkerLost,
@@ -44,6 +38,7 @@ from paceline.server.messages import (
 )
 from paceline.server.portions import Portions
 from paceline.server.shard import Shard
+from paceline.server.shard_programs import ShardPrograms
 
 
 class Spent(Exception):
@@ -58,31 +53,30 @@ class Coordinator:
     """What a batch method's server role works with: `then` and `dot` on all shards together, and `evaluate` on all of the data."""
 
     def __init__(self, s: Shard, *, push: int, backups: int) -> None:
-        self.endpoint, self._s, self._push, self._backups = s.endpoint, s, push, backups
+        self.endpoint, self._s = s.endpoint, s
+        self._push, self._backups = push, backups
         self.shards = list(s.endpoint.layout.server_ranks)[1:]
         self.passes = 0  # over the data, so far
-        self._extent: list[int] | None = (
-            None  # The first epoch and the one before which to end, minibatches in each, parts of each.
-        )
-        self._members = set(s.endpoint.layout.worker_ranks)
-        self._dead: set[int] = set()
-        self._deserted_at = 0.0  # Until when it waits for others if nobody is there.
+        # The first epoch, the one after the last, the minibatches of each and the parts of these.
+        self._extent: list[int] | None = None
+        self._roster = Roster(s.endpoint.layout.worker_ranks)
+        self._deserted_at = 0.0  # Until when it waits for new workers if there is none.
         self._received = Deduplicator()
-        self._waiting: dict[int, bool] = {}  # Who was not answered yet, and whether what it has last reported counts.
-        self._bringer: int | None = None  # Who brings the first value,
+        self._programs = ShardPrograms(s.endpoint, self.shards, self._received)
+        self._later = self._programs.later
+        self._waiting: dict[int, bool] = {}  # Workers that were not answered yet, and whether their last report counts.
+        self._bringer: int | None = None  # The worker that brings the first value,
         self._is_there = False  # and whether it has.
         self._is_over = False
         self._portions: Portions | None = None
-        self._loss, self._samples, self._first_samples = 0.0, 0, 0
-        self._requests = Requests(s.endpoint)
-        self._later: deque[Message] = deque()  # What was said while it waited for the shards.
-        self._unsaid: list[str] = []  # What the shards are to do before anything else.
+        self._loss, self._samples = 0.0, 0  # Of this pass,
+        self._first_samples = 0  # and of the first one.
 
     # Vectors.
 
     def then(self, operation: str, *given: str | float) -> None:
-        """Let the shards do this next; it is said with whatever must be waited for."""
-        self._unsaid.append(" ".join([operation, *(g if isinstance(g, str) else repr(g) for g in given)]))
+        """Let the shards do this next; it is sent with the next operations that must be waited for."""
+        self._programs.then(operation, *given)
 
     async def dot(self, x: str, y: str) -> float:
         return (await self.dots((x, y)))[0]
@@ -91,50 +85,7 @@ class Coordinator:
         """Inner products, of all shards together."""
         for x, y in pairs:
             self.then("dot", x, y)
-        return await self._tell()
-
-    async def _tell(self) -> list[float]:
-        """Let all shards do what they were not told yet."""
-        if not self._unsaid:
-            return []
-        program = torch.frombuffer(bytearray("\n".join(self._unsaid).encode()), dtype=torch.uint8)
-        self._unsaid = []
-        answers = await self._ask_shards(self._requests.number(RunProgram(program)))
-        return torch.stack([answer.products for answer in answers]).sum(0).tolist()
-
-    async def _ask_shards(self, asked: RunProgram) -> list[Products]:
-        """The replies of all shards.  Messages of workers are handled afterwards; a worker that repeats a request is told to wait."""
-        endpoint, answers, silences, due = self.endpoint, dict[int, Products](), 0, 0.0
-        while missing := [rank for rank in self.shards if rank not in answers]:
-            if endpoint.now() >= due:
-                for rank in missing:
-                    await endpoint.send(rank, asked)
-                silences, due = (
-                    silences + 1,
-                    inf if endpoint.retransmit_s is None else endpoint.now() + endpoint.retransmit_s,
-                )
-            try:
-                message = await endpoint.recv(timeout=None if due == inf else max(0.0, due - endpoint.now()))
-            except TimeoutError:
-                if silences > RETRIES:
-                    raise ClusterError(
-                        f"{endpoint.layout.name(missing[0])} has not answered the coordinator: it is dead or stuck"
-                    ) from None
-                continue
-            if message.src in missing and isinstance(message, (Reply, PeerDied)):
-                check_reply(endpoint, message)
-                if isinstance(message, Products) and message.request_id == asked.request_id:
-                    answers[message.src] = message
-                    silences = 0
-            elif isinstance(message, Request) and self._is_repeated(message):
-                await endpoint.send(message.src, reply_to(message, Wait()))
-            else:
-                self._later.append(message)
-        return [answers[rank] for rank in self.shards]
-
-    def _is_repeated(self, request: Request) -> bool:
-        waiting = {(m.src, m.request_id) for m in self._later if isinstance(m, Request)}
-        return (request.src, request.request_id) in waiting or self._received.judge(request) is Verdict.REPEATED
+        return await self._programs.run()
 
     # Passes over the data.
 
@@ -151,7 +102,7 @@ class Coordinator:
             raise Spent
         self.then("zero", "g")
         self.then("forget")
-        await self._tell()
+        await self._programs.run()
         self.passes += 1
         self._loss, self._samples = 0.0, 0
         self._portions = Portions(steps * data_shards, self._backups)
@@ -167,17 +118,17 @@ class Coordinator:
 
     async def finish(self) -> None:
         """Let all workers have what `w` is now, and go."""
-        await self._tell()
+        await self._programs.run()
         self._is_over = True
         await self._rouse()
-        while self._members:
+        while self._roster.members:
             await self._hear()
-        end = self._requests.number(End())
+        end = self._programs.requests.number(End())
         for rank in self.shards:
             await self.endpoint.send(rank, end)
         for rank in self.shards:
             with suppress(PeerFinished):  # It may be the reply alone that was lost.
-                await self._requests.reply(rank, end, Ended)
+                await self._programs.requests.reply(rank, end, Ended)
         with suppress(TimeoutError):
             while True:  # A worker that came while the others left has nothing to do.
                 message = self._later.popleft() if self._later else await self.endpoint.recv(timeout=0.0)
@@ -196,7 +147,7 @@ class Coordinator:
             return
         if isinstance(message, (PeerDied, PeerSuspected)):
             return await self._bury(src, is_dead=isinstance(message, PeerDied))
-        if src in self._dead:
+        if self._roster.state(src) is State.DEAD:
             return
         try:
             if not isinstance(message, Request):
@@ -213,11 +164,11 @@ class Coordinator:
 
     async def _next(self) -> Message:
         while not self._later:
-            timeout = None if self._members else max(0.0, self._deserted_at - self.endpoint.now())
+            timeout = None if self._roster.members else max(0.0, self._deserted_at - self.endpoint.now())
             try:
                 return await self.endpoint.recv(timeout=timeout)
             except TimeoutError:
-                if not self._members:
+                if not self._roster.members:
                     raise Deserted from None
         return self._later.popleft()
 
@@ -247,12 +198,12 @@ class Coordinator:
     async def _handle(self, request: Request) -> None:
         src = request.src
         if isinstance(request, SignOff):
-            self._members.discard(src)
+            self._roster.leave(src)
             return await self._answer(src, SignedOff())
         if isinstance(request, Enlist):
             self._extent = request.extent.tolist()
-            self._members.add(src)
-        elif src not in self._members:
+            self._roster.join(src, self._roster.incarnation(src))
+        elif not self._roster.is_member(src):
             return await self._answer(src, Away(reason="it is not, or no longer, among the workers; it may enlist"))
         counts = False
         if isinstance(request, Brought):
@@ -272,7 +223,7 @@ class Coordinator:
         if portions is None or number != self.passes or which != portions.sum_of(src) or not portions.claimed(src):
             return
         self.then("take", str(src), str(number), str(which), "g")
-        await self._tell()
+        await self._programs.run()
         portions.settle(src)
         self._loss += request.loss.item()
         self._samples += request.samples
@@ -310,11 +261,9 @@ class Coordinator:
 
     async def _bury(self, src: int, *, is_dead: bool) -> None:
         """A worker is dead, or taken for dead: what it has not handed in is done by others."""
-        if is_dead:
-            self._dead.add(src)
-        if src not in self._members:
+        changes = self._roster.die(src) if is_dead else self._roster.suspect(src)
+        if not any(change.is_loss for change in changes):
             return
-        self._members.discard(src)
         self._deserted_at = self.endpoint.now() + self._s.grace_s
         if self._bringer == src and not self._is_there:
             self._bringer = None

@@ -215,9 +215,11 @@ class Wrapper(Rule):
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {"inner": Memory(**self.rule.memory(value))}
 
+    works_elementwise: ClassVar[bool] = False  # Whether what this class adds to its rule works on some values alone.
+
     @property
     def is_elementwise(self) -> bool:
-        return isinstance(self, Scaled) and self.rule.is_elementwise
+        return self.works_elementwise and self.rule.is_elementwise
 
     def flush(self, value: Tensor, m: Memory) -> bool:
         return self.rule.flush(value, m.inner)
@@ -240,6 +242,7 @@ class Scaled(Wrapper):
     """An update counts for the less the staler it is: 1/staleness, from a staleness of 1 on (Zhang et al. 2016), or 1/(staleness + 1)."""
 
     by: Literal["1/tau", "1/(tau+1)"] = "1/tau"
+    works_elementwise: ClassVar[bool] = True
     NEEDS: ClassVar[str] = f"the scale is one of {', '.join(map(repr, SCALES))}"
 
     def __post_init__(self) -> None:
