@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline import Needs, Strategy
+from paceline import EAWild, Needs, Sandblaster, Strategy
 from paceline.needs import Offers, check
 from tests.laws.every import STRATEGIES
 
@@ -93,6 +93,12 @@ def test_a_driver_refuses_exactly_the_strategies_whose_needs_it_does_not_meet(ne
     else:
         with pytest.raises(ValueError, match=rf"^{offers.call}\(Method\): {reason}"):
             check(strategy, offers)
+
+
+@pytest.mark.parametrize("strategy", [Sandblaster(), EAWild(groups="random")], ids=str)
+def test_a_loop_of_your_own_refuses_strategies_whose_workers_read_any_part_of_a_minibatch(strategy: Strategy):
+    with pytest.raises(ValueError, match=NO_GLOBAL_DATA):
+        check(strategy, OFFERS["a loop of your own"])
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -1,4 +1,4 @@
-"""A model cut into stages: one after the other they are the model, as equal as can be, and what cannot be cut is refused by name."""
+"""A model cut into stages: in sequence they are the model, they are balanced, and an impossible cut is an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.laws.tasks import numbers, same
 
 
 class Residual(nn.Module):
-    """Functions between its layers, a parameter of its own, and a way around two of them."""
+    """A model with functions between its layers, its own parameter, and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Blocks(nn.Module):
 
 
 class Swapped(nn.Module):
-    """Called in another order than that in which its parameters are listed."""
+    """Its layers are called in another order than that of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Swapped(nn.Module):
 
 
 class Masked(nn.Module):
-    """Makes a tensor of its own as it is called."""
+    """Creates a tensor in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ torch.ones(6, 6, dtype=x.dtype).tril()
@@ -79,7 +79,7 @@ MODELS = {
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_stages_one_after_the_other_are_the_model(name: str, parts: int):
+def test_stages_in_sequence_are_the_model(name: str, parts: int):
     torch.manual_seed(0)
     model = MODELS[name]().double()
     x, target = numbers(5, 6), numbers(5, 3, seed=1)
@@ -110,7 +110,7 @@ def test_the_stages_one_after_the_other_are_the_model(name: str, parts: int):
     ),
     st.integers(1, 5),
 )
-def test_balance_is_that_of_trying_all_cuts(layers: tuple[list[int], list[int], list[bool]], parts: int):
+def test_balanced_cuts_are_the_best_of_all_cuts(layers: tuple[list[int], list[int], list[bool]], parts: int):
     costs, cuts, trainable = layers
     if parts > sum(trainable):
         return
@@ -127,7 +127,7 @@ def test_balance_is_that_of_trying_all_cuts(layers: tuple[list[int], list[int], 
     assert worth(chosen) == min(map(worth, possible))
 
 
-def test_a_sample_balances_operations_instead_of_parameters():
+def test_sample_balances_operations_instead_of_parameters():
     """Convolutions have few parameters and nearly all of the work."""
     model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)), nn.Flatten(), nn.Linear(256, 10))
     assert pl.split(model, 2).begins == ("0", "4")
@@ -136,7 +136,7 @@ def test_a_sample_balances_operations_instead_of_parameters():
     assert (measured.begins, measured.costs) == (("0", "2"), (2 * convolution, convolution + linear))
 
 
-def test_of_equal_costs_the_narrowest_cut_is_chosen():
+def test_cut_with_the_fewest_bytes_is_chosen_among_equal_costs():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8), nn.Linear(8, 8))
     assert pl.split(model, 2, torch.zeros(1, 8)).begins == ("0", "2")
 
@@ -162,7 +162,9 @@ class TwoInputs(nn.Module):
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.c = nn.Linear(6, 6)
         self.c.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class Tied(nn.Module):
 
 
 class Cast(nn.Module):
-    """Does something that is no layer's: it enters another precision."""
+    """Does more than call layers: it enters another precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,12 +183,12 @@ class Cast(nn.Module):
             return self.b(self.a(x)).float()
 
 
-def test_a_forward_that_does_more_than_call_layers_is_found_out():
-    with pytest.raises(ValueError, match=r"split\(Cast, 2\): its stages one after the other do not give its output"):
+def test_forward_that_does_more_than_call_layers_is_refused():
+    with pytest.raises(ValueError, match=r"split\(Cast, 2\): its stages in sequence do not give its output"):
         pl.split(Cast(), 2, torch.ones(3, 6))
 
 
-def test_a_sample_leaves_no_trace_in_the_model():
+def test_sample_changes_neither_the_model_nor_the_random_state():
     model = MODELS["sequential"]()
     before, state = [b.clone() for b in model.buffers()], torch.get_rng_state()
     pl.split(nn.Sequential(*model, nn.Dropout(0.5)), 2, torch.ones(3, 6))
@@ -200,11 +202,11 @@ REFUSED = {
         ["lasst"],
         r"split\(Residual, \['lasst'\]\): there is no layer 'lasst'; did you mean 'last'\?",
     ),
-    "the first layer": (Residual, ["first"], "the first stage begins at 'first' anyway"),
-    "amid a way around": (
+    "the first layer": (Residual, ["first"], "the first stage always starts at 'first'"),
+    "inside a residual block": (
         Residual,
         ["second"],
-        "no stage can begin at 'second', as more than one tensor .* one can at 'inner', 'last'",
+        "no stage can start at 'second', because more than one tensor .* can start at 'inner', 'last'",
     ),
     "wrong order": (
         Blocks,
@@ -217,11 +219,11 @@ REFUSED = {
         5,
         r"split\(Residual, 5\): only 3 of the layers .* they are 'first', 'inner', 'last'",
     ),
-    "no parts": (Residual, 0, r"split\(Residual, 0\): a model has at least 1 stage"),
+    "no parts": (Residual, 0, r"split\(Residual, 0\): there must be at least 1 stage"),
     "nothing to train": (
         MODELS["sequential"],
         ["3", "4", "5"],
-        "the stage that begins at '4' has no parameter to train",
+        "the stage that starts at '4' has no parameter to train",
     ),
     "no layers": (lambda: nn.Linear(6, 3), 2, r"split\(Linear, 2\): its forward calls no layers"),
     "control flow": (Recurrent, 1, r"split\(Recurrent, 1\): its forward cannot be read as a graph of layers"),
@@ -229,13 +231,13 @@ REFUSED = {
     "tied": (
         Tied,
         3,
-        "'a.weight' in the stage that begins at 'a' and 'c.weight' in the one that begins at 'c' are one parameter",
+        "'a.weight' in the stage that starts at 'a' and 'c.weight' in the stage that starts at 'c' are one parameter",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_split_is_refused_by_name(name: str):
+def test_error_for_an_impossible_split_says_why(name: str):
     build, parts, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         pl.split(build(), parts)

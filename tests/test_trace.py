@@ -1,4 +1,4 @@
-"""The trace: what was written is what is read."""
+"""The trace: its totals, its digest and its file."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def trace_of(spans: list[Span], points: list[Point], evaluations: list[Evaluatio
 
 
 @given(st.builds(trace_of, st.lists(spans), st.lists(points), st.lists(evaluations)))
-def test_a_trace_survives_being_written_and_read(trace: Trace):
+def test_trace_is_the_same_after_writing_and_reading(trace: Trace):
     again = Trace.loads(trace.dumps())
     assert (again.spans, again.points, again.evaluations) == (trace.spans, trace.points, trace.evaluations)
     assert again.dumps() == trace.dumps() and again.digest() == trace.digest()
 
 
-def test_a_whole_runs_trace_survives_a_file(tmp_path: Path):
+def test_trace_of_a_run_is_the_same_after_saving_and_loading(tmp_path: Path):
     task = quadratic(steps=7, batch=4, evaluate=lambda model: {"norm": model.w.norm().item()}, evaluate_every=3)
     trace = simulate(task, ParameterServer(), Cluster(workers=2)).trace
     trace.save(tmp_path / "trace.json")
@@ -65,7 +65,7 @@ staleness = st.lists(st.none() | st.integers(0, 9) | counts)
 
 
 @given(staleness, st.none() | st.integers(1, 5))
-def test_every_update_is_counted_once_however_many_points_are_kept(stale: list[int | None], keep: int | None):
+def test_every_update_is_counted_once_whether_its_point_is_kept_or_not(stale: list[int | None], keep: int | None):
     trace, updates = trace_of_updates(stale, keep), [s for s in stale if s is not None]
     assert trace.staleness_counts == Counter(updates) and trace.staleness_counts.total() == len(updates)
     assert trace.mean_staleness() == (sum(updates) / len(updates) if updates else None)
@@ -73,7 +73,7 @@ def test_every_update_is_counted_once_however_many_points_are_kept(stale: list[i
 
 
 @given(staleness, staleness, st.none() | st.integers(1, 5))
-def test_counts_of_staleness_survive_a_file_and_add_up_when_traces_are_merged(
+def test_staleness_counts_are_saved_and_are_added_when_traces_are_merged(
     stale: list[int | None], others: list[int | None], keep: int | None
 ):
     trace, other = trace_of_updates(stale, keep), Trace.loads(trace_of_updates(others, keep, rank=3).dumps())
@@ -84,19 +84,19 @@ def test_counts_of_staleness_survive_a_file_and_add_up_when_traces_are_merged(
     assert again.staleness_counts == trace.staleness_counts and again.digest() == trace.digest()
 
 
-def test_updates_that_are_no_longer_kept_are_part_of_the_digest():
+def test_digest_includes_updates_whose_points_are_not_kept():
     fresh, stale = trace_of_updates([0, 0, 1], keep=1), trace_of_updates([5, 0, 1], keep=1)
     assert fresh.points == stale.points and fresh.digest() != stale.digest()
 
 
-def test_a_file_without_counts_of_staleness_is_read_and_its_points_counted():
+def test_file_without_staleness_counts_gets_them_from_its_points():
     raw = json.loads(trace_of_updates([0, None, 3, 3]).dumps())
     del raw["staleness"]
     assert Trace.loads(json.dumps(raw)).staleness_counts == {0: 1, 3: 2}
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_each_shard_counts_each_update_and_a_run_without_servers_none(servers: int):
+def test_each_shard_counts_each_update_and_a_run_without_servers_counts_none(servers: int):
     task, cluster = quadratic(steps=5, batch=4), Cluster(workers=2)
     trace = simulate(task, ParameterServer(servers=servers), cluster).trace
     assert trace.staleness_counts.total() == sum(p.rank >= 2 for p in trace.points) == servers * 2 * 5
@@ -105,7 +105,7 @@ def test_each_shard_counts_each_update_and_a_run_without_servers_none(servers: i
     assert trace.staleness_counts == {} and trace.mean_staleness() is None
 
 
-def test_a_loss_that_is_not_finite_survives():
+def test_infinite_and_nan_losses_are_saved():
     trace = Trace()
     trace.point(0.0, 0, 0, 1, float("inf"))
     trace.point(0.0, 0, 1, 1, float("nan"))
@@ -113,7 +113,7 @@ def test_a_loss_that_is_not_finite_survives():
     assert again.points[0].loss == float("inf") and again.points[1].loss != again.points[1].loss
 
 
-def test_sums_are_over_the_rank_or_the_kind_asked_for():
+def test_sums_are_over_the_given_rank_or_kind():
     trace = Trace()
     trace.span(0, "gradient", 0.0, 1.0)
     trace.span(0, "all_reduce", 1.0, 1.5, nbytes=40)
@@ -140,7 +140,7 @@ def test_merged_traces_are_in_the_order_of_time():
     assert a.evaluations == [Evaluation(0.5, 8, {"accuracy": 0.5})]
 
 
-def test_the_time_to_a_loss_is_the_first_or_none():
+def test_time_to_loss_is_the_first_time_or_none():
     trace = Trace(
         [Point(1.0, 0, 0, 1, 3.0), Point(2.0, 0, 0, 1, None, 4), Point(3.0, 0, 1, 1, 0.5), Point(4.0, 0, 2, 1, 0.4)]
     )

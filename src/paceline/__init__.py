@@ -53,7 +53,7 @@ from paceline.server import (
     Turns,
 )
 from paceline.sim import Cluster, Compute, Constant, Faults, Link, LogNormal, Measured, Stragglers, simulate
-from paceline.state import Memory, resized
+from paceline.state import Slot, resized
 from paceline.strategies import (
     ASGD,
     EAMSGD,
@@ -145,7 +145,6 @@ __all__ = [
     "Link",
     "LogNormal",
     "Measured",
-    "Memory",
     "Momentum",
     "NBit",
     "Needs",
@@ -175,6 +174,7 @@ __all__ = [
     "Session",
     "Sgd",
     "Shard",
+    "Slot",
     "SlowMo",
     "SoftSync",
     "Split",

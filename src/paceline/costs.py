@@ -1,6 +1,7 @@
-"""What communication costs: seconds and bytes for messages and for collectives by ring, tree and star.
+"""The cost of communication: seconds and bytes of collectives by ring, tree and star.
 
-alpha is the latency of a message, beta the bandwidth in bytes a second, M the bytes that each rank puts in, N the ranks.
+In the formulas, n is the number of ranks, alpha the latency of a message and beta the bandwidth in bytes a second.
+`nbytes` is what each rank contributes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Algorithm = Literal["ring", "tree", "star"]
 
 @dataclass(frozen=True, slots=True, init=False)
 class Link:
-    """Between two ranks: bytes a second, and the seconds that the first byte takes.
+    """The link between two ranks: its bytes a second, and its latency in seconds.
 
     >>> Link("1Mbit/s", "5ms")
     Link(bandwidth=125000.0, latency=0.005)
@@ -31,37 +32,42 @@ class Link:
         object.__setattr__(self, "latency", units.seconds(latency))
         if not self.bandwidth > 0 or not 0 <= self.latency < inf:
             raise ValueError(
-                f"Link(bandwidth={bandwidth!r}, latency={latency!r}): bandwidth must be positive, latency finite and not negative"
+                f"Link(bandwidth={bandwidth!r}, latency={latency!r}): bandwidth must be positive, "
+                "latency finite and not negative"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """How long a collective takes once all are there, and what the i-th member sends."""
+    """The time of a collective after all ranks have called it, and the bytes that the i-th rank sends."""
 
     seconds: float
     nbytes: Callable[[int], int]
 
 
 def all_reduce(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """Sum to everyone.
+    """The sum on every rank.
 
     >>> cost = all_reduce("ring", 4, 1000, Link(bandwidth=1e6, latency=0.0))
     >>> cost.seconds, cost.nbytes(0)
     (0.0015, 1500)
     """
-    n, alpha, beta = members, link.latency, link.bandwidth
+    n = members
+    alpha = link.latency
+    beta = link.bandwidth
     if algorithm == "ring":
         return Cost(2 * (n - 1) * alpha + 2 * (n - 1) / n * nbytes / beta, lambda _: 2 * (n - 1) * nbytes // n)
     if algorithm == "tree":
-        # Up the tree everyone but the root sends once, down again everyone sends to its children.
+        # Up the tree, every rank but the root sends once.  Down the tree, every rank sends to its children.
         return Cost(2 * _levels(n) * (alpha + nbytes / beta), lambda i: nbytes * ((i > 0) + _children(i, n)))
     return Cost(2 * alpha + 2 * (n - 1) * nbytes / beta, lambda i: nbytes if i else (n - 1) * nbytes)
 
 
 def all_gather(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """Everyone's to everyone: round a ring, by doubling (tree), or through the first member (star)."""
-    n, alpha, beta = members, link.latency, link.bandwidth
+    """The data of all ranks on every rank: round a ring, by doubling (tree), or through the first rank (star)."""
+    n = members
+    alpha = link.latency
+    beta = link.bandwidth
     if algorithm == "ring":
         return Cost((n - 1) * (alpha + nbytes / beta), lambda _: (n - 1) * nbytes)
     if algorithm == "tree":
@@ -70,13 +76,15 @@ def all_gather(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> C
 
 
 def all_to_all(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """A part from everyone to everyone, each sent straight to where it belongs; `nbytes` is what a rank has for all others."""
+    """A part from every rank to every other, sent directly.  `nbytes` is what a rank sends to all others together."""
     return Cost((members - 1) * link.latency + nbytes / link.bandwidth, lambda _: nbytes)
 
 
 def broadcast(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """From the first member to everyone."""
-    n, alpha, beta = members, link.latency, link.bandwidth
+    """The data of the first rank on every rank."""
+    n = members
+    alpha = link.latency
+    beta = link.bandwidth
     if algorithm == "ring":
         return Cost((n - 1) * alpha + (n > 1) * nbytes / beta, lambda i: nbytes if i < n - 1 else 0)
     if algorithm == "tree":
@@ -85,13 +93,13 @@ def broadcast(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Co
 
 
 def reduce(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """Sum to the first member: a broadcast the other way round."""
+    """The sum on the first rank: a broadcast in reverse."""
     seconds = broadcast(algorithm, members, nbytes, link).seconds
     return Cost(seconds, lambda i: nbytes if i else 0)
 
 
 def shared_vector(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """Memory for all: one tells the others where it is."""
+    """Shared memory: one rank sends its address to the others."""
     return Cost(link.latency, lambda _: 0)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from paceline.strategy import Strategy
+    from paceline.task import Task
 
 Length = Literal["steps", "steps_per_epoch", "samples", "batch"]
 """What a strategy may have to know about the run before it starts: the fields of `Plan`."""
@@ -61,6 +62,7 @@ class Offers:
     """What a driver offers to a strategy.  The defaults are those of `train` and `simulate` with a Task."""
 
     call: str  # The name of the call, for the error text: "attach", "train", "simulate".
+    data: str = "a loop of your own"  # Where the data comes from, for the error text.
     global_data: bool = True  # Any worker can read any part of any minibatch.
     optimizer: bool = True  # The caller gave an optimizer.
     length: Sequence[Length] = get_args(Length)  # What is known about the run before it starts.
@@ -69,6 +71,13 @@ class Offers:
     fixed_workers: bool = True  # No worker joins, leaves or dies, and no message is lost.
     unbroken: bool = True  # The run is neither stopped early nor resumed.
     stages: int = 1  # The number of processes that hold one replica of the model.
+
+    @classmethod
+    def of_task(cls, call: str, task: Task) -> Offers:
+        """What a driver offers that trains a Task."""
+        known: list[Length] = [field for field in get_args(Length) if getattr(task.plan, field) is not None]
+        is_global = not task.has_own_data
+        return cls(call, data="a Task with data of each worker's own", global_data=is_global, length=known)
 
 
 class Unmet(NamedTuple):
@@ -87,7 +96,7 @@ def check(strategy: Strategy, offers: Offers) -> None:
     >>> check(Sandblaster(), Offers("attach", global_data=False))
     Traceback (most recent call last):
     ValueError: attach(Sandblaster): it needs global data (any worker can read any part of a minibatch), which \
-a loop of your own does not offer; use train() or simulate() with a Task
+a loop of your own does not offer; use train() or simulate() with a Task whose data the workers share out
     """
     for unmet in (*_unmet_by_driver(strategy.needs, offers), *_unmet_by_request(strategy.needs, offers)):
         raise ValueError(
@@ -101,8 +110,8 @@ def _unmet_by_driver(needs: Needs, offers: Offers) -> Iterator[Unmet]:
     if needs.global_data and not offers.global_data:
         yield Unmet(
             "global data (any worker can read any part of a minibatch)",
-            "a loop of your own",
-            "use train() or simulate() with a Task",
+            offers.data,
+            "use train() or simulate() with a Task whose data the workers share out",
         )
     if needs.optimizer and not offers.optimizer:
         yield Unmet("an optimizer (its workers take their own steps)", "optimizer=None", "give the model's optimizer")

@@ -1,4 +1,4 @@
-"""Run: what came out of training, simulated or real."""
+"""Run: the result of training, simulated or real."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.trace import Trace
 
 @dataclass
 class Run:
-    """The trained model and its vector, the trace, and every worker's state to resume from (in the simulator)."""
+    """The trained model and its parameters as one vector, the trace, and (in the simulator) every worker's state."""
 
     model: nn.Module
     params: Tensor

@@ -1,15 +1,11 @@
-"""Task: what is trained, on what, and for how long; everything but how the workers cooperate.
-
-One global order of samples per epoch follows from the seed alone, and every global minibatch is cut into one part a worker,
-so that runs with different strategies and numbers of workers see the same data.
-"""
+"""Task: what is trained, on what data, and for how long; everything but how the workers cooperate."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,19 +14,22 @@ from torch import Tensor, nn
 
 from paceline.state import Resize, StateStore, per_worker, resize_rule
 from paceline.stripes import stripe_of
+from paceline.worker.data import Batch, DataOfWorker, GlobalData, OwnData
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
-
-Batch = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A training job.  `batch` counts the samples of one step over all workers together; give `steps` or `epochs`."""
+    """A training job.  `batch` counts the samples of one step over all workers together; give `steps` or `epochs`.
+
+    `data` is a sequence of equally long tensors, which the workers share out.  Or it is a function `data(rank, workers)` that
+    gives each worker its own tensors, which no other worker reads; then give `steps`.
+    """
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Batch], Tensor]
-    data: Sequence[Tensor]
+    data: Sequence[Tensor] | DataOfWorker
     batch: int
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     steps: int | None = None
@@ -41,34 +40,49 @@ class Task:
     accumulate: int = 1  # backward passes, each over a part of the worker's samples, that make one gradient
     bucket_bytes: int = BUCKET_BYTES
     seed: int = 0
-    _orders: dict[int, Tensor] = field(default_factory=dict[int, Tensor], repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
         if (self.steps or 0) < 0 or not (self.epochs or 0) >= 0:
-            raise ValueError(
-                f"Task(steps={self.steps}, epochs={self.epochs}): there is no training for less than nothing"
-            )
+            raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): steps and epochs must be at least 0")
         if self.accumulate < 1:
-            raise ValueError(f"Task(accumulate={self.accumulate}): at least 1 backward pass makes a gradient")
-        if self.batch < 1 or len({len(t) for t in self.data}) != 1 or not len(self.data[0]):
-            sizes = [len(t) for t in self.data]
+            raise ValueError(f"Task(accumulate={self.accumulate}): a gradient needs at least 1 backward pass")
+        if self.batch < 1:
+            raise ValueError(f"Task(batch={self.batch}): a step needs at least 1 sample")
+        if self.has_own_data and self.steps is None:
             raise ValueError(
-                f"Task(batch={self.batch}, data of lengths {sizes}): needs a batch of at least 1 and equally long, non-empty data"
+                f"Task(epochs={self.epochs}) with data of each worker's own: epochs differ from worker to worker; give steps"
             )
+        assert self.source is not None  # It checks the data.
 
     @property
-    def samples(self) -> int:
-        return len(self.data[0])
+    def has_own_data(self) -> bool:
+        """Whether each worker has a data set of its own, which no other worker can read."""
+        return callable(self.data)
+
+    @cached_property
+    def source(self) -> GlobalData | OwnData:
+        if callable(self.data):
+            return OwnData(self.data, self.batch, self.seed)
+        return GlobalData(self.data, self.batch, self.seed)
 
     @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.samples // self.batch)
+    def samples(self) -> int | None:
+        """In an epoch; None if each worker has data of its own."""
+        return self.source.samples if isinstance(self.source, GlobalData) else None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None if each worker has data of its own."""
+        return self.source.steps_per_epoch if isinstance(self.source, GlobalData) else None
 
     @cached_property
     def total_steps(self) -> int:
-        return self.steps if self.steps is not None else max(1, round((self.epochs or 0) * self.steps_per_epoch))
+        if self.steps is not None:
+            return self.steps
+        assert self.steps_per_epoch is not None
+        return max(1, round((self.epochs or 0) * self.steps_per_epoch))
 
     @property
     def plan(self) -> Plan:
@@ -76,7 +90,7 @@ class Task:
 
     @cached_property
     def evaluation_period(self) -> int:
-        return self.evaluate_every or self.steps_per_epoch
+        return self.evaluate_every or self.steps_per_epoch or max(1, self.total_steps)
 
     def build(self) -> nn.Module:
         """The initial model, the same on every rank."""
@@ -87,19 +101,11 @@ class Task:
             return self.model()
 
     def part(self, step: int, rank: int, workers: int) -> Batch:
-        """Worker `rank`'s part of the step-th global minibatch; it may be empty."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        if epoch not in self._orders:
-            self._orders.clear()
-            self._orders[epoch] = torch.randperm(
-                self.samples, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            )
-        indices = self._orders[epoch][within * self.batch : (within + 1) * self.batch]
-        mine = indices[stripe_of(rank, len(indices), workers)]
-        return tuple(t[mine] for t in self.data)
+        """Worker `rank`'s part of the minibatch of that step; it may be empty."""
+        return self.source.part(step, rank, workers)
 
     def evaluated(self, model: nn.Module) -> dict[str, float]:
-        """What the evaluation says of a model."""
+        """The metrics of a model."""
         assert self.evaluate is not None
         was_training = model.training
         model.eval()
@@ -110,42 +116,52 @@ class Task:
 
 
 class Trainee:
-    """A model being trained on a task by one worker: its optimizer, its place in the data and its own random numbers."""
+    """A model that one worker trains on a task: its optimizer and its own random numbers."""
 
     def __init__(self, task: Task, model: nn.Module, rank: int, workers: int, stage: int = 0) -> None:
-        """`stage` says which part of a split model it is: each has its own random numbers."""
-        self.task, self.rank, self.workers = task, rank, workers
+        """`stage` is the stage of a split model: each has its own random numbers."""
+        self.task = task
+        self.rank = rank
+        self.workers = workers
         self.flat = FlatModel(model, bucket_bytes=task.bucket_bytes)
         self.optimizer = task.optimizer(self.flat.parameters)
         self.loss: float | None = None
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._is_whole = False  # whether all of every minibatch is drawn
-        self._rng = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 + stage * workers + rank).get_state()
-        self._rng_of_all = torch.Generator().manual_seed((task.seed + 1) * 1_000_003 - 1 - stage).get_state()
+        self._reads_full_batches = False
+        own_seed = (task.seed + 1) * 1_000_003 + stage * workers + rank
+        shared_seed = (task.seed + 1) * 1_000_003 - 1 - stage
+        self._rng = torch.Generator().manual_seed(own_seed).get_state()
+        self._rng_of_all = torch.Generator().manual_seed(shared_seed).get_state()
 
     def has_data(self, step: int) -> bool:
         return step < self.task.total_steps
 
-    def draw(self, step: int, data_shard: int | None = None) -> Batch | None:
-        """This worker's part of the step's minibatch, or that of another seat; None if there is none left or it is empty."""
+    def draw(self, step: int, shard: int | None = None) -> Batch | None:
+        """This worker's part of the step's minibatch, or another part `shard`; None if there is none or it is empty."""
         if not self.has_data(step):
             return None
         if self.task.schedule is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * self.task.schedule(step)
-        mine = self.rank if data_shard is None else data_shard
-        part = self.task.part(step, 0, 1) if self._is_whole else self.task.part(step, mine, self.workers)
+        mine = self.rank if shard is None else shard
+        whole = self._reads_full_batches
+        part = self.task.part(step, 0, 1) if whole else self.task.part(step, mine, self.workers)
         return part if len(part[0]) else None
 
     def use_full_batches(self, whole: bool) -> None:
         """Draw whole minibatches from now on, and random numbers that all workers share; or this worker's own again."""
-        if whole != self._is_whole:
+        if whole and self.task.has_own_data:
+            raise ValueError(
+                "whole minibatches for every worker, of a Task whose workers have data of their own: use data=[...]"
+            )
+        if whole != self._reads_full_batches:
             self._rng, self._rng_of_all = self._rng_of_all, self._rng
-        self._is_whole = whole
+        self._reads_full_batches = whole
 
     def backward(self, batch: Batch, at_last: Callable[[], None] = lambda: None) -> None:
-        """The gradient of the batch's loss, into each parameter's `.grad`; `at_last` is called before the last backward pass."""
-        samples, total = len(batch[0]), 0.0
+        """The gradient of the batch's loss, into each parameter's `.grad`; `at_last` is called before the last pass."""
+        samples = len(batch[0])
+        total = 0.0
         passes = min(self.task.accumulate, samples)
         with self.passing():
             for i in range(passes):
@@ -161,7 +177,7 @@ class Trainee:
 
     @contextmanager
     def passing(self) -> Generator[None]:
-        """Within this block a gradient comes to be, from nothing and with this worker's own random numbers."""
+        """Within this block a gradient is computed, from zero and with this worker's own random numbers."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self._rng)
         for p in self.flat.parameters:
@@ -173,6 +189,7 @@ class Trainee:
             torch.set_rng_state(outside)
 
     def step(self, g: Tensor) -> None:
+        """A step of the optimizer, with `g` as the gradient."""
         flat = self.flat
         if g.data_ptr() != flat.grads.data_ptr():
             flat.grads.copy_(g)
@@ -181,15 +198,15 @@ class Trainee:
         self.optimizer.step()
 
     def evaluate(self, vector: Tensor | None) -> dict[str, float]:
-        """What the task's evaluation says of the model, or of another vector put in its place."""
-        kept = None
+        """The task's metrics of the model, or of another vector put in its place."""
+        before = None
         if vector is not None:
-            kept = self.flat.params.clone()
+            before = self.flat.params.clone()
             self.flat.params.copy_(vector)
-        values = self.task.evaluated(self.flat.model)
-        if kept is not None:
-            self.flat.params.copy_(kept)
-        return values
+        metrics = self.task.evaluated(self.flat.model)
+        if before is not None:
+            self.flat.params.copy_(before)
+        return metrics
 
     def bind_state(self, states: StateStore) -> None:
         """Declare what outlives a step here: the optimizer's state and the random numbers."""

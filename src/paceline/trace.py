@@ -1,6 +1,6 @@
-"""Trace: what happened, when, where, and how many bytes it sent.
+"""Trace: what happened in a run, when, on which rank, and how many bytes it sent.
 
-Every driver writes the same Trace; reports, statistics and comparisons read nothing else.
+Every driver writes a Trace.  Reports and statistics read nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """One thing a rank did; `nbytes` is what it sent to others meanwhile."""
+    """An activity of a rank; `nbytes` is what it sent to other ranks in this time."""
 
     rank: int
     kind: str
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One step of one worker with its loss, or one update of a server (`step` is its version) with its staleness."""
+    """A step of a worker with its loss, or an update of a server with its staleness (`step` is then the version)."""
 
     time: float
     rank: int
@@ -35,8 +35,10 @@ class Point(NamedTuple):
 
 
 class Sync(NamedTuple):
-    """A synchronisation of parameters, as a worker took part in it after `step`: so many steps after the one before, with the
-    replicas so far apart (the mean squared distance from their mean, weighted by samples)."""
+    """A synchronisation of parameters on a worker, after `step` and `period` steps after the one before.
+
+    `divergence` is the mean squared distance of the replicas from their mean, weighted by samples.
+    """
 
     time: float
     rank: int
@@ -46,7 +48,7 @@ class Sync(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What the model at hand was worth at a time, after so many samples over all workers together."""
+    """The values of an evaluation, and how many samples all workers together had trained on before it."""
 
     time: float
     samples: int
@@ -63,21 +65,20 @@ class Trace:
     """
 
     def __init__(self, points: list[Point] | None = None, *, keep: int | None = None) -> None:
-        """`keep` bounds the memory of a long run: of spans and points, at least so many of the newest stay."""
+        """`keep` limits the memory of a long run: at least the newest `keep` spans, points and syncs stay."""
         self.keep = keep
-        self.sent: dict[int, int] = defaultdict(int)  # by rank; of all spans, kept or not
+        self.sent: dict[int, int] = defaultdict(int)  # Bytes by rank, of all spans, kept or not.
         self.spans: list[Span] = []
         self.points: list[Point] = [] if points is None else points
-        # How many updates were how stale, of all points, kept or not; an update that goes to several shards counts at each.
+        # The updates of each staleness, of all points, kept or not.  An update to several shards counts at each.
         self.staleness_counts: Counter[int] = Counter(p.staleness for p in self.points if p.staleness is not None)
         self.syncs: list[Sync] = []
         self.evaluations: list[Evaluation] = []
 
     def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
         self.spans.append(Span(rank, kind, start, stop, nbytes))
-        if (
-            nbytes or rank not in self.sent
-        ):  # Two threads write spans in a process, and only one of them sends: neither undoes the other.
+        # Two threads of a process write spans.  Only one of them sends, so only that one changes the sum.
+        if nbytes or rank not in self.sent:
             self.sent[rank] += nbytes
         if self.keep is not None and len(self.spans) > 2 * self.keep:
             del self.spans[: self.keep]
@@ -100,7 +101,7 @@ class Trace:
         self.evaluations.append(Evaluation(time, samples, values))
 
     def merge(self, other: Trace) -> None:
-        """Take in what another rank wrote, keeping the order of time."""
+        """Add the trace of another rank.  All entries stay in the order of time."""
         for rank, nbytes in other.sent.items():
             self.sent[rank] += nbytes
         self.staleness_counts.update(other.staleness_counts)
@@ -111,14 +112,14 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """When the last thing in it ended."""
+        """The time at which the last span ended."""
         return max((s.stop for s in self.spans), default=0.0)
 
     def bytes_sent(self, rank: int | None = None) -> int:
         return sum(self.sent.values()) if rank is None else self.sent[rank]
 
     def starts(self, kind: str) -> list[float]:
-        """When each span of a kind began, in order.
+        """The start times of all spans of a kind, in order.
 
         >>> trace = Trace(); trace.span(0, "reply", 2.0, 2.5); trace.span(1, "reply", 1.0, 3.0); trace.starts("reply")
         [1.0, 2.0]
@@ -126,7 +127,7 @@ class Trace:
         return sorted(s.start for s in self.spans if s.kind == kind)
 
     def seconds_by_kind(self, rank: int) -> dict[str, float]:
-        """How long a rank spent in each kind of thing; overlapping spans each count in full."""
+        """The seconds of a rank in spans of each kind.  Overlapping spans count in full."""
         total: dict[str, float] = defaultdict(float)
         for s in self.spans:
             if s.rank == rank:
@@ -134,16 +135,16 @@ class Trace:
         return dict(total)
 
     def mean_period(self, rank: int = 0) -> float | None:
-        """How many steps lay between two synchronisations of parameters, on average; None if there were none."""
+        """The mean number of steps between two synchronisations of parameters; None if there were none."""
         periods = [s.period for s in self.syncs if s.rank == rank]
         return sum(periods) / len(periods) if periods else None
 
     def staleness(self) -> list[int]:
-        """Of each update whose point is still kept; `staleness_counts` knows of all."""
+        """The staleness of each update whose point is kept.  `staleness_counts` has all updates."""
         return [p.staleness for p in self.points if p.staleness is not None]
 
     def mean_staleness(self) -> float | None:
-        """Over all updates, kept or not; None without servers.
+        """The mean over all updates, kept or not; None without servers.
 
         >>> trace = Trace(keep=1)
         >>> for version, staleness in enumerate([0, 1, 2, 3]): trace.point(1.0, 2, version, 8, None, staleness)
@@ -153,7 +154,7 @@ class Trace:
         return mean(self.staleness_counts)
 
     def dumps(self) -> str:
-        """All of it as JSON; equal traces give equal text."""
+        """The whole trace as JSON.  Equal traces give equal text."""
         parts = {
             "sent": self.sent,
             "staleness": dict(sorted(self.staleness_counts.items())),
@@ -166,7 +167,7 @@ class Trace:
 
     @classmethod
     def loads(cls, text: str) -> Trace:
-        """Read what `dumps` wrote, now or before it kept counts of staleness: those are then the points' own.
+        """Read the text of `dumps`.  If it is older and has no counts of staleness, they are counted from the points.
 
         >>> trace = Trace(); trace.point(1.5, 0, 9, 90, 0.4); Trace.loads(trace.dumps()).points[0].loss
         0.4
@@ -185,7 +186,7 @@ class Trace:
         Path(path).write_text(self.dumps())
 
     def digest(self) -> str:
-        """A fingerprint of every byte of it.
+        """A hash of the whole trace.
 
         >>> Trace().digest() == Trace().digest()
         True
@@ -194,7 +195,7 @@ class Trace:
 
 
 def time_to_loss(trace: Trace, target: float) -> float | None:
-    """Virtual or wall seconds until a worker's loss first reaches `target`; None if none ever does.
+    """Virtual or wall seconds until the loss of a worker first reaches `target`; None if it never does.
 
     >>> time_to_loss(Trace(points=[Point(0.0, 0, 0, 0, 2.0), Point(1.5, 0, 9, 90, 0.4)]), target=0.5)
     1.5
@@ -203,7 +204,7 @@ def time_to_loss(trace: Trace, target: float) -> float | None:
 
 
 def mean(counts: Mapping[int, int]) -> float | None:
-    """Of numbers that occur so many times each; None if there are none.
+    """The mean of numbers, each with its count; None if there are none.
 
     >>> mean({0: 3, 4: 1}), mean({})
     (1.0, None)

@@ -1,19 +1,12 @@
-"""Quantities as people write them: "10Gbit/s", "50us", "25MB"."""
+"""Quantities as text: "10Gbit/s", "50us"."""
 
 from __future__ import annotations
 
 import re
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_PER_SECOND = {
-    "s": 1.0,
-    "ms": 1e3,
-    "us": 1e6,
-    "µs": 1e6,
-    "ns": 1e9,
-    "min": 1 / 60,
-    "h": 1 / 3600,
-}  # so that 50us is 5e-05 to the bit
+# Units in a second, because a division makes 50us exactly 5e-05.
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9, "min": 1 / 60, "h": 1 / 3600}
 
 
 def seconds(text: str | float) -> float:
@@ -33,7 +26,7 @@ def seconds(text: str | float) -> float:
 
 
 def bytes_per_second(text: str | float) -> float:
-    """A bandwidth in bytes a second; bits and bytes are told apart by 'bit' and 'B'.
+    """A bandwidth in bytes a second.  The text says 'bit' for bits and 'B' for bytes.
 
     >>> bytes_per_second("10Gbit/s"), bytes_per_second("100MB/s")
     (1250000000.0, 100000000.0)

@@ -335,11 +335,11 @@ def masking(model: Any, batch: Any) -> Tensor:
 
 
 ODD: dict[Any, str] = {
-    penalising: "asks its model for 'parameters'",
+    penalising: "reads 'parameters' of its model",
     masking: "draws random numbers before it calls its model",
-    asking: "asks its model for '0'",
+    asking: "reads '0' of its model",
     calling_twice: "calls its model more than once",
-    casting: "under autocast, which stages do not see",
+    casting: "under autocast, which other stages do not enter",
 }
 
 

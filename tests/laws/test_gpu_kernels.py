@@ -192,10 +192,10 @@ def test_it_does_not_matter_where_vectors_and_messages_lie(codec: Codec):
 @here
 @pytest.mark.parametrize("codec", [OneBit(32), NBit(4, 32), TernGrad()], ids=repr)
 def test_room_of_another_size_is_refused_and_not_overrun(codec: Codec):
-    room = torch.zeros(16, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ValueError, match=r"101 values .* room of shape \(8,\)"):
-        encoded(codec, values(101).to(DEVICE), None, 5, room[:8])
-    assert not room.any()
+    buffer = torch.zeros(16, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"101 values .* buffer of shape \(8,\)"):
+        encoded(codec, values(101).to(DEVICE), None, 5, buffer[:8])
+    assert not buffer.any()
 
 
 @here

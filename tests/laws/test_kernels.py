@@ -232,7 +232,7 @@ def test_vectors_and_messages_that_may_not_be_written_to_are_read(codec: Codec):
 @pytest.mark.parametrize("codec", [OneBit(), Fp16()], ids=str)
 def test_memory_of_another_size_is_refused_and_not_overrun(codec: Codec):
     x = numbers(700, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"700 values .* room of shape \(8,\)"):
+    with pytest.raises(ValueError, match=r"700 values .* buffer of shape \(8,\)"):
         encoded(codec, x, None, out=torch.empty(8, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="size"):
         encoded(codec, x, torch.zeros(699))

@@ -406,7 +406,8 @@ def test_new_chart_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     (tmp_path / "names.py").write_text(
         "from paceline.report.chart import Chart, Figure\n"
-        "CHART = Chart(lambda rows, clock: [Figure('names', '<svg/>', f'{len(rows)} rows')], order=9, heading='Names')\n"
+        "def draw(rows, clock): return [Figure('names', '<svg/>', f'{len(rows)} rows')]\n"
+        "CHART = Chart(draw, order=9, heading='Names')\n"
     )
     monkeypatch.setattr(charts, "__path__", [*charts.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "paceline.report.charts.names", raising=False)

@@ -1,4 +1,4 @@
-"""Virtual time: whole schedules as literals, and a plain word for every way in which ranks can fail each other."""
+"""Virtual time: whole schedules as literals, and a clear error for every mistake of a strategy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Role = Callable[[SimEndpoint], Coroutine[Any, Any, Any]]
 
 
 def play(cluster: Cluster, roles: Role | Mapping[int, Role], *, strict: bool = True) -> Simulator:
-    """Every rank's coroutine to its end; the same for all, or one each."""
+    """Run a coroutine on every rank to its end: the same for all ranks, or one for each."""
     layout = Layout(cluster.workers)
     simulator = Simulator(layout.name)
     world = World(simulator, cluster, layout, strict=strict)
@@ -49,15 +49,15 @@ def spans(simulator: Simulator) -> list[tuple[Any, ...]]:
 
 
 def slow(workers: int, **more: Any) -> Cluster:
-    """100 bytes a second, and half a second until the first of them arrives."""
+    """A cluster with 100 bytes a second and a latency of half a second."""
     return Cluster(workers, **{"bandwidth": 100.0, "latency": 0.5} | more)
 
 
 # Schedules.
 
 
-def test_two_workers_compute_and_meet():
-    """The quicker waits for the other; then 25 float32 take 2 * 0.5 s of latency and 2 * 1/2 * 100 bytes a second."""
+def test_two_workers_compute_and_reduce():
+    """The faster worker waits.  Then 25 float32 take 2 * 0.5 s of latency, and 2 * 1/2 * 100 bytes take 1 s."""
 
     async def role(e: SimEndpoint) -> None:
         for _ in range(2):
@@ -76,7 +76,7 @@ def test_two_workers_compute_and_meet():
     ]
 
 
-def test_two_messages_to_one_receiver_take_turns():
+def test_receiver_gets_two_messages_one_after_the_other():
     arrivals: list[tuple[float, int]] = []
 
     async def sender(e: SimEndpoint) -> None:
@@ -92,7 +92,7 @@ def test_two_messages_to_one_receiver_take_turns():
     assert arrivals == [(1.5, 0), (2.5, 1)]
 
 
-def test_a_network_card_sends_and_receives_at_the_same_time():
+def test_network_card_sends_and_receives_at_the_same_time():
     async def role(e: SimEndpoint) -> None:
         send = e.send(1 - e.rank, Note(values=(torch.zeros(25),)))
         await e.recv()
@@ -102,7 +102,7 @@ def test_a_network_card_sends_and_receives_at_the_same_time():
     assert spans(play(slow(2), role)) == [(0, "send", 0.0, 1.0, 100), (1, "send", 0.0, 1.0, 100)]
 
 
-def test_a_slow_link_slows_only_the_pair_that_it_joins_and_every_collective_over_it():
+def test_slow_link_slows_its_pair_and_every_collective_over_it():
     cluster = slow(3, latency=0.0, links={(0, 2): Link(bandwidth=10.0, latency=1.0)})
 
     async def role(e: SimEndpoint) -> None:
@@ -122,7 +122,7 @@ def test_a_slow_link_slows_only_the_pair_that_it_joins_and_every_collective_over
     ]
 
 
-def test_one_processor_does_one_thing_after_another():
+def test_processor_does_one_task_at_a_time():
     async def role(e: SimEndpoint) -> None:
         first, second = e.busy(1.0), e.busy(2.0)
         await second
@@ -145,7 +145,7 @@ def test_one_processor_does_one_thing_after_another():
         ("ring", "all_to_all", 3 * 0.1 + 0.75, [750, 750, 750, 750]),
     ],
 )
-def test_collectives_cost_what_their_shape_says(collective: Any, kind: str, seconds: float, nbytes: list[int]):
+def test_collectives_cost_what_their_algorithm_says(collective: Any, kind: str, seconds: float, nbytes: list[int]):
     """4 ranks, 1000 bytes each, 1000 bytes a second, 0.1 s of latency (A2 d for the ring)."""
 
     async def role(e: SimEndpoint) -> None:
@@ -163,7 +163,7 @@ def test_collectives_cost_what_their_shape_says(collective: Any, kind: str, seco
 
 
 @pytest.mark.parametrize("src", [0, 2])
-def test_the_bytes_of_a_broadcast_are_sent_by_its_source(src: int):
+def test_source_of_a_broadcast_sends_its_bytes(src: int):
     async def role(e: SimEndpoint) -> None:
         await e.broadcast(torch.ones(250), src)
 
@@ -171,15 +171,15 @@ def test_the_bytes_of_a_broadcast_are_sent_by_its_source(src: int):
     assert [s.nbytes for s in simulator.trace.spans] == [3000 if rank == src else 0 for rank in range(4)]
 
 
-def test_a_ring_over_one_rank_costs_nothing():
+def test_ring_of_one_rank_costs_nothing():
     assert [cost("ring", 1, 1000, Link(10.0, 1.0)).seconds for cost in (network.all_reduce, network.all_gather)] == [
         0.0,
         0.0,
     ]
 
 
-def test_everyone_waits_for_the_straggler():
-    """Forward is half of a gradient; worker 1 takes three times as long."""
+def test_all_workers_wait_for_a_straggler():
+    """Forward takes half of a gradient's time.  Worker 1 takes three times as long."""
     cluster = instant(2, compute=Stragglers(Constant(1.0), slow={1: 3.0}), forward_share=0.5)
     run = simulate(quadratic(steps=2, batch=4), AllReduceSGD(), cluster)
     assert [tuple(s) for s in run.trace.spans if s.rank == 0] == [
@@ -203,13 +203,12 @@ def test_any_gradient_may_be_slow_by_chance():
     assert abs(late - 100) < 4 * math.sqrt(400 * 0.25 * 0.75)  # 4 standard errors.
 
 
-def test_a_straggler_does_not_delay_workers_that_do_not_wait_for_it():
+def test_straggler_does_not_delay_asynchronous_workers():
     from paceline import ParameterServer
 
     run = simulate(quadratic(steps=5, batch=4), ParameterServer(servers=1), instant(2, compute=[1.0, 10.0]))
-    assert [p.time for p in run.trace.points if p.rank == 0] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], (
-        "and works for it"
-    )
+    fast = [p.time for p in run.trace.points if p.rank == 0]
+    assert fast == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], "it takes over work of the slow one"
     assert run.seconds == 20.0
 
 
@@ -220,8 +219,8 @@ class Two(nn.Module):
         self.last = nn.Parameter(torch.zeros(42))
 
 
-def test_buckets_are_exchanged_while_backward_still_runs():
-    """A gradient of 4 s: 2 s forward, then 1 s a bucket, the last parameter's first; 168 bytes and a vote of 32 take 2 s."""
+def test_buckets_are_exchanged_during_backward():
+    """A gradient takes 4 s: 2 s forward, then 1 s for each bucket.  168 bytes and a vote of 32 bytes take 2 s."""
     task = Task(
         Two,
         lambda model, batch: (model.first.sum() + model.last.sum()) * batch[0].mean(),
@@ -242,8 +241,8 @@ def test_buckets_are_exchanged_while_backward_still_runs():
     ]
 
 
-def test_encoding_is_paid_for():
-    """Plain values through a codec at 100 bytes a second: nothing about compression is free."""
+def test_encoding_takes_time():
+    """A codec processes 100 plain bytes a second."""
     from paceline import OneBit
 
     cluster = instant(2, codec_bandwidth=100.0)
@@ -256,7 +255,7 @@ def test_encoding_is_paid_for():
     ]
 
 
-def test_waits_are_counted():
+def test_awaits_are_counted():
     async def role(e: SimEndpoint) -> None:
         for _ in range(3):
             await e.busy(1.0)
@@ -267,29 +266,29 @@ def test_waits_are_counted():
 
     assert play(slow(2), role).waits == 2 * (3 + 1 + 1)
     run = simulate(quadratic(steps=3, batch=4), PeriodicAveraging(period=1), Cluster(workers=2))
-    # A step awaits a local step, which is busy once, and a mean, which meets the others once.
+    # A step awaits a local step with one computation, and a mean with one collective and its routine.
     assert run.waits == 2 * 3 * (2 + 3)
 
 
-# Failures.
+# Errors.
 
 
-def test_a_deadlock_names_every_waiting_rank_and_what_it_waits_for():
-    async def meets(e: SimEndpoint) -> None:
+def test_deadlock_error_names_every_waiting_rank_and_its_op():
+    async def reduces(e: SimEndpoint) -> None:
         await e.busy(1.5)
         await e.all_reduce(torch.ones(1))
 
-    async def listens(e: SimEndpoint) -> None:
+    async def receives(e: SimEndpoint) -> None:
         await e.recv(src=0)
 
-    async def listens_to_anyone(e: SimEndpoint) -> None:
+    async def receives_from_any(e: SimEndpoint) -> None:
         await e.recv()
 
-    async def leaves(e: SimEndpoint) -> None:
+    async def ends(e: SimEndpoint) -> None:
         await e.busy(1.0)
 
     with pytest.raises(ClusterError) as caught:
-        play(slow(4), {0: meets, 1: listens, 2: listens_to_anyone, 3: leaves})
+        play(slow(4), {0: reduces, 1: receives, 2: receives_from_any, 3: ends})
     assert str(caught.value) == (
         "deadlock at virtual time 1.5 s: nothing more can happen, but\n"
         "  worker 0 waits for all_reduce #0 of 4 ranks\n"
@@ -307,9 +306,9 @@ def test_a_deadlock_names_every_waiting_rank_and_what_it_waits_for():
         (lambda e: e.all_reduce(torch.ones(3), torch.zeros(1).double()), r"all_reduce\(\(3,\), torch.float32, False\)"),
         (lambda e: e.broadcast(torch.ones(3), 1), r"broadcast\(\(3,\), torch.float32, 1\)"),
     ],
-    ids=["kind", "shape", "dtype", "tail", "broadcast"],
+    ids=["kind", "shape", "dtype", "extras", "broadcast"],
 )
-def test_collectives_that_do_not_match_name_both_sides(other: Callable[[SimEndpoint], Any], named: str):
+def test_error_for_collectives_that_do_not_match_names_both_calls(other: Callable[[SimEndpoint], Any], named: str):
     async def role(e: SimEndpoint) -> None:
         await e.all_gather(torch.ones(1))
         await (other(e) if e.rank == 1 else e.all_reduce(torch.ones(3)))
@@ -329,12 +328,12 @@ def test_broadcasts_from_different_sources_do_not_match():
         play(slow(2), role)
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "tail", "all_gather", "all_to_all", "broadcast", "send"])
-def test_writing_to_a_buffer_that_is_under_way_is_an_error(how: str):
+@pytest.mark.parametrize("how", ["all_reduce", "extras", "all_gather", "all_to_all", "broadcast", "send"])
+def test_writing_to_a_buffer_in_flight_is_an_error(how: str):
     def begin(e: SimEndpoint, x: torch.Tensor) -> Any:
         if how == "send":
             return e.send(1 - e.rank, Note(values=(x,)))
-        if how == "tail":
+        if how == "extras":
             return e.all_reduce(torch.ones(2), x.double() if e.rank else x)
         if how == "all_to_all":
             return e.all_to_all([x.view(torch.uint8)] * 2)
@@ -356,14 +355,14 @@ def test_writing_to_a_buffer_that_is_under_way_is_an_error(how: str):
     play(slow(2), role, strict=False)
 
 
-def test_a_nan_in_a_buffer_is_no_write():
+def test_nan_in_a_buffer_is_not_a_write():
     async def role(e: SimEndpoint) -> None:
         await e.all_reduce(torch.tensor([math.nan, math.inf, 1.0]))
 
     play(slow(2), role)
 
 
-def test_an_op_that_nobody_awaits_is_an_error():
+def test_op_that_is_never_awaited_is_an_error():
     async def role(e: SimEndpoint) -> None:
         e.all_reduce(torch.ones(1))
         if e.rank == 1:
@@ -375,7 +374,7 @@ def test_an_op_that_nobody_awaits_is_an_error():
     assert str(caught.value) == "started but never awaited:\n" + "\n".join(f"  {line}" for line in expected)
 
 
-def test_an_op_awaited_twice_at_once_is_an_error():
+def test_op_awaited_twice_at_once_is_an_error():
     async def role(e: SimEndpoint) -> None:
         op = e.busy(1.0)
 
@@ -390,7 +389,7 @@ def test_an_op_awaited_twice_at_once_is_an_error():
         play(slow(1), role)
 
 
-def test_a_foreign_op_is_refused_by_name():
+def test_error_for_an_op_of_another_backend_names_it():
     from paceline.op import Op
 
     async def role(e: SimEndpoint) -> None:
@@ -400,7 +399,7 @@ def test_a_foreign_op_is_refused_by_name():
         play(slow(1), role)
 
 
-def test_waiting_for_a_message_times_out_in_virtual_time():
+def test_recv_times_out_in_virtual_time():
     seen: list[Any] = []
 
     async def waits(e: SimEndpoint) -> None:
@@ -420,7 +419,7 @@ def test_waiting_for_a_message_times_out_in_virtual_time():
     assert seen == [(3.0, "rank 0 waited 2 s for a message from worker 1"), "goodbye", 4.5]
 
 
-def test_nobody_writes_to_itself_or_to_a_rank_that_is_not_there():
+def test_send_to_itself_or_to_a_missing_rank_is_an_error():
     async def role(e: SimEndpoint) -> None:
         for dst in (0, 2, -1):
             with pytest.raises(ValueError, match=f"rank 0 sent 'note' to rank {dst}"):
@@ -432,7 +431,7 @@ def test_nobody_writes_to_itself_or_to_a_rank_that_is_not_there():
     play(slow(2), {0: role, 1: nothing})
 
 
-def test_an_error_in_a_task_names_rank_and_virtual_time():
+def test_error_in_a_task_names_rank_and_virtual_time():
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if (batch[0] == 5).any():
             raise ArithmeticError("a bad sample")
@@ -446,7 +445,7 @@ def test_an_error_in_a_task_names_rank_and_virtual_time():
     assert len(caught.value.__notes__) == 1
 
 
-def test_an_error_of_one_rank_reaches_whoever_awaits_it():
+def test_error_in_a_coroutine_is_raised_where_it_is_awaited():
     async def fails(e: SimEndpoint) -> None:
         await e.busy(1.0)
         raise KeyError("x")
@@ -459,7 +458,7 @@ def test_an_error_of_one_rank_reaches_whoever_awaits_it():
     play(slow(1), role)
 
 
-def test_a_group_is_of_its_members():
+def test_group_is_only_for_its_members():
     async def role(e: SimEndpoint) -> None:
         if e.rank < 2:
             x = torch.ones(1)
@@ -478,12 +477,12 @@ def test_a_group_is_of_its_members():
     ("text", "value"),
     [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("2min", 120.0), ("1e-3s", 1e-3), (" 3 s ", 3.0), (0.25, 0.25), (1, 1.0)],
 )
-def test_durations_are_read_as_people_write_them(text: Any, value: float):
+def test_durations_are_parsed(text: Any, value: float):
     assert units.seconds(text) == pytest.approx(value, rel=1e-15)
 
 
 @pytest.mark.parametrize("text", ["", "5", "us", "5 parsecs", "-5s", "five s", "1.2.3s"])
-def test_what_is_no_duration_is_refused_with_an_example(text: str):
+def test_error_for_a_wrong_duration_has_an_example(text: str):
     with pytest.raises(ValueError, match=f"{text!r} is not a duration.*50us"):
         units.seconds(text)
 
@@ -491,12 +490,12 @@ def test_what_is_no_duration_is_refused_with_an_example(text: str):
 @pytest.mark.parametrize(
     ("text", "value"), [("10Gbit/s", 1.25e9), ("100MB/s", 1e8), ("1.5 kB/s", 1500.0), ("8bit/s", 1.0), (7, 7.0)]
 )
-def test_bandwidths_tell_bits_from_bytes(text: Any, value: float):
+def test_bandwidths_distinguish_bits_and_bytes(text: Any, value: float):
     assert units.bytes_per_second(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "10", "10G", "10Gb/s", "10Gbps", "-1MB/s", "1.2.3MB/s"])
-def test_what_is_no_bandwidth_is_refused_with_an_example(text: str):
+def test_error_for_a_wrong_bandwidth_has_an_example(text: str):
     with pytest.raises(ValueError, match=f"{text!r} is not a bandwidth.*10Gbit/s"):
         units.bytes_per_second(text)
 
@@ -514,7 +513,7 @@ def test_what_is_no_bandwidth_is_refused_with_an_example(text: str):
         ({"latency": "soon"}, r"'soon' is not a duration"),
     ],
 )
-def test_a_cluster_that_cannot_be_is_refused_by_name(settings: dict[str, Any], named: str):
+def test_error_for_an_impossible_cluster_names_the_setting(settings: dict[str, Any], named: str):
     with pytest.raises(ValueError, match=named):
         Cluster(**{"workers": 2} | settings)
 
@@ -534,19 +533,19 @@ def test_a_cluster_that_cannot_be_is_refused_by_name(settings: dict[str, Any], n
     ],
     ids=str,
 )
-def test_a_cluster_is_checked_when_it_is_made_not_in_the_middle_of_a_run(settings: dict[str, Any]):
+def test_cluster_is_checked_when_it_is_created(settings: dict[str, Any]):
     with pytest.raises(ValueError):
         Cluster(**{"workers": 2} | settings)
 
 
-def test_log_normal_times_have_their_median():
-    """4 standard errors of a median: 1.2533 sigma / sqrt(n) in the logarithm."""
+def test_log_normal_times_have_the_given_median():
+    """The bound is 4 standard errors of a median: 1.2533 sigma / sqrt(n) in the logarithm."""
     run = simulate(quadratic(steps=999, batch=4), PeriodicAveraging(period=1), instant(1, compute=LogNormal(2.0, 0.4)))
     took = sorted(s.stop - s.start for s in run.trace.spans if s.kind == "gradient")
     assert abs(math.log(took[499] / 2.0)) < 4 * 1.2533 * 0.4 / math.sqrt(999)
 
 
-def test_layouts_name_their_ranks():
+def test_layout_names_its_ranks():
     layout = Layout(workers=2, servers=2)
     assert [layout.name(r) for r in range(4)] == ["worker 0", "worker 1", "server 0 (rank 2)", "server 1 (rank 3)"]
     assert list(layout.worker_ranks) == [0, 1] and list(layout.server_ranks) == [2, 3] and layout.size == 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.codecs import kernels
 from paceline.codecs.codec import Codec, Unencodable
 from paceline.codecs.floats import Fp32
-from paceline.codecs.layout import aligned
+from paceline.codecs.layout import aligned, check_out
 from paceline.codecs.qsgd import TernGrad
 from paceline.codecs.wrapper import Wrapper
 
@@ -270,10 +270,8 @@ def _encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Te
     assert isinstance(codec, Combinator)
     pieces = codec.pieces(x.numel())
     nbytes = codec.nbytes(x.numel())
-    if out is not None and nbytes is not None and out.shape != (nbytes,):
-        raise ValueError(
-            f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given a buffer of shape {tuple(out.shape)}"
-        )
+    if nbytes is not None:
+        check_out(codec, x.numel(), nbytes, out)
     message = torch.empty(nbytes, dtype=torch.uint8, device=x.device) if out is None and nbytes is not None else out
     rng = _started(seed) if codec.is_random else None
     parts: list[Tensor] = []

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from paceline.codecs.codec import Codec
 
 LANES = 32  # Every device adds in this many lanes.
 MOST_INDEXED = 2**31  # An index has 31 bits.
@@ -16,14 +21,14 @@ def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.numel(), dtype=dtype, device=x.device).copy_(x.detach().reshape(-1))
 
 
-def is_straight(data: Tensor) -> bool:
+def is_aligned(data: Tensor) -> bool:
     """Whether wider types can be read from `data` in place."""
     return data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 and data.is_contiguous()
 
 
 def aligned(data: Tensor) -> Tensor:
     """`data` at an address where wider types can be read; a copy if it is not aligned inside a longer message."""
-    return data if is_straight(data) else data.clone()
+    return data if is_aligned(data) else data.clone()
 
 
 def bucketed(x: Tensor, bucket: int) -> Tensor:
@@ -118,3 +123,24 @@ def check_indexable(owner: object, numel: int) -> None:
         raise ValueError(
             f"{owner} was given {numel} values: its indices end at 2**31 - 1, so encode parts of the vector"
         )
+
+
+def check_out(codec: Codec, numel: int, nbytes: int, out: Tensor | None) -> None:
+    """Raise ValueError for an output buffer of the wrong size."""
+    if out is not None and out.shape != (nbytes,):
+        raise ValueError(
+            f"{codec} encodes {numel} values in {nbytes} bytes, but was given a buffer of shape {tuple(out.shape)}"
+        )
+
+
+def buffer_for(codec: Codec, x: Tensor, out: Tensor | None) -> Tensor:
+    """The buffer to encode `x` into: `out` if it is aligned, otherwise a new one."""
+    nbytes = codec.nbytes(x.numel())
+    assert nbytes is not None
+    check_out(codec, x.numel(), nbytes, out)
+    return out if out is not None and is_aligned(out) else torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+
+
+def put(data: Tensor, out: Tensor | None) -> Tensor:
+    """`data`, copied into `out` if that is given and another tensor."""
+    return data if out is None or out.data_ptr() == data.data_ptr() else out.copy_(data)

@@ -1,7 +1,7 @@
 """The optical handwritten digits of E. Alpaydin and C. Kaynak (UCI Machine Learning Repository, 1998, CC BY 4.0).
 
-1,797 images of 8x8 pixels, the test part of the original, as scikit-learn hands them out too.  Small enough to travel with
-the package, real enough that a worse method scores worse.
+1,797 images of 8x8 pixels, the test part of the original; scikit-learn distributes the same ones.  They are small
+enough to be part of the package, and real enough that a worse method has a worse accuracy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TEST_SAMPLES = 360
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training pixels and labels, then test pixels and labels: always the same 1,437 and 360 images.
+    """The pixels and labels for training, then those for testing: always the same 1,437 and 360 images.
 
     >>> x, y, test_x, test_y = digits()
     >>> x.shape, test_x.shape, float(x.max()), y.dtype
@@ -25,9 +25,10 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     [31, 35, 39, 33, 44, 29, 40, 40, 28, 41]
     """
     with as_file(files(__name__) / "digits.npz") as path, np.load(path, allow_pickle=False) as stored:
-        pixels, labels = stored["pixels"], stored["labels"]
-    # The file keeps the original order, in which neighbours share a writer.  A shuffle of our own: numpy promises the stream
-    # of RandomState across its versions, torch promises none.
+        pixels = stored["pixels"]
+        labels = stored["labels"]
+    # The file has the original order, in which neighbours are by the same writer, so shuffle.  RandomState gives the
+    # same numbers in all versions of numpy; torch promises no such thing.
     order = np.random.RandomState(0).permutation(len(labels))
     x = torch.from_numpy(pixels[order].astype(np.float32) / np.float32(16.0))
     y = torch.from_numpy(labels[order].astype(np.int64))

@@ -1,6 +1,6 @@
-"""Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, MIT licence): 70,000 grey images of 28x28 pixels, of ten kinds of clothes.
+"""Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, MIT licence): 70,000 grey images of 28x28 pixels, in ten classes.
 
-It is not part of the package: `load` reads its four IDX files, compressed or not, from a folder.
+It is not part of the package.  `load` reads its four IDX files, compressed or not, from a folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLASSES = 10
 
 
 class NoData(FileNotFoundError):
-    """The data set is not where it was looked for."""
+    """The folder does not contain the data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,16 @@ class FashionMnist:
 
 
 def load(path: str | os.PathLike[str] | None = None) -> FashionMnist:
-    """The data set out of the folder `path`, by default the one of Debian's package `dataset-fashion-mnist`."""
+    """Read the data set from the folder `path`, by default that of Debian's package `dataset-fashion-mnist`."""
     folder = FOLDER if path is None else Path(path)
     return FashionMnist(*_part(folder, "train"), *_part(folder, "t10k"))
 
 
 def _part(folder: Path, name: str) -> tuple[Tensor, Tensor]:
-    image_file, label_file = _found(folder, f"{name}-images-idx3-ubyte"), _found(folder, f"{name}-labels-idx1-ubyte")
-    images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1)
+    image_file = _found(folder, f"{name}-images-idx3-ubyte")
+    label_file = _found(folder, f"{name}-labels-idx1-ubyte")
+    images = read_idx(image_file, dimensions=3)
+    labels = read_idx(label_file, dimensions=1)
     if len(images) != len(labels):
         raise ValueError(f"{image_file} holds {len(images)} images, but {label_file} holds {len(labels)} labels")
     if len(labels) and (largest := int(labels.max())) >= CLASSES:
@@ -56,12 +58,12 @@ def _found(folder: Path, name: str) -> Path:
             return path
     raise NoData(
         f"no {name}.gz or {name} in {folder}: install the Debian package {PACKAGE} (apt-get install {PACKAGE}), "
-        "or name a folder that has the data set's four files, load(path=...)"
+        "or give the folder with the data set's four files, load(path=...)"
     )
 
 
 def read_idx(path: Path, *, dimensions: int) -> Tensor:
-    """The unsigned bytes of an IDX file of so many dimensions: its magic number, a 4-byte size of each dimension, the values."""
+    """The unsigned bytes of an IDX file: a magic number, a 4-byte size of each dimension, then the values."""
     data = _bytes(path)
     begin = 4 + 4 * dimensions
     if len(data) < begin:
@@ -71,13 +73,15 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
     magic = int.from_bytes(data[:4], "big")
     if magic != (wanted := 0x0800 + dimensions):
         raise ValueError(
-            f"{path} begins with {magic:#010x}: an IDX file of unsigned bytes in {dimensions} dimensions begins with {wanted:#010x}"
+            f"{path} begins with {magic:#010x}: an IDX file of unsigned bytes in {dimensions} dimensions "
+            f"begins with {wanted:#010x}"
         )
     shape = [int.from_bytes(data[i : i + 4], "big") for i in range(4, begin, 4)]
     if len(data) - begin != math.prod(shape):
         fault = "is truncated" if len(data) - begin < math.prod(shape) else "is too long"
         raise ValueError(
-            f"{path} {fault}: {math.prod(shape)} values of shape {shape} are announced, {len(data) - begin} follow"
+            f"{path} {fault}: its header says {math.prod(shape)} values of shape {shape}, "
+            f"but it has {len(data) - begin}"
         )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)[begin:].view(shape)
 
@@ -91,4 +95,4 @@ def _bytes(path: Path) -> bytes:
     except EOFError as error:
         raise ValueError(f"{path} is truncated: its compressed data ends too soon") from error
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not what gzip has written: {error}") from error
+        raise ValueError(f"{path} is not a valid gzip file: {error}") from error

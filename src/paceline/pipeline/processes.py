@@ -1,7 +1,7 @@
-"""A replica whose stages are processes of their own: one minibatch at a time goes through them by torch.distributed.pipelining.
+"""A replica whose stages are processes; torch.distributed.pipelining moves microbatches through them.
 
-Cut into m microbatches it gives the gradient that `Task(accumulate=m)` gives of the whole model.  Stage k of replica r is rank
-r * stages + k; it runs its strategy among the same stages of the other replicas, and decides together with its own replica's.
+With m microbatches, the gradient is that of `Task(accumulate=m)` for the whole model.  Stage k of replica r is rank
+r * stages + k.  It runs its strategy with stage k of the other replicas.  All stages of a replica decide together.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ Order = Literal["1f1b", "gpipe"]
 
 
 class Stages:
-    """The ranks that hold a replica together: `group` joins them, in the order of their stages."""
+    """The ranks of one replica, in the order of their stages, and their process group."""
 
     def __init__(self, endpoint: ProcessEndpoint, stage: int, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-        self.endpoint, self.stage, self.ranks, self.group = endpoint, stage, tuple(ranks), group
+        self.endpoint = endpoint
+        self.stage = stage
+        self.ranks = tuple(ranks)
+        self.group = group
 
-    def tell(self, numbers: Sequence[float]) -> Op[list[list[float]]]:
-        """Every stage's numbers."""
+    def all_gather(self, numbers: Sequence[float]) -> Op[list[list[float]]]:
+        """The numbers of every stage."""
         mine = torch.tensor(numbers, dtype=torch.float64)
-        told = [torch.empty_like(mine) for _ in self.ranks]
+        gathered = [torch.empty_like(mine) for _ in self.ranks]
         self._count((len(self.ranks) - 1) * mine.nbytes)
-        return Work(
-            "stages", [dist.all_gather(told, mine, group=self.group, async_op=True)], lambda: [t.tolist() for t in told]
-        )
+        work = dist.all_gather(gathered, mine, group=self.group, async_op=True)
+        return Work("stages", [work], lambda: [t.tolist() for t in gathered])
 
     def assemble(self, split: Split, whole: nn.Module) -> None:
-        """Bring what every stage has now into a `whole` model, on every rank."""
+        """Copy the tensors of every stage into a `whole` model, on every rank."""
         for k, stage in enumerate(split.stages):
             for name, values in everything(stage):
                 into = _tensor(whole, name)
                 if k == self.stage:
                     into.copy_(values)
                     self._count(into.nbytes)
-                Work(
-                    "assemble", [dist.broadcast(into, self.ranks[k], group=self.group, async_op=True)], lambda: None
-                ).wait()
+                work = dist.broadcast(into, self.ranks[k], group=self.group, async_op=True)
+                Work("assemble", [work], lambda: None).wait()
 
     def _count(self, nbytes: int) -> None:
         now = self.endpoint.now()
@@ -66,10 +67,12 @@ class Stages:
 
 
 class Pipeline:
-    """This process's stage at work."""
+    """The forward and backward passes of this process's stage."""
 
     def __init__(self, task: Task, split: Split, stages: Stages, *, microbatches: int | None, order: Order) -> None:
-        self.task, self.split, self.stages = task, split, stages
+        self.task = task
+        self.split = split
+        self.stages = stages
         self.microbatches = microbatches or usual_microbatches(task, len(split.stages))
         self._order: Order = order
         self._schedules: dict[tuple[Any, ...], tuple[PipelineScheduleSingle, int]] = {}
@@ -77,15 +80,17 @@ class Pipeline:
         self._samples = 0
 
     def backward(self, batch: Batch) -> tuple[float, int]:
-        """Add the gradient of the batch's loss to each parameter's `.grad`; the loss, on the last stage, and the bytes sent."""
-        samples, nbytes, losses = len(batch[0]), 0, list[Tensor]()
+        """Add the gradient of the loss to each `.grad`.  Returns the loss (on the last stage) and the bytes sent."""
+        samples = len(batch[0])
+        nbytes = 0
+        losses: list[Tensor] = []
         passes = min(self.microbatches, samples)
-        # torch's schedules take microbatches of one size only, and of these the first ones may have a sample more than the others.
+        # A schedule of torch has microbatches of one size only.  The first microbatches may have one sample more.
         larger = samples % passes
         start = larger * (samples // passes + 1)
-        for part, among in ((slice(0, start), larger), (slice(start, samples), passes - larger)):
-            if among:
-                nbytes += self._pass(tuple(t[part] for t in batch), among, samples, losses)
+        for part, microbatches in ((slice(0, start), larger), (slice(start, samples), passes - larger)):
+            if microbatches:
+                nbytes += self._pass(tuple(t[part] for t in batch), microbatches, samples, losses)
         return float(torch.stack(losses).sum()) if losses else 0.0, nbytes
 
     def _pass(self, batch: Batch, passes: int, samples: int, losses: list[Tensor]) -> int:
@@ -101,9 +106,9 @@ class Pipeline:
                 own: list[Tensor] = []
                 schedule.step(target=torch.arange(len(batch[0])), losses=own)
                 losses += [loss.detach() for loss in own]
-        except RuntimeError as error:  # torch says no more precisely whether it was a peer, or the model.
+        except RuntimeError as error:  # Only the text says whether a peer or the model failed.
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                raise ClusterError(f"another stage of this replica is gone: {error}") from error
+                raise ClusterError(f"another stage of this replica is dead: {error}") from error
             raise
         return nbytes
 
@@ -114,19 +119,20 @@ class Pipeline:
         return loss if len(where) == self._samples else loss * (len(where) / self._samples)
 
     def _schedule(self, passes: int, x: Tensor) -> tuple[PipelineScheduleSingle, int]:
-        """One for so many microbatches of such an input, and the bytes that it sends."""
+        """A schedule for this number of microbatches of this shape, and the bytes that it sends."""
         size = len(x) // passes
         key = (passes, size, x.shape[1:], x.dtype)
         if key not in self._schedules:
-            from torch.distributed import pipelining  # It takes a second, and few need it.
+            from torch.distributed import pipelining  # The import takes a second, and few users need it.
 
-            stage, stages = self.stages.stage, len(self.stages.ranks)
+            stage = self.stages.stage
+            stages = len(self.stages.ranks)
             passed = self.split.passed(x[:size])
             shapes = [
                 x[:size].to("meta"),
                 *(torch.empty(y.shape, dtype=y.dtype, device="meta", requires_grad=True) for y in passed),
             ]
-            # With all shapes given torch need not tell them from stage to stage, which it does by pickle.
+            # With all shapes given, torch does not send them from stage to stage; it would use pickle.
             place = pipelining.PipelineStage(
                 self.split.stages[stage],
                 stage,
@@ -137,19 +143,21 @@ class Pipeline:
                 group=self.stages.group,
             )
             sent = (shapes[stage].nbytes if stage else 0) + (shapes[stage + 1].nbytes if stage < stages - 1 else 0)
-            # With fewer microbatches than stages all of them are under way at once in either order, and torch knows only one.
+            # With fewer microbatches than stages both orders are the same, and torch supports only one of them.
             is_plain = self._order == "gpipe" or passes < stages
             schedule = pipelining.ScheduleGPipe if is_plain else pipelining.Schedule1F1B
-            self._schedules[key] = schedule(place, passes, loss_fn=self._loss, scale_grads=False), passes * sent
+            self._schedules[key] = (schedule(place, passes, loss_fn=self._loss, scale_grads=False), passes * sent)
         return self._schedules[key]
 
 
 class StageLearner(TaskLearner):
-    """Computes this stage's gradients, when they are waited for, together with the other stages of its replica."""
+    """Computes this stage's gradients together with the other stages of its replica, when they are awaited."""
 
     def __init__(self, trainee: Trainee, endpoint: ProcessEndpoint, pipeline: Pipeline) -> None:
         super().__init__(trainee)
-        self.endpoint, self.pipeline, self.stages = endpoint, pipeline, pipeline.stages
+        self.endpoint = endpoint
+        self.pipeline = pipeline
+        self.stages = pipeline.stages
         self._names = [n for n, _ in pipeline.split.model.named_parameters(remove_duplicate=False)]
         self._bad: str | None = None
 
@@ -180,24 +188,25 @@ class StageLearner(TaskLearner):
         return Begun("step", partial(self._step, replica, g))
 
     def _step(self, replica: Replica, g: Tensor) -> None:
-        if any(refused for [refused] in self.stages.tell([0.0]).wait()):
+        if any(refused for [refused] in self.stages.all_gather([0.0]).wait()):
             replica.batch.skipped += 1
         else:
             self.trainee.step(g)
 
     def skip(self, replica: Replica) -> Op[None]:
-        """An update that this stage cannot take, as somebody's has NaN in it, the others must not take either."""
+        """Skip an update with NaN.  The other stages of the replica must skip it too."""
         return Begun("skip", self._skip)
 
     def _skip(self) -> None:
-        self.stages.tell([1.0]).wait()
+        self.stages.all_gather([1.0]).wait()
 
     async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
-        return [sum(column) for column in zip(*await self.stages.tell(numbers), strict=True)]
+        return [sum(column) for column in zip(*await self.stages.all_gather(numbers), strict=True)]
 
     def _backward(self, replica: Replica) -> bool:
-        """Compute the next minibatch's gradient; whether there was one."""
-        trainee, endpoint = self.trainee, self.endpoint
+        """Compute the gradient of the next minibatch; False if there is none."""
+        trainee = self.trainee
+        endpoint = self.endpoint
         batch = trainee.draw(replica.cursor.step, replica.cursor.shard)
         replica.batch.begin(0 if batch is None else len(batch[0]))
         if batch is None:
@@ -207,26 +216,29 @@ class StageLearner(TaskLearner):
             loss, nbytes = self.pipeline.backward(batch)
         endpoint.trace.span(replica.rank, "gradient", start, endpoint.now(), nbytes)
         self._agree(loss)
-        if self.stages.stage == 0:  # The replica's points, once.
+        if self.stages.stage == 0:  # One point for the whole replica.
             endpoint.trace.point(endpoint.now(), replica.rank, replica.cursor.step, len(batch[0]), trainee.loss)
         return True
 
     def _agree(self, loss: float) -> None:
-        """Let all stages know the loss, and the first parameter of the whole model with NaN or infinity in its gradient."""
-        name, none = self.flat.first_nonfinite_grad(), len(self._names)
-        told = self.stages.tell([loss, float(none if name is None else self._names.index(name))]).wait()
-        self.trainee.loss = told[-1][0]
-        first = int(min(bad for _, bad in told))
+        """Give all stages the loss, and the first parameter of the whole model with NaN or infinity in its gradient."""
+        name = self.flat.first_nonfinite_grad()
+        none = len(self._names)
+        mine = none if name is None else self._names.index(name)
+        gathered = self.stages.all_gather([loss, float(mine)]).wait()
+        self.trainee.loss = gathered[-1][0]
+        first = int(min(bad for _, bad in gathered))
         self._bad = None if first == none else self._names[first]
 
     def evaluated(self, vector: Tensor | None) -> dict[str, float]:
-        """What the task's evaluation says of the whole model, on the first stage."""
+        """The task's evaluation of the whole model, on the first stage; empty on the others."""
         model = self.whole(vector)
         return self.trainee.task.evaluated(model) if self.stages.stage == 0 else {}
 
     def whole(self, vector: Tensor | None = None) -> nn.Module:
-        """The whole model as it has been trained, on every stage of this replica; or with another vector in this stage's place."""
-        model, kept = self.trainee.task.build(), self.flat.params.clone()
+        """The whole trained model, on every stage; with `vector`, this stage has these parameters, not its own."""
+        model = self.trainee.task.build()
+        kept = self.flat.params.clone()
         if vector is not None:
             self.flat.params.copy_(vector)
         self.stages.assemble(self.pipeline.split, model)
@@ -235,7 +247,7 @@ class StageLearner(TaskLearner):
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer by any of its names."""
+    """A parameter or buffer by its name; a shared one has several names."""
     owner, _, last = name.rpartition(".")
     return getattr(model.get_submodule(owner), last).detach()
 
@@ -243,14 +255,14 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 def staged(
     job: Job, task: Task, model: nn.Module, stages: int | Sequence[str], microbatches: int | None, order: Order
 ) -> StageLearner:
-    """This process's stage of the model, within its replica and among the same stages of the others."""
+    """The learner of this process's stage: within its replica, and with the same stage of the other replicas."""
     depth = count(stages)
     workers = job.workers // depth
     replica, stage = divmod(job.rank, depth)
     parts = split_for(task, model, stages, workers)
     for k, other in enumerate(parts.stages):
         if k != stage:
-            other.to("meta")  # Another process holds it.
+            other.to("meta")  # Another process has it.
     endpoint = job.endpoint.group([r * depth + stage for r in range(workers)])
     ranks = [replica * depth + k for k in range(depth)]
     pipeline = Pipeline(

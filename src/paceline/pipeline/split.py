@@ -1,8 +1,8 @@
-"""split: a model as several stages of consecutive layers, for a replica that several workers hold together (DistBelief, 2012).
+"""split: a model as several stages of consecutive layers, for a replica on several machines (DistBelief, 2012).
 
-A stage can begin at any layer before which one tensor is all that later layers need, so that tensor is all that travels; its
-parameters, under the names they had, stay where it is.  The stages one after the other are the whole model: the same outputs and
-gradients.
+A stage can start at a layer if all later layers need only one tensor from the layers before it.  Only this tensor is
+sent between stages.  The stages in sequence are the whole model: they have the same outputs and gradients, and their
+parameters have the same names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 @dataclass(frozen=True)
 class Split:
-    """A model and its stages, which share its parameters; each `begins` with a layer and has a cost, in the unit of `split`."""
+    """A model and its stages, which share its parameters; each stage's first layer (`begins`) and its cost."""
 
     model: nn.Module
     stages: tuple[nn.Module, ...]
@@ -29,15 +29,15 @@ class Split:
     costs: tuple[int, ...]
 
     def passed(self, x: Tensor) -> list[Tensor]:
-        """What each stage would hand on of an input like `x`, as tensors without memory; the last one's is the output."""
+        """The output of each stage for an input like `x`, as tensors without memory."""
         return list(_passed(self.stages, x))
 
 
 def split(model: nn.Module, parts: int | Sequence[str], sample: Tensor | None = None) -> Split:
-    """Cut `model` into so many stages, as equal as can be, or at the layers with these names, each of which begins a new stage.
+    """Cut `model` into stages: a number of balanced ones, or with a new stage at each layer named in `parts`.
 
-    Equal is what has as many parameters; or, with a `sample` of the model's input, takes as many floating-point operations, and
-    then the fewest bytes pass from stage to stage.
+    Balanced stages have about the same number of parameters.  With a `sample` of the model's input, they have about the
+    same number of floating-point operations, and then as few bytes as possible pass between them.
 
     >>> split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)), 2).begins
     ('0', '2')
@@ -46,12 +46,13 @@ def split(model: nn.Module, parts: int | Sequence[str], sample: Tensor | None = 
     layers = _layers(model, call)
     if isinstance(parts, int):
         if parts < 1:
-            raise ValueError(f"{call}: a model has at least 1 stage")
+            raise ValueError(f"{call}: there must be at least 1 stage")
         trainable = [any(p.requires_grad for p in layer.module(model).parameters()) for layer in layers]
         if parts > sum(trainable):
             raise ValueError(
-                f"{call}: only {sum(trainable)} of the layers that a stage can begin with have parameters to train, and each stage needs "
-                f"one of them; they are {_listed([y.name for y, t in zip(layers, trainable, strict=True) if t])}"
+                f"{call}: only {sum(trainable)} of the layers at which a stage can start have parameters to train, "
+                "and each stage needs one of them; "
+                f"they are {_listed([y.name for y, t in zip(layers, trainable, strict=True) if t])}"
             )
         costs, cuts = _weights(model, layers, sample)
         begins = balanced(costs, cuts, parts, trainable)
@@ -59,7 +60,8 @@ def split(model: nn.Module, parts: int | Sequence[str], sample: Tensor | None = 
         begins = [0, *(_place(name, layers, call) for name in parts)]
         if any(a >= b for a, b in pairwise(begins)):
             raise ValueError(
-                f"{call}: name the layers in the order in which the model calls them, {_listed([y.name for y in layers])}"
+                f"{call}: name the layers in the order in which the model calls them, "
+                f"{_listed([y.name for y in layers])}"
             )
         costs, _ = _weights(model, layers, sample)
     ends = [*begins[1:], len(layers)]
@@ -72,17 +74,19 @@ def split(model: nn.Module, parts: int | Sequence[str], sample: Tensor | None = 
 
 
 def balanced(costs: Sequence[int], cuts: Sequence[int], parts: int, trainable: Sequence[bool]) -> list[int]:
-    """With which layers to begin `parts` stages, so that the most costly is the least, and then the sum of `cuts` at their beginnings.
+    """The first layers of `parts` stages: with the smallest maximal cost of a stage, then the smallest sum of `cuts`.
 
-    Every stage gets a layer that is `trainable`.  What remains alike begins late: an activation stays with the layer before it.
+    Every stage has a layer that is `trainable`.  Among equal choices stages start late, so that an activation function
+    stays with the layer before it.
 
     >>> balanced([1, 1, 1, 3], [0, 8, 8, 8], 2, [True] * 4)
     [0, 3]
     """
-    sums, counts = [0, *accumulate(costs)], [0, *accumulate(trainable)]
+    sums = [0, *accumulate(costs)]
+    counts = [0, *accumulate(trainable)]
 
     def best(cost_of: Callable[[int, int], float], join: Callable[[float, float], float]) -> tuple[float, list[int]]:
-        """The least that the stages' costs can be joined to; found for one stage more at a time, up to each layer."""
+        """The smallest joined cost of all stages, by dynamic programming over the stages and the layers."""
         least: list[tuple[float, list[int]]] = [(cost_of(0, stop), [0]) for stop in range(len(costs) + 1)]
         for _ in range(parts - 1):
             least = [
@@ -104,7 +108,7 @@ def balanced(costs: Sequence[int], cuts: Sequence[int], parts: int, trainable: S
 
 @dataclass(frozen=True)
 class _Layer:
-    """A stretch of a model's graph: what comes in, what is computed, what goes out."""
+    """A part of a model's graph: its input, its nodes and its output."""
 
     name: str
     entering: fx.Node
@@ -112,7 +116,7 @@ class _Layer:
     leaving: fx.Node
 
     def module(self, model: nn.Module) -> fx.GraphModule:
-        """It as a module of its own, with the model's own layers in it."""
+        """This part as a module, with the model's own layers in it."""
         graph = fx.Graph()
         copies = {self.entering: graph.placeholder("x")}
 
@@ -123,37 +127,39 @@ class _Layer:
 
         for node in self.nodes:
             copy(node)
-        graph.output(graph.call_method("contiguous", (copy(self.leaving),)))  # As it is sent.
+        graph.output(graph.call_method("contiguous", (copy(self.leaving),)))  # It is sent, so it must be contiguous.
         return fx.GraphModule(model, graph, type(model).__name__)
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the model's own forward and those of plain containers; every other module is a layer."""
+    """Traces the model's own forward and those of nn.Sequential.  Every other module is a layer."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not isinstance(m, nn.Sequential)
 
 
 def _layers(model: nn.Module, call: str) -> list[_Layer]:
-    """The stretches of the model between the places at which it can be cut."""
+    """The parts of the model between the places at which it can be cut."""
     try:
         graph = _Tracer().trace(model)
-    except Exception as error:  # Whatever a forward does with what is not a tensor yet.
+    except Exception as error:  # A forward may raise any error when it gets a proxy instead of a tensor.
         raise ValueError(
-            f"{call}: its forward cannot be read as a graph of layers ({error}); write it as a chain of modules, or train it whole"
+            f"{call}: its forward cannot be read as a graph of layers ({error}); "
+            "write it as a chain of modules, or train it with one stage"
         ) from error
     inputs = [n for n in graph.nodes if n.op == "placeholder" and (n.users or not n.args)]
     [output] = [n for n in graph.nodes if n.op == "output"]
     if len(inputs) != 1 or not isinstance(output.args[0], fx.Node):
         raise ValueError(
-            f"{call}: its forward takes {[str(n.target) for n in inputs]} and returns {output.args[0]}; a model that is split takes one "
-            "tensor and returns one"
+            f"{call}: its forward takes {[str(n.target) for n in inputs]} and returns {output.args[0]}; "
+            "a model that is split must take one tensor and return one"
         )
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
     place = {n: i for i, n in enumerate(nodes)} | {inputs[0]: -1, output: len(nodes)}
     last_use = {n: max((place[u] for u in n.users if u in place), default=-1) for n in (inputs[0], *nodes)}
-    places, entering = [0], [inputs[0]]
-    is_begun = False  # Whether there is a layer already: what is done to the input before the first belongs to it.
+    places = [0]
+    entering = [inputs[0]]
+    is_begun = False  # Whether there was a layer.  Operations before the first layer belong to the first part.
     for i, node in enumerate(nodes):
         if node.op == "call_module":
             crossing = [n for n in (inputs[0], *nodes[:i]) if last_use[n] >= i]
@@ -162,7 +168,7 @@ def _layers(model: nn.Module, call: str) -> list[_Layer]:
                 entering.append(crossing[0])
             is_begun = True
     if not is_begun:
-        raise ValueError(f"{call}: its forward calls no layers, and there is nothing to cut between")
+        raise ValueError(f"{call}: its forward calls no layers, so it cannot be cut between layers")
     ends = [*places[1:], len(nodes)]
     leaving = [*entering[1:], output.args[0]]
     return [
@@ -180,18 +186,21 @@ def _place(name: str, layers: Sequence[_Layer], call: str) -> int:
     if name in names[1:]:
         return names.index(name)
     if name == names[0]:
-        raise ValueError(f"{call}: the first stage begins at '{name}' anyway; name the layers at which the others do")
+        raise ValueError(
+            f"{call}: the first stage always starts at '{name}'; name the layers at which the others start"
+        )
     if any(n.op == "call_module" and n.target == name for y in layers for n in y.nodes):
         raise ValueError(
-            f"{call}: no stage can begin at '{name}', as more than one tensor would have to pass to it; one can at {_listed(names[1:])}"
+            f"{call}: no stage can start at '{name}', because more than one tensor would have to pass to it; "
+            f"a stage can start at {_listed(names[1:])}"
         )
     near = get_close_matches(name, names[1:], n=1, cutoff=0.0)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise ValueError(f"{call}: there is no layer '{name}'; {hint}a stage can begin at {_listed(names[1:])}")
+    raise ValueError(f"{call}: there is no layer '{name}'; {hint}a stage can start at {_listed(names[1:])}")
 
 
 def _weights(model: nn.Module, layers: Sequence[_Layer], sample: Tensor | None) -> tuple[list[int], list[int]]:
-    """What each layer costs, and the bytes that pass to it."""
+    """The cost of each layer, and the bytes that pass to it."""
     modules = [layer.module(model) for layer in layers]
     parameters = [sum(p.numel() for p in m.parameters()) for m in modules]
     if sample is None:
@@ -204,16 +213,17 @@ def _weights(model: nn.Module, layers: Sequence[_Layer], sample: Tensor | None) 
         with FlopCounterMode(display=False) as counter:
             next(passed)
         costs.append(counter.get_total_flops())
-    # Looking up and adding count for nothing there; a model that does no more is weighed by its parameters after all.
+    # The counter ignores embeddings and additions.  For a model with nothing else, the cost is that of parameters.
     return costs if any(costs) else parameters, [0, *(y.nbytes for y in _passed(modules[:-1], sample))]
 
 
 def _passed(modules: Sequence[nn.Module], x: Tensor) -> Iterator[Tensor]:
-    """What modules one after the other make of `x`, in shapes alone."""
+    """The outputs of modules in sequence for the input `x`, as shapes only."""
     from torch._subclasses import FakeTensorMode
 
-    # Not on the meta device: layers may make tensors of their own, masks say, and these are where `x` is.
-    shapes, device = FakeTensorMode(allow_non_fake_inputs=True), x.device
+    # Not on the meta device: layers may create tensors, for example masks, and these must be on the device of `x`.
+    shapes = FakeTensorMode(allow_non_fake_inputs=True)
+    device = x.device
 
     def like(t: Tensor) -> Tensor:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
@@ -226,33 +236,34 @@ def _passed(modules: Sequence[nn.Module], x: Tensor) -> Iterator[Tensor]:
                 state = {n: like(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
                 y: object = functional_call(module, state, (x,))
         except Exception as error:
-            raise ValueError(f"what a layer hands on cannot be known without computing it: {error}") from error
+            raise ValueError(f"the shape of a layer's output cannot be found without computing it: {error}") from error
         if not isinstance(y, Tensor):
             raise ValueError(
-                f"a layer of the model returns {type(y).__name__}, and only a tensor can pass to the next stage"
+                f"a layer of the model returns {type(y).__name__}, but only a tensor can pass to the next stage"
             )
         yield (x := y)
 
 
 def _check(stages: Sequence[nn.Module], names: Sequence[str], call: str) -> None:
-    """Every stage has something to train, and nothing is in two of them."""
+    """Raise ValueError if a stage has nothing to train, or if two stages share a parameter."""
     owners: dict[int, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
         if not any(p.requires_grad for p in stage.parameters()):
             raise ValueError(
-                f"{call}: the stage that begins at '{names[k]}' has no parameter to train; join it with a neighbour"
+                f"{call}: the stage that starts at '{names[k]}' has no parameter to train; join it with a neighbour"
             )
         for name, p in stage.named_parameters():
             other, its = owners.setdefault(id(p), (k, name))
             if other != k:
                 raise ValueError(
-                    f"{call}: '{its}' in the stage that begins at '{names[other]}' and '{name}' in the one that begins at '{names[k]}' are "
-                    "one parameter, which has one owner; cut elsewhere, or untie them"
+                    f"{call}: '{its}' in the stage that starts at '{names[other]}' and '{name}' in the stage that "
+                    f"starts at '{names[k]}' are one parameter, but only one stage can own it; "
+                    "cut elsewhere, or untie them"
                 )
 
 
 def _compare(model: nn.Module, stages: Sequence[nn.Module], x: Tensor, call: str) -> None:
-    """A graph has no more than what a forward does to tensors: what it does beside that, such as entering autocast, is missing."""
+    """Raise ValueError if the stages do not give the model's output: a graph does not show autocast, for example."""
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
         state = torch.get_rng_state()
         wanted = _called(model, x)
@@ -262,12 +273,12 @@ def _compare(model: nn.Module, stages: Sequence[nn.Module], x: Tensor, call: str
             y = _called(stage, y)
     if not isinstance(wanted, Tensor) or wanted.dtype != y.dtype or not torch.allclose(wanted, y, equal_nan=True):
         raise ValueError(
-            f"{call}: its stages one after the other do not give its output; its forward does more than call layers"
+            f"{call}: its stages in sequence do not give its output; its forward does more than call layers"
         )
 
 
 def _called(module: nn.Module, x: Tensor) -> Any:
-    """What it makes of `x`, and remembers nothing of."""
+    """The module's output for `x`, without a change of its buffers."""
     return functional_call(module, {n: b.clone() for n, b in module.named_buffers()}, (x,))
 
 

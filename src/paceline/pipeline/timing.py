@@ -1,7 +1,7 @@
-"""How long a gradient takes that goes through stages, and what they send each other.
+"""The time of a gradient that goes through pipeline stages, and the bytes between them.
 
-m microbatches pass k stages like goods through a factory: the first takes as long as all stages and links together, every other
-one as long as the slowest of them.  With equal stages and free links that is the (m + k - 1) / m of GPipe (2019).
+The first of m microbatches takes the time of all k stages and links together.  Every other one takes the time of the
+slowest of them.  With equal stages and free links, that is the (m + k - 1) / m of GPipe (2019).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from paceline.task import Task
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A replica's stages: the share of the work that each does, and the bytes of a sample that pass from each to the next.
+    """The stages of a replica: the share of the work of each stage, and the bytes of a sample at each cut.
 
-    >>> Pipeline((0.5, 0.5), (0,), microbatches=4, link=Link("10Gbit/s", 0.0), forward_share=0.25).seconds(8.0, samples=40)
+    >>> link = Link("10Gbit/s", 0.0)
+    >>> Pipeline((0.5, 0.5), (0,), microbatches=4, link=link, forward_share=0.25).seconds(8.0, samples=40)
     5.0
     """
 
@@ -33,26 +34,25 @@ class Pipeline:
     forward_share: float
 
     def seconds(self, whole: float, samples: int) -> float:
-        """The time of a gradient that would take `whole` on one machine."""
+        """The time of a gradient that takes `whole` seconds on one machine."""
         passes = min(self.microbatches, samples)
         links = [self.link.latency + nbytes * samples / passes / self.link.bandwidth for nbytes in self.cuts]
 
-        def through(share: float) -> float:
-            stations = [*(whole * share * s / passes for s in self.shares), *links]
-            return sum(stations) + (passes - 1) * max(stations)
+        def one_way(share: float) -> float:
+            times = [*(whole * share * s / passes for s in self.shares), *links]
+            return sum(times) + (passes - 1) * max(times)
 
-        return through(self.forward_share) + through(1 - self.forward_share)
+        return one_way(self.forward_share) + one_way(1 - self.forward_share)
 
     def nbytes(self, samples: int) -> int:
-        """What all stages of a replica together send for a gradient: activations forward, their gradients backward."""
+        """The bytes that all stages of a replica send for a gradient: activations forward, their gradients backward."""
         return 2 * samples * sum(self.cuts)
 
 
 def pipelined(task: Task, model: nn.Module, cluster: Cluster) -> tuple[Pipeline, Cluster]:
-    """The task's model in the cluster's stages; and the cluster as replicas of it see each other.
+    """The task's model in the cluster's stages, and the cluster as it is for communication between replicas.
 
-    Stages work side by side, each with a network card and a processor of its own: an exchange takes as long as the largest
-    stage's part of it.
+    Each stage has its own network card and processor, so an exchange takes as long as that of the largest stage.
     """
     split = split_for(task, model, cluster.stages, cluster.workers)
     part = task.part(0, 0, cluster.workers)

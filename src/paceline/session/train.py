@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from mmap import mmap
 from multiprocessing.connection import wait
@@ -188,7 +188,7 @@ def _work(
     limits: dict[str, Any] = {"timeout_s": terms.timeout_s, "silent_s": terms.silent_s}
     with Job(strategy, **place, **limits, ordered=terms.ordered, takes_nonfinite=terms.nonfinite == "pass") as job:
         begun()
-        check(strategy, Offers("train", one_host=job.is_one_host))
+        check(strategy, replace(Offers.of_task("train", task), one_host=job.is_one_host))
         if terms.depth > 1:
             learner = staged(job, task, model, terms.stages, terms.microbatches, terms.pipeline)
         else:

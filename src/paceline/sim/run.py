@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,8 @@ def simulate(
     of workers has changed.  `faults` says which failures happen, and when.
     """
     is_unbroken = resume is None and stop_at is None
-    check(strategy, Offers("simulate", fixed_workers=not faults.has_any, unbroken=is_unbroken))
+    offers = Offers.of_task("simulate", task)
+    check(strategy, replace(offers, fixed_workers=not faults.has_any, unbroken=is_unbroken))
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "

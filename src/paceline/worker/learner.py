@@ -64,10 +64,9 @@ class Learner(Protocol):
 class TaskLearner:
     """What our own training loops have in common, on real processes and in the simulator: the task's data and optimizer."""
 
-    has_global_data = True
-
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
+        self.has_global_data = not trainee.task.has_own_data
         self.flat = trainee.flat
 
     @property

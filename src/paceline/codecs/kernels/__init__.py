@@ -1,7 +1,8 @@
-"""Fused kernels: what a codec and its feedback do, in one pass over memory.
+"""Fused kernels: a codec and its error feedback in one pass over memory.
 
-`encode` and `add` take the kernel for the codec, the device and the types at hand, numba's on a CPU and Triton's on a GPU, and
-plain torch where there is none.  All agree bit for bit, on any device (but for the sign of a zero that sparse messages leave).
+`encode` and `add` use the kernel for the codec, the device and the dtypes: numba's on a CPU, Triton's on a GPU, and
+plain torch if there is no kernel.  All agree bit for bit on every device, except for the sign of zeros in decoded
+sparse messages.
 """
 
 from __future__ import annotations
@@ -24,29 +25,31 @@ INPUTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class SlowCodec(RuntimeWarning):
-    """Vectors are encoded in plain torch, because what would do it faster is not installed."""
+    """Vectors are encoded in plain torch, because the compiler of the fast kernels is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A codec's two halves, each in one pass.
+    """A codec's encoder and decoder, each in one pass.
 
-    `encode(codec, x, residual, seed, out)` gives the bytes for `x + residual` (into `out` if given) and leaves in `residual` what
-    they do not say.  A bucket that cannot be encoded gets NaN for its scale and keeps its residual; then the second result is
-    False.  `add(codec, data, into, weight, fresh)` adds `weight` times what the bytes say, or puts it in place if `fresh`.
+    `encode(codec, x, residual, seed, out)` returns the bytes for `x + residual`, in `out` if given, and whether all
+    values could be encoded.  `residual` becomes what the bytes leave out.  A bucket that cannot be encoded gets NaN
+    as its scale and keeps its residual.  `add(codec, data, into, weight, fresh)` adds `weight` times the decoded
+    bytes to `into`, or overwrites it if `fresh`.
     """
 
     encode: Callable[[Codec, Tensor, Tensor | None, int, Tensor | None], tuple[Tensor, bool]]
     add: Callable[[Codec, Tensor, Tensor, float, bool], None]
 
 
-EVERYWHERE: dict[type[Codec], Kernel] = {}  # Of codecs made of others, whose kernels do the work, whatever the device.
+# Kernels for every device: those of codecs around other codecs, which call the others' kernels.
+EVERYWHERE: dict[type[Codec], Kernel] = {}
 _is_plain = False
 
 
 @contextmanager
 def plain() -> Generator[None]:
-    """Do without kernels: for tests and benchmarks."""
+    """Use no kernels: for tests and benchmarks."""
     global _is_plain
     before, _is_plain = _is_plain, True
     try:
@@ -74,7 +77,7 @@ def encode(
         if not is_good:
             _undo(codec, kernel, x, residual, data)
         return data
-    # The residual is added before encoding, not after: a value that was rounded up last time must be able to flip.
+    # The residual is added before encoding, not after: a value that was rounded up in the last message may flip now.
     wanted = x if residual is None else x + residual
     data = codec.encode(wanted, rng)
     if residual is not None:
@@ -83,35 +86,35 @@ def encode(
 
 
 def _fits(residual: Tensor, x: Tensor) -> bool:
-    """Whether a kernel may write there: it does not look where the end is."""
+    """Whether a kernel may write to the residual: it does not check bounds."""
     return residual.dtype == torch.float32 and residual.is_contiguous() and residual.shape == x.shape
 
 
 def _undo(codec: Codec, kernel: Kernel, x: Tensor, residual: Tensor | None, data: Tensor) -> None:
-    """Take back what was said before something was found that has no code, and raise Unencodable."""
+    """Restore the residual after a value could not be encoded, and raise Unencodable."""
     wanted = x.to(torch.float32) if residual is None else x + residual
     if residual is not None:
-        said = torch.empty_like(residual)
-        kernel.add(codec, data, said, 1.0, True)  # Unlike decode, it takes the NaNs that mark what was not said.
-        residual.copy_(torch.where(said.isnan(), residual, residual + (said - x)))
+        decoded = torch.empty_like(residual)
+        kernel.add(codec, data, decoded, 1.0, True)  # Unlike decode, it accepts NaN scales, which mark skipped buckets.
+        residual.copy_(torch.where(decoded.isnan(), residual, residual + (decoded - x)))
         wanted = x + residual
     codec.refuse(wanted, "their sum is beyond float32")
-    raise AssertionError("a kernel found a value without a code where there is none")
+    raise AssertionError("a kernel could not encode a value that its codec can encode")
 
 
 def add(codec: Codec, data: Tensor, into: Tensor, weight: float = 1.0, fresh: bool = False) -> None:
-    """Add what the bytes say, times `weight`, to `into`; put it there instead if `fresh`."""
+    """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
     kernel = find(codec, into.device)
     if kernel is not None and into.dtype == torch.float32 and into.dim() == 1 and into.is_contiguous():
         codec.check(data, into.numel())
         return kernel.add(codec, data, into, weight, fresh)
-    said = codec.decode(data, into.numel()).to(torch.promote_types(into.dtype, torch.float32))
+    decoded = codec.decode(data, into.numel()).to(torch.promote_types(into.dtype, torch.float32))
     if weight != 1.0:
-        said = said * weight
+        decoded = decoded * weight
     if fresh:
-        into.copy_(said)
+        into.copy_(decoded)
     else:
-        into.add_(said)
+        into.add_(decoded)
 
 
 def draw(rng: torch.Generator | None) -> int:
@@ -120,13 +123,13 @@ def draw(rng: torch.Generator | None) -> int:
 
 
 def find(codec: Codec, device: torch.device) -> Kernel | None:
-    """The kernel of a codec on a device; None if there is none."""
+    """The kernel of a codec on a device; None if it has none."""
     return None if _is_plain else kernels_of(device.type).get(type(codec)) or EVERYWHERE.get(type(codec))
 
 
 @cache
 def kernels_of(device: str) -> Mapping[type[Codec], Kernel]:
-    """All kernels for a kind of device.  If what they need is missing, that is said once."""
+    """All kernels for a type of device; warns once if their compiler is missing."""
     module, needs = {"cpu": ("cpu", "numba"), "cuda": ("gpu", "triton")}.get(device, ("", ""))
     if not module:
         return {}
@@ -135,6 +138,9 @@ def kernels_of(device: str) -> Mapping[type[Codec], Kernel]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != needs:
             raise
-        text = f"{needs} is not installed: vectors on {device} are encoded in plain torch, up to 100 times slower; pip install {needs}"
+        text = (
+            f"{needs} is not installed: vectors on {device} are encoded in plain torch, up to 100 times slower; "
+            f"pip install {needs}"
+        )
         warnings.warn(SlowCodec(text), stacklevel=2)
         return {}

@@ -1,4 +1,4 @@
-"""CPU kernels of the codecs that send shorter floating-point numbers: Fp16 and BFloat16, and Fp8 with a scale a bucket."""
+"""CPU kernels of the codecs that send shorter floating-point numbers: Fp16, BFloat16, and Fp8 with scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.codecs.floats import BFloat16, Cast, Fp8, Fp16
 from paceline.codecs.kernels import Kernel
-from paceline.codecs.kernels.cpu_parts import NAN, ZERO, compiled, in_buckets, put, room, wanted
+from paceline.codecs.kernels.cpu_parts import NAN, ZERO, compiled, in_buckets, wanted
 from paceline.codecs.kernels.lanes import (
     LANES,
     at_least,
@@ -28,7 +28,7 @@ from paceline.codecs.kernels.lanes import (
     with_bits,
 )
 from paceline.codecs.kernels.quantisers import UNSIGNED, most
-from paceline.codecs.layout import aligned
+from paceline.codecs.layout import aligned, buffer_for, put
 
 if TYPE_CHECKING:
     from paceline.codecs.codec import Codec
@@ -37,14 +37,16 @@ BLOCK = 512
 ALL = 0xFFFFFFFF
 EXPONENT = 0x7F800000
 
-# The first magnitude that would be rounded to infinity: half a step beyond the largest.
+# The first magnitude that rounds to infinity: half a step beyond the largest.
 LIMITS = {torch.float16: np.float32(65520.0), torch.bfloat16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()]}
 
 
 @compiled
 def encode_cast(x: Any, residual: Any, words: Any, limit: Any, first: int, last: int) -> bool:
-    """Values without a code are sent as NaN, and their residuals left as they are."""
-    is_good, limits, nans = True, full(limit), full(NAN)
+    """Values that cannot be encoded become NaN and keep their residuals."""
+    is_good = True
+    limits = full(limit)
+    nans = full(NAN)
     for at in range(first * BLOCK, last * BLOCK, LANES):
         u = wanted(x, residual, at)
         good = less(with_bits(bits_of(u) & UNSIGNED), limits)
@@ -70,7 +72,8 @@ def as_words(codes: Any, codec: Cast) -> Any:
 
 def cast_encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
     codec = cast(Cast, codec)
-    data, limit = room(codec, x.numel(), out), LIMITS[codec.dtype]
+    data = buffer_for(codec, x, out)
+    limit = LIMITS[codec.dtype]
 
     def run(values: Any, rest: Any, codes: Any, begin: int, real: int, first: int, last: int) -> bool:
         return encode_cast(values, rest, as_words(codes, codec), limit, first, last)
@@ -80,7 +83,8 @@ def cast_encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out
 
 
 def cast_add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
-    codec, scaled = cast(Cast, codec), np.float32(weight)
+    codec = cast(Cast, codec)
+    scaled = np.float32(weight)
 
     def run(_: Any, values: Any, codes: Any, begin: int, real: int, first: int, last: int) -> bool:
         return add_cast(as_words(codes, codec), values, scaled, fresh, first, last)
@@ -89,15 +93,15 @@ def cast_add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: boo
 
 
 class Format(NamedTuple):
-    """A format of 8 bits, as bits of float32: what its codes are shifted and moved by, where its subnormals and its NaNs begin."""
+    """An 8-bit format in terms of float32 bits."""
 
-    shift: int
-    bias: int
-    normal: Any  # The first number that is not subnormal,
-    normal_code: Any  # and its code.
-    step: Any  # Of the subnormals.
-    magic: Any  # A number at which float32 has steps of the same size.
-    special: Any  # The first code that is no number.
+    shift: int  # From a float32's bits to a code's.
+    bias: int  # The difference of the exponents, in units of codes.
+    normal: Any  # The smallest normal number.
+    normal_code: Any  # Its code.
+    step: Any  # The distance between subnormals.
+    magic: Any  # A number near which float32 has the same step.
+    special: Any  # The first code of a NaN or infinity.
 
     @classmethod
     def of(cls, mantissa: int, bias: int, special: int) -> Format:
@@ -134,11 +138,14 @@ def fp8_values(codes: Any, f: Any) -> Any:
 def encode_fp8(
     x: Any, residual: Any, bucket: int, f: Any, top: Any, scales: Any, codes: Any, first: int, last: int
 ) -> bool:
-    is_good, highs, lows = True, full(top), full(-top)
+    is_good = True
+    highs = full(top)
+    lows = full(-top)
     for b in range(first, last):
         start = b * bucket
         size = most(x, residual, start, bucket)
-        scale, factor = size / top, top / size
+        scale = size / top
+        factor = top / size
         if not np.isfinite(scale * top):
             scales[b] = NAN
             is_good = False
@@ -171,9 +178,13 @@ def add_fp8(
 
 def fp8_encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
     codec = cast(Fp8, codec)
-    data, bucket, f, top = room(codec, x.numel(), out), codec.bucket, FORMATS[codec.format], np.float32(codec.top)
+    data = buffer_for(codec, x, out)
+    bucket = codec.bucket
+    f = FORMATS[codec.format]
+    top = np.float32(codec.top)
     count = codec.buckets(x.numel())
-    scales, codes = data[: 4 * count].view(torch.float32).numpy(), data[4 * count :]
+    scales = data[: 4 * count].view(torch.float32).numpy()
+    codes = data[4 * count :]
 
     def run(values: Any, rest: Any, words: Any, begin: int, real: int, first: int, last: int) -> bool:
         return encode_fp8(values, rest, bucket, f, top, scales[begin // bucket :], words, first, last)
@@ -183,9 +194,14 @@ def fp8_encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out:
 
 
 def fp8_add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
-    codec, scaled = cast(Fp8, codec), np.float32(weight)
-    bucket, f, count, data = codec.bucket, FORMATS[codec.format], codec.buckets(into.numel()), aligned(data)
-    scales, codes = data[: 4 * count].view(torch.float32).numpy(), data[4 * count :]
+    codec = cast(Fp8, codec)
+    scaled = np.float32(weight)
+    bucket = codec.bucket
+    f = FORMATS[codec.format]
+    count = codec.buckets(into.numel())
+    data = aligned(data)
+    scales = data[: 4 * count].view(torch.float32).numpy()
+    codes = data[4 * count :]
 
     def run(_: Any, values: Any, words: Any, begin: int, real: int, first: int, last: int) -> bool:
         return add_fp8(scales[begin // bucket :], words, bucket, f, values, scaled, fresh, first, last)

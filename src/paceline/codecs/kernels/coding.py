@@ -1,4 +1,4 @@
-"""The entropy coder on the CPU: a byte is coded or read in about a nanosecond, without a branch that depends on it."""
+"""The entropy coder on the CPU: about a nanosecond per byte, without branches that depend on the data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from paceline.codecs.kernels.cpu_parts import compiled
 if TYPE_CHECKING:
     from paceline.codecs.codec import Codec
 
-U16, U32, U44 = np.uint64(16), np.uint64(32 - PRECISION), np.uint64(44)
-BITS, MASK, LOWEST = np.uint64(PRECISION), np.uint64(TOTAL - 1), np.uint64(LOW)
-ONE, ZERO, BYTE, WORD = np.uint64(1), np.uint64(0), np.uint64(255), np.uint64(0xFFFF)
+U16 = np.uint64(16)
+U32 = np.uint64(32 - PRECISION)
+U44 = np.uint64(44)
+BITS = np.uint64(PRECISION)
+MASK = np.uint64(TOTAL - 1)
+LOWEST = np.uint64(LOW)
+ONE = np.uint64(1)
+ZERO = np.uint64(0)
+BYTE = np.uint64(255)
+WORD = np.uint64(0xFFFF)
 
 
 @compiled
 def counted(data: Any) -> Any:
-    """How often each byte occurs; four tables, for equal bytes in a row would wait for each other."""
+    """How often each byte value occurs; in four tables, because equal bytes in a row would wait for each other."""
     tables = np.zeros((4, 256), np.int64)
     whole = len(data) // 4 * 4
     for i in range(0, whole, 4):
@@ -39,11 +46,13 @@ def counted(data: Any) -> Any:
 
 @compiled
 def push(state: Any, symbol: Any, codes: Any, words: Any, at: int) -> tuple[Any, int]:
-    """A state with one more byte in it.  Where it must give 16 bits away, they are put before `at`.
+    """Add a byte to a state.  If the state must emit 16 bits, they are stored before `at`.
 
     The quotient is a product with 2**44 / f, rounded up: exact for all states below f << 20.
     """
-    f, start, inverse = codes[symbol, 0], codes[symbol, 1], codes[symbol, 2]
+    f = codes[symbol, 0]
+    start = codes[symbol, 1]
+    inverse = codes[symbol, 2]
     words[at - 1] = state & WORD
     full = state >= f << U32
     state = state >> U16 if full else state
@@ -54,12 +63,16 @@ def push(state: Any, symbol: Any, codes: Any, words: Any, at: int) -> tuple[Any,
 
 @compiled
 def encode_bytes(data: Any, codes: Any, words: Any, states: Any) -> int:
-    """Fill `words` from its end; the place of the first one, or -1 if there is no room for all."""
-    at, i = len(words), len(data)
+    """Fill `words` from its end; the index of the first one, or -1 if they do not fit."""
+    at = len(words)
+    i = len(data)
     while i % STATES:
         i -= 1
         states[i % STATES], at = push(states[i % STATES], data[i], codes, words, at)
-    a, b, c, d = states[0], states[1], states[2], states[3]
+    a = states[0]
+    b = states[1]
+    c = states[2]
+    d = states[3]
     while i:
         if at <= STATES:
             return -1
@@ -68,13 +81,16 @@ def encode_bytes(data: Any, codes: Any, words: Any, states: Any) -> int:
         b, at = push(b, data[i - 3], codes, words, at)
         a, at = push(a, data[i - 4], codes, words, at)
         i -= 4
-    states[0], states[1], states[2], states[3] = a, b, c, d
+    states[0] = a
+    states[1] = b
+    states[2] = c
+    states[3] = d
     return at
 
 
 @compiled
 def pop(state: Any, slots: Any, words: Any, at: int) -> tuple[Any, Any, int]:
-    """The byte in a state, the state without it, and the place of the next word."""
+    """The last byte in a state, the state without it, and the index of the next word."""
     slot = np.uint64(slots[state & MASK])
     state = (((slot >> np.uint64(20)) + ONE) * (state >> BITS)) + ((slot >> np.uint64(8)) & MASK)
     empty = state < LOWEST
@@ -85,9 +101,14 @@ def pop(state: Any, slots: Any, words: Any, at: int) -> tuple[Any, Any, int]:
 
 @compiled
 def decode_bytes(data: Any, slots: Any, words: Any, states: Any) -> bool:
-    """Fill `data`; False if the words, of which the last four are no more than padding, do not give just so much."""
-    at, end, i = 0, len(words) - STATES, 0
-    a, b, c, d = states[0], states[1], states[2], states[3]
+    """Fill `data`; False if the words, of which the last four are padding, hold more or fewer bytes."""
+    at = 0
+    end = len(words) - STATES
+    i = 0
+    a = states[0]
+    b = states[1]
+    c = states[2]
+    d = states[3]
     while i + STATES <= len(data):
         data[i], a, at = pop(a, slots, words, at)
         data[i + 1], b, at = pop(b, slots, words, at)
@@ -96,7 +117,10 @@ def decode_bytes(data: Any, slots: Any, words: Any, states: Any) -> bool:
         i += 4
         if at > end:
             return False
-    states[0], states[1], states[2], states[3] = a, b, c, d
+    states[0] = a
+    states[1] = b
+    states[2] = c
+    states[3] = d
     while i < len(data):
         data[i], states[i % STATES], at = pop(states[i % STATES], slots, words, at)
         i += 1
@@ -104,14 +128,16 @@ def decode_bytes(data: Any, slots: Any, words: Any, states: Any) -> bool:
 
 
 def compress(data: Tensor) -> Tensor | None:
-    """Bytes in fewer, without the header; None if these are not fewer."""
+    """The compressed bytes, without the header; None if they are not fewer."""
     source: Any = data.contiguous().numpy()
     table = np.array(frequencies(counted(source).tolist()), dtype=np.uint64)
     codes = np.zeros((256, 3), np.uint64)
-    codes[:, 0], codes[1:, 1] = table, np.cumsum(table)[:-1]
+    codes[:, 0] = table
+    codes[1:, 1] = np.cumsum(table)[:-1]
     codes[:, 2] = [(1 << 44) // int(f) + 1 if f else 0 for f in table]
     head = written(table.tolist())
-    states, words = np.full(STATES, LOW, np.uint64), np.empty(len(source) // 2 + 2 * STATES, np.uint16)
+    states = np.full(STATES, LOW, np.uint64)
+    words = np.empty(len(source) // 2 + 2 * STATES, np.uint16)
     at = encode_bytes(source, codes, words, states)
     coded = head + states.astype("<u4").tobytes()
     if at < 0 or len(coded) + 2 * (len(words) - at) >= len(source):
@@ -123,7 +149,7 @@ def compress(data: Tensor) -> Tensor | None:
 
 
 def expand(coded: Tensor, nbytes: int) -> Tensor:
-    """So many bytes that `compress` was given; a ValueError if it cannot have been."""
+    """The `nbytes` bytes that `compress` was given.  Raises ValueError if `coded` is not its result."""
     source: Any = coded.contiguous().numpy()
     table, at = read(source[:LONGEST_TABLE].tobytes())
     body = source[at:]
@@ -132,7 +158,7 @@ def expand(coded: Tensor, nbytes: int) -> Tensor:
         or len(body) < 4 * STATES
         or (states := body[: 4 * STATES].copy().view("<u4").astype(np.uint64)).min() < LOW
     ):
-        raise ValueError("its states are none")
+        raise ValueError("its states are missing or too small")
     f = np.array(table, dtype=np.uint32)
     symbols = np.repeat(np.arange(256, dtype=np.uint32), f)
     within = np.arange(TOTAL, dtype=np.uint32) - (np.cumsum(f, dtype=np.uint32) - f)[symbols]
@@ -141,7 +167,7 @@ def expand(coded: Tensor, nbytes: int) -> Tensor:
     words.view(np.uint8)[: -2 * STATES] = body[4 * STATES :]
     data = torch.empty(nbytes, dtype=torch.uint8)
     if not decode_bytes(data.numpy(), slots, words, states):
-        raise ValueError("its words give other bytes")
+        raise ValueError("its words hold more or fewer bytes")
     return data
 
 

@@ -1,6 +1,6 @@
-"""Kernels for the CPU, compiled by numba: no GIL while they run, and large vectors are shared out to threads.
+"""Kernels for the CPU, compiled by numba: they run without the GIL, and large vectors on several threads.
 
-A bucket at a time is read, encoded, and its residual written, so that it crosses the memory bus once.
+Each bucket is read, encoded, and its residual written, before the next one, so that it crosses the memory bus once.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.kernels import Kernel, casts, coding, quantisers, sparse
-from paceline.codecs.kernels.cpu_parts import NAN, ZERO, compiled, in_buckets, put, room, wanted
+from paceline.codecs.kernels.cpu_parts import NAN, ZERO, compiled, in_buckets, wanted
 from paceline.codecs.kernels.lanes import LANES, add_up, at_least, count, full, load, select, store
-from paceline.codecs.layout import aligned
+from paceline.codecs.layout import aligned, buffer_for, put
 from paceline.codecs.one_bit import OneBit
 
 if TYPE_CHECKING:
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 def one_bit_encode(
     x: Any, residual: Any, bucket: int, real: int, means: Any, words: Any, first: int, last: int
 ) -> bool:
-    is_good, zero = True, full(ZERO)
+    is_good = True
+    zero = full(ZERO)
     for b in range(first, last):
-        above, below, positives = zero, zero, 0
+        above = zero
+        below = zero
+        positives = 0
         for at in range(b * bucket, (b + 1) * bucket, LANES):
             u = wanted(x, residual, at)
             mask = at_least(u, zero)
@@ -35,14 +38,17 @@ def one_bit_encode(
             positives += count(mask)
             above = above + select(mask, u, zero)
             below = below + select(mask, zero, u)
-        positives -= bucket - real  # Padding is zero, and so among the non-negative.
-        high, low = add_up(above), add_up(below)
+        positives -= bucket - real  # Padding is zero, and so non-negative.
+        high = add_up(above)
+        low = add_up(below)
         if not (np.isfinite(high) and np.isfinite(low)):
             means[2 * b] = means[2 * b + 1] = NAN
             is_good = False
             continue
-        high, low = high / np.float32(max(positives, 1)), low / np.float32(max(real - positives, 1))
-        means[2 * b], means[2 * b + 1] = low, high
+        high = high / np.float32(max(positives, 1))
+        low = low / np.float32(max(real - positives, 1))
+        means[2 * b] = low
+        means[2 * b + 1] = high
         if residual is not None:
             lows, highs = full(low), full(high)
             for at in range(b * bucket, (b + 1) * bucket, LANES):
@@ -70,8 +76,11 @@ def encode_one_bit(
     codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None
 ) -> tuple[Tensor, bool]:
     codec = cast(OneBit, codec)
-    bucket, data, buckets = codec.bucket, room(codec, x.numel(), out), codec.buckets(x.numel())
-    means, bits = data[: 8 * buckets].view(torch.float32).numpy(), data[8 * buckets :]
+    bucket = codec.bucket
+    data = buffer_for(codec, x, out)
+    buckets = codec.buckets(x.numel())
+    means = data[: 8 * buckets].view(torch.float32).numpy()
+    bits = data[8 * buckets :]
 
     def run(values: Any, rest: Any, some: Any, begin: int, real: int, first: int, last: int) -> bool:
         return one_bit_encode(values, rest, bucket, real, means[2 * (begin // bucket) :], as_words(some), first, last)
@@ -81,9 +90,13 @@ def encode_one_bit(
 
 
 def add_one_bit(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
-    codec, scaled, data = cast(OneBit, codec), np.float32(weight), aligned(data)
-    bucket, buckets = codec.bucket, codec.buckets(into.numel())
-    means, bits = data[: 8 * buckets].view(torch.float32).numpy(), data[8 * buckets :]
+    codec = cast(OneBit, codec)
+    scaled = np.float32(weight)
+    data = aligned(data)
+    bucket = codec.bucket
+    buckets = codec.buckets(into.numel())
+    means = data[: 8 * buckets].view(torch.float32).numpy()
+    bits = data[8 * buckets :]
 
     def run(_: Any, values: Any, some: Any, begin: int, real: int, first: int, last: int) -> bool:
         return one_bit_add(means[2 * (begin // bucket) :], as_words(some), bucket, values, scaled, fresh, first, last)

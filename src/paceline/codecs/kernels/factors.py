@@ -1,4 +1,4 @@
-"""PowerSGD's arithmetic for the CPU, compiled by numba: what `codecs/power_sgd.py` defines in torch, to the bit, in fewer passes."""
+"""PowerSGD's arithmetic for the CPU, compiled by numba: the same bits as in `codecs/power_sgd.py`, in fewer passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEGLIGIBLE = 1e-6  # As in the definition.
 
 @compiled
 def add_halves(x: Any) -> float:
-    """The sum of a power of two of numbers, which it leaves in disorder: the upper half is added to the lower one, and so on."""
+    """The sum of 2**n numbers, which it overwrites: the upper half is added to the lower one, and so on."""
     n = len(x)
     while n > 1:
         n //= 2
@@ -25,7 +25,7 @@ def add_halves(x: Any) -> float:
 
 @compiled
 def unit_beside(row: Any, before: Any, shares: Any, scratch: Any) -> bool:
-    """Make the row what of it is orthogonal to those before, at length 1, or zeros if that is nothing; then it is not alive."""
+    """Replace the row by its normalised part orthogonal to the rows before, or by zeros if it has none; False then."""
     for i in range(len(row)):
         scratch[i] = row[i] * row[i]
     norm = np.sqrt(add_halves(scratch))
@@ -56,7 +56,9 @@ def unit_beside(row: Any, before: Any, shares: Any, scratch: Any) -> bool:
 @compiled
 def orthonormalise_rows(f: Any, spare: Any, padded: int) -> None:
     rank, n = f.shape
-    a, shares, scratch = np.zeros((rank, padded)), np.empty(rank), np.empty(padded)
+    a = np.zeros((rank, padded))
+    shares = np.empty(rank)
+    scratch = np.empty(padded)
     for k in range(rank):
         a[k, :n] = f[k]
         is_alive = unit_beside(a[k], a[:k], shares, scratch)
@@ -71,7 +73,8 @@ def orthonormalise_rows(f: Any, spare: Any, padded: int) -> None:
 @compiled
 def multiply_rows(p: Any, q: Any, out: Any, first: int, last: int) -> None:
     for i in range(first, last):
-        here, factor = out[i], p[0, i]
+        here = out[i]
+        factor = p[0, i]
         for j in range(q.shape[1]):
             here[j] = factor * q[0, j]
         for k in range(1, len(q)):
@@ -86,7 +89,9 @@ def orthonormalise(factor: Tensor, spare: Tensor | None) -> None:
 
 
 def multiply(p: Tensor, q: Tensor, out: Tensor) -> None:
-    left, right, product = p.numpy(), q.numpy(), out.numpy()
+    left = p.numpy()
+    right = q.numpy()
+    product = out.numpy()
 
     def work(first: int, last: int) -> bool:
         multiply_rows(left, right, product, first, last)

@@ -1,10 +1,11 @@
-"""Kernels for GPUs, compiled by Triton: what a codec and its feedback do to a vector, while a part of it is in registers.
+"""Kernels for GPUs, compiled by Triton: a codec and its error feedback, while a part of the vector is in registers.
 
-Sums are taken in the order of `layout.row_sums`, value by value in 32 lanes and then by halves; divisions round to nearest, and
-no product is fused with a sum.  So the bytes, the residuals and the sums are those of the definitions in plain torch, bit for bit.
+Sums are in the order of `layout.row_sums`, value by value in 32 lanes and then by halves.  Divisions round to
+nearest, and there is no fused multiply-add.  So bytes, residuals and sums are those of the definitions in plain
+torch, bit for bit.
 
-Encoding ends with a look at one number that says whether every value had a code; adding waits for nothing, except to see that
-the indices of a sparse message lie within the vector.
+Encoding waits for one number, which tells whether all values could be encoded.  Adding does not wait, except to check
+that the indices of a sparse message are within the vector.
 """
 
 from __future__ import annotations

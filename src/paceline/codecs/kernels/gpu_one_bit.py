@@ -1,8 +1,9 @@
-"""OneBit on a GPU: a bucket is read, encoded, and its residual written while it is in registers."""
+"""OneBit on a GPU: a bucket is read once, encoded, and its residual written while it is in registers."""
 
-# What Triton compiles is Python by its syntax only: its types say nothing.
-# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportMissingTypeStubs=false
+# Triton's language has Python's syntax but not its types.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
 
@@ -12,22 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.codecs.kernels.gpu_parts import LAUNCH, flags, halved, is_finite, on, put, room, unrolled, wanted
-from paceline.codecs.layout import LANES, aligned
+from paceline.codecs.kernels.gpu_parts import LAUNCH, flags, halved, is_finite, on, unrolled, wanted
+from paceline.codecs.layout import LANES, aligned, buffer_for, put
 from paceline.codecs.one_bit import OneBit
 
 if TYPE_CHECKING:
     from paceline.codecs.codec import Codec
 
-KEPT_ROWS = 32  # A bucket of more rows of 32 values does not fit into the registers of a warp, and is read twice.
-ADDED_AT_ONCE = 64  # Words of 32 values a program.
+KEPT_ROWS = 32  # A bucket with more rows of 32 values does not fit into the registers of a warp, and is read twice.
+ADDED_AT_ONCE = 64  # Words of 32 values per program.
 
 
 def shape_of(rows: int, width: int, feedback: bool) -> tuple[int, int, int]:
     """How many buckets a program encodes, with how many warps, and how many rows are read at once.
 
-    What hides the latency of memory is 128 values a thread with feedback, and without, as less is read and written, 32 values of
-    4 bytes or 64 of 2.
+    To hide the latency of memory it takes 128 values per thread with feedback.  Without, less is read and written,
+    and 32 values of 4 bytes or 64 of 2 bytes are enough.
     """
     if rows > KEPT_ROWS:
         return 4, 1, unrolled(rows)
@@ -38,7 +39,7 @@ def shape_of(rows: int, width: int, feedback: bool) -> tuple[int, int, int]:
 
 @triton.jit
 def sum_row(u, lane, above, below, positives):
-    """32 values of each bucket: their bits, and the sums with them."""
+    """32 values of each bucket: their bits, and the sums including them."""
     positive = u >= 0
     word = tl.sum(positive.to(tl.int32) << lane, axis=1, keep_dims=True)
     return (
@@ -51,11 +52,9 @@ def sum_row(u, lane, above, below, positives):
 
 @triton.jit
 def means_of(above, below, positives, real, BUCKET: tl.constexpr, B: tl.constexpr):
-    """The means of the negative and the other values; NaN in a bucket where they are not finite."""
+    """The means of the negative and of the other values; NaN for a bucket where they are not finite."""
     high, low = halved(above, B), halved(below, B)
-    count = tl.sum(positives, axis=1, keep_dims=True) - (
-        BUCKET - real
-    )  # Padding is zero, and so among the non-negative.
+    count = tl.sum(positives, axis=1, keep_dims=True) - (BUCKET - real)  # Padding is zero, and so non-negative.
     is_good = is_finite(high) & is_finite(low)
     high = tl.where(is_good, tl.div_rn(high, tl.maximum(count, 1).to(tl.float32)), float("nan"))
     low = tl.where(is_good, tl.div_rn(low, tl.maximum(real - count, 1).to(tl.float32)), float("nan"))
@@ -75,7 +74,9 @@ def encode_kept(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.
     b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
     real = tl.where(b < full, 32 * ROWS, 0)
     at = b * (32 * ROWS) + lane
-    above, below, positives = tl.zeros((B, 32), tl.float32), tl.zeros((B, 32), tl.float32), tl.zeros((B, 32), tl.int32)
+    above = tl.zeros((B, 32), tl.float32)
+    below = tl.zeros((B, 32), tl.float32)
+    positives = tl.zeros((B, 32), tl.int32)
     words = tl.zeros((B, 32), tl.int32)
     kept = ()
     for j in tl.static_range(ROWS):
@@ -102,11 +103,13 @@ def encode_kept(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.
 def encode_twice_read(
     x, residual, means, bits, flag, left, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr
 ):
-    """`B` buckets, `left` values of them at most: too large for registers, or the last one and not full."""
+    """`B` buckets with at most `left` values: too large for registers, or the last one, which is not full."""
     b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
     at = b * (32 * ROWS)
     real = tl.minimum(tl.maximum(left - at, 0), 32 * ROWS)
-    above, below, positives = tl.zeros((B, 32), tl.float32), tl.zeros((B, 32), tl.float32), tl.zeros((B, 32), tl.int32)
+    above = tl.zeros((B, 32), tl.float32)
+    below = tl.zeros((B, 32), tl.float32)
+    positives = tl.zeros((B, 32), tl.int32)
     for i in range(0, ROWS, UNROLL):
         for k in tl.static_range(UNROLL):
             j = i + k
@@ -140,7 +143,7 @@ def encode_full(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.
 def one_bit_encode(
     x, residual, data, flag, numel, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr
 ):
-    """`B` buckets a program, kept in registers if all their rows are unrolled; if TAIL, the last program's is the one not full."""
+    """`B` buckets per program, in registers if all rows are unrolled; if TAIL, the last has the partial bucket."""
     BUCKET: tl.constexpr = 32 * ROWS
     numel, first = numel.to(tl.int64), tl.program_id(0).to(tl.int64) * B
     is_last = tl.program_id(0) == tl.num_programs(0) - 1
@@ -154,7 +157,7 @@ def one_bit_encode(
     bits = data + 8 * buckets + first * (BUCKET // 8)
     here = tl.minimum(full - first, B).to(tl.int32)
     if TAIL:
-        # A bucket that is not full has a program of its own: masks that may end anywhere would break up all reading.
+        # A partial bucket has its own program: with masks that can end anywhere, no program could read whole words.
         if is_last:
             encode_twice_read(x, residual, means, bits, flag, (numel - full * BUCKET).to(tl.int32), ROWS, 1, 1, True)
         else:
@@ -167,7 +170,7 @@ def one_bit_encode(
 def add_words(
     data, into, weight, numel, first, ROWS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr
 ):
-    """`W` words of 32 values from `first` on, as far as they are full; if TAIL the one that is not."""
+    """`W` full words of 32 values from `first` on; if TAIL, the partial one."""
     full, buckets = numel // 32, (numel + 32 * ROWS - 1) // (32 * ROWS)
     w, lane = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
     means = data.to(tl.pointer_type(tl.float32)) + 2 * (first // ROWS)
@@ -208,7 +211,7 @@ def one_bit_add(
 def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
     codec = cast(OneBit, codec)
     numel, rows = x.numel(), codec.bucket // LANES
-    data = room(codec, x, out)
+    data = buffer_for(codec, x, out)
     if not numel:
         return data, True
     extras, flag = numel % codec.bucket != 0, flags.get(x)

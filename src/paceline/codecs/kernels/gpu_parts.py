@@ -1,34 +1,32 @@
-"""What the Triton kernels share: rows of 32 lanes, sums in one order, launching, and the flag that says whether all went well."""
+"""Shared parts of the Triton kernels: rows of 32 lanes, sums in a fixed order, launching, and the error flag."""
 
-# What Triton compiles is Python by its syntax only: its types say nothing.
-# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportMissingTypeStubs=false
+# Triton's language has Python's syntax but not its types.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.codecs.layout import LANES, is_straight
+from paceline.codecs.layout import LANES
 
-if TYPE_CHECKING:
-    from paceline.codecs.codec import Codec
-
-# No product is fused with a sum: the rounding between them is part of every definition.
+# No fused multiply-add: the definitions round the product before the sum.
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
 
-assert LANES == 32  # What Triton compiles cannot name a number of Python's.
+assert LANES == 32  # Triton code cannot use a Python constant.
 
 
 @triton.jit
 def halved(lanes, B: tl.constexpr):
-    """The sum of each row of 32 lanes: the upper half is added to the lower one until one is left.  A sum of two has one order."""
+    """The sum of each row of 32 lanes: the upper half is added to the lower one until one is left."""
     lanes = tl.sum(tl.reshape(lanes, (B, 2, 16)), axis=1)
     lanes = tl.sum(tl.reshape(lanes, (B, 2, 8)), axis=1)
     lanes = tl.sum(tl.reshape(lanes, (B, 2, 4)), axis=1)
@@ -38,9 +36,10 @@ def halved(lanes, B: tl.constexpr):
 
 @triton.jit
 def halved_in_place(lanes, B: tl.constexpr):
-    """The same sum, where `halved` would make the compiler move all that it is used with between threads.
+    """The same sum as `halved`, which would make the compiler move all values used with it between threads.
 
-    Each lane adds the one that is half of the lanes away, so that all end with the same sum; the maximum is any of them.
+    Each lane adds the lane that is half of the lanes away, so that all have the same sum in the end; the maximum is
+    any.
     """
     lane = tl.arange(0, 32)[None, :] + tl.zeros((B, 1), tl.int32)
     lanes += tl.gather(lanes, lane ^ 16, axis=1)
@@ -53,7 +52,7 @@ def halved_in_place(lanes, B: tl.constexpr):
 
 @triton.jit
 def wanted(x, residual, at, mask):
-    """What is to be said: `x + residual`, or `x` alone; nothing is 0."""
+    """The values to encode: `x + residual`, or `x`; 0 where masked."""
     u = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         u += tl.load(residual + at, mask=mask, other=0.0)
@@ -66,15 +65,15 @@ def is_finite(x):
 
 
 def on(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the one of the vector."""
+    """Make the vector's device the current one, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda and x.device.index != torch.cuda.current_device() else nullcontext()
 
 
 class Flags(threading.local):
-    """A number for each thread that a kernel sets when it meets what has no code.
+    """A number per thread that a kernel sets if a value cannot be encoded.
 
-    It lies in the host's memory, where a kernel reaches it too, so that to read it costs no copy.  One is enough, since who sets it
-    going waits for its kernel before the next.
+    It is in pinned host memory, which a kernel can write, so that reading it needs no copy.  One per thread is enough,
+    because a thread waits for its kernel before it launches the next.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class Flags(threading.local):
         return self._flag
 
     def is_unset(self, flag: Tensor, x: Tensor) -> bool:
-        """Wait for the kernels so far, and say whether none has set the flag."""
+        """Wait for the kernels so far; whether none has set the flag."""
         if x.is_cuda:
             torch.cuda.current_stream(x.device).synchronize()
         if flag.item() == 0:
@@ -98,21 +97,6 @@ class Flags(threading.local):
 flags = Flags()
 
 
-def room(codec: Codec, x: Tensor, out: Tensor | None) -> Tensor:
-    """Where the bytes go: `out` if it lies straight, otherwise memory of its own."""
-    nbytes = codec.nbytes(x.numel())
-    assert nbytes is not None
-    if out is not None and out.shape != (nbytes,):
-        raise ValueError(
-            f"{codec} encodes {x.numel()} values in {nbytes} bytes, but was given room of shape {tuple(out.shape)}"
-        )
-    return out if out is not None and is_straight(out) else torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-
-
-def put(data: Tensor, out: Tensor | None) -> Tensor:
-    return data if out is None or out.data_ptr() == data.data_ptr() else out.copy_(data)
-
-
 def unrolled(rows: int) -> int:
-    """How many rows of a large bucket are read at once: what divides their number."""
+    """How many rows of a large bucket are read at once: a divisor of their number."""
     return next(n for n in (8, 4, 2, 1) if rows % n == 0)

@@ -1,12 +1,14 @@
-"""GPU kernels of the codecs that send a scale and a code of 2, 4, 8 or 16 bits a value: NBit, QSGD and TernGrad.
+"""GPU kernels of the codecs that send a scale and a code of 2, 4, 8 or 16 bits per value: NBit, QSGD and TernGrad.
 
-They differ in what the scale is and in how a value is rounded; to read them is the same for all.  A message is a float32 scale a
-bucket and then the codes, all of them offset to be positive, in words of 32 bits: 32 values are as many words as a code has bits.
+They differ in the scale and in how a value is rounded; decoding is the same for all.  A message is a float32 scale
+per bucket and then the codes, which have an offset so that they are positive.  32 values are as many 32-bit words as
+a code has bits.
 """
 
-# What Triton compiles is Python by its syntax only: its types say nothing.
-# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false, reportMissingTypeStubs=false
+# Triton's language has Python's syntax but not its types.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
 
@@ -25,12 +27,10 @@ from paceline.codecs.kernels.gpu_parts import (
     halved_in_place,
     is_finite,
     on,
-    put,
-    room,
     unrolled,
     wanted,
 )
-from paceline.codecs.layout import LANES, aligned
+from paceline.codecs.layout import LANES, aligned, buffer_for, put
 from paceline.codecs.n_bit import NBit
 from paceline.codecs.noise import FIRST, SECOND, halves
 from paceline.codecs.qsgd import QSGD, TernGrad
@@ -38,7 +38,7 @@ from paceline.codecs.qsgd import QSGD, TernGrad
 if TYPE_CHECKING:
     from paceline.codecs.codec import Codec
 
-# What the scale is: of the bucket, or of the whole vector and known.
+# What the scale is: a statistic of the bucket, or GIVEN for the whole vector.
 SIGMA: Any = tl.constexpr(0)
 L2: Any = tl.constexpr(1)
 MAX: Any = tl.constexpr(2)
@@ -46,21 +46,21 @@ GIVEN: Any = tl.constexpr(3)
 MIX_FIRST: Any = tl.constexpr(FIRST)
 MIX_SECOND: Any = tl.constexpr(SECOND)
 
-KEPT_ROWS = 32  # A bucket of more rows of 32 values does not fit into the registers of a warp.
-BLOCK = 512  # What a sum over a whole vector begins with.
-ADDED_AT_ONCE = 32  # Rows of 32 values a program.
+KEPT_ROWS = 32  # A bucket with more rows of 32 values does not fit into the registers of a warp.
+BLOCK = 512  # A sum over a whole vector starts with rows of this many values.
+ADDED_AT_ONCE = 32  # Rows of 32 values per program.
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A codec as these kernels know it: codes are `levels` below and above that of 0, and no value is read as more than `top`."""
+    """A codec's parameters: its codes are from -levels to levels, and are decoded as at most `top` units."""
 
     bucket: int
     bits: int
     kind: int
     levels: int
     top: float
-    parts: int  # How many units a scale has.
+    parts: int  # How many units make a scale.
 
     def count(self, numel: int) -> int:
         """How many scales a message has."""
@@ -93,25 +93,26 @@ def mixed(words):
 
 @triton.jit
 def uniform(low, high, index):
-    """The numbers of `noise.uniform` at these places."""
+    """The numbers of `noise.uniform` with these indices."""
     words = mixed(mixed(index + low.to(tl.uint32, bitcast=True)) ^ high.to(tl.uint32, bitcast=True))
     return (words >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
 
 
 @triton.jit
 def gathered(found, u, KIND: tl.constexpr):
-    """What the scale comes from, in 32 lanes: a sum of squares, or the largest |u|, as integers, where NaN is the largest of all."""
+    """The scale's statistic in 32 lanes: a sum of squares, or the largest |u| as an integer; NaN is the largest."""
     return tl.maximum(found, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF) if KIND == MAX else found + u * u
 
 
 @triton.jit
 def scales_of(found, given, real, KIND: tl.constexpr, LEVELS: tl.constexpr, B: tl.constexpr):
-    """The scale, what a level is, its inverse, and whether all are finite."""
+    """The scale, the unit of a level, its inverse, and whether all are finite."""
     if KIND == SIGMA:
         unit = tl.sqrt_rn(tl.div_rn(halved_in_place(found, B), tl.maximum(real, 1).to(tl.float32))) * (
             8 / (2 * LEVELS + 1)
         )
-        scale, per_unit = unit, tl.div_rn(tl.full((B, 1), 1.0, tl.float32), unit)
+        scale = unit
+        per_unit = tl.div_rn(tl.full((B, 1), 1.0, tl.float32), unit)
     else:
         if KIND == L2:
             scale = tl.sqrt_rn(halved_in_place(found, B))
@@ -120,7 +121,8 @@ def scales_of(found, given, real, KIND: tl.constexpr, LEVELS: tl.constexpr, B: t
         else:
             scale = tl.zeros((B, 1), tl.float32) + tl.load(given)
         levels = tl.full((B, 1), LEVELS, tl.float32)
-        unit, per_unit = tl.div_rn(scale, levels), tl.div_rn(levels, scale)
+        unit = tl.div_rn(scale, levels)
+        per_unit = tl.div_rn(levels, scale)
     is_good = is_finite(unit * LEVELS)
     is_something = is_finite(per_unit)
     scale = tl.where(is_something, scale, 0.0)
@@ -147,10 +149,10 @@ def level_of(u, per_unit, low, high, index, KIND: tl.constexpr, LEVELS: tl.const
 
 
 @triton.jit
-def say_row(u, unit, per_unit, is_good, residual, codes, at, real, j, low, high, index,
+def encode_row(u, unit, per_unit, is_good, residual, codes, at, real, j, low, high, index,
             KIND: tl.constexpr, LEVELS: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, B: tl.constexpr,
             TAIL: tl.constexpr):  # fmt: skip
-    """32 values of each bucket: store their codes, and what those do not say."""
+    """32 values of each bucket: store their codes, and what the codes leave out."""
     PER: tl.constexpr = 32 // BITS
     lane = tl.arange(0, 32)[None, :]
     level = level_of(u, per_unit, low, high, index, KIND, LEVELS)
@@ -169,10 +171,10 @@ def say_row(u, unit, per_unit, is_good, residual, codes, at, real, j, low, high,
 
 
 @triton.jit
-def encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, left, ROWS: tl.constexpr, KIND: tl.constexpr,
-                   LEVELS: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr,
-                   TAIL: tl.constexpr):  # fmt: skip
-    """`B` buckets, `left` values of them at most, from the value `begin` of the vector on.  Kept in registers if all is unrolled."""
+def encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, left, ROWS: tl.constexpr,
+                   KIND: tl.constexpr, LEVELS: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, B: tl.constexpr,
+                   UNROLL: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+    """`B` buckets with at most `left` values, from index `begin` of the vector; in registers if all are unrolled."""
     BUCKET: tl.constexpr = 32 * ROWS
     b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
     at = b * BUCKET
@@ -193,28 +195,29 @@ def encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, le
                     u = wanted(x, residual, at + (32 * j + lane), (32 * j + lane < real) if TAIL else (real > 0))
                     found = gathered(found, u, KIND)
     scale, unit, per_unit, is_good = scales_of(found, given, real, KIND, LEVELS, B)
-    if KIND == GIVEN:  # One writes it: it takes long if all write to one place.
+    if KIND == GIVEN:  # Only the first program writes it: it would be slow if all wrote to one address.
         tl.store(scales + b, scale, mask=begin + b == 0)
     else:
         tl.store(scales + b, scale, mask=real > 0)
     tl.store(flag + 0 * b, 1, mask=(real > 0) & (is_good == 0))
     if KIND != GIVEN and UNROLL == ROWS:
         for j in tl.static_range(ROWS):
-            say_row(kept[j], unit, per_unit, is_good, residual, codes, at, real, j, low, high, index + 32 * j,
-                    KIND, LEVELS, TOP, BITS, B, TAIL)  # fmt: skip
+            encode_row(kept[j], unit, per_unit, is_good, residual, codes, at, real, j, low, high, index + 32 * j,
+                       KIND, LEVELS, TOP, BITS, B, TAIL)  # fmt: skip
     else:
         for i in range(0, ROWS, UNROLL):
             for k in tl.static_range(UNROLL):
                 j = i + k
                 u = wanted(x, residual, at + (32 * j + lane), (32 * j + lane < real) if TAIL else (real > 0))
-                say_row(u, unit, per_unit, is_good, residual, codes, at, real, j, low, high, index + (32 * j).to(tl.uint32),
-                        KIND, LEVELS, TOP, BITS, B, TAIL)  # fmt: skip
+                encode_row(u, unit, per_unit, is_good, residual, codes, at, real, j, low, high,
+                           index + (32 * j).to(tl.uint32), KIND, LEVELS, TOP, BITS, B, TAIL)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["numel", "low", "high"])
-def quantise(x, residual, data, flag, given, numel, low, high, ROWS: tl.constexpr, KIND: tl.constexpr, LEVELS: tl.constexpr,
-             TOP: tl.constexpr, BITS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    """`B` buckets a program; if TAIL, the last program's is the one that is not full."""
+def quantise(x, residual, data, flag, given, numel, low, high, ROWS: tl.constexpr, KIND: tl.constexpr,
+             LEVELS: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr,
+             TAIL: tl.constexpr):  # fmt: skip
+    """`B` buckets per program; if TAIL, the last program has the partial bucket."""
     BUCKET: tl.constexpr = 32 * ROWS
     numel, first = numel.to(tl.int64), tl.program_id(0).to(tl.int64) * B
     is_last = tl.program_id(0) == tl.num_programs(0) - 1
@@ -234,60 +237,27 @@ def quantise(x, residual, data, flag, given, numel, low, high, ROWS: tl.constexp
         codes += 4 * count
     left = tl.minimum(full * BUCKET - begin, B * BUCKET).to(tl.int32)
     if TAIL:
-        # A bucket that is not full has a program of its own: masks that may end anywhere would break up all reading.
+        # A partial bucket has its own program: with masks that can end anywhere, no program could read whole words.
         if is_last:
             encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, (numel - begin).to(tl.int32),
                            ROWS, KIND, LEVELS, TOP, BITS, 1, 1, True)  # fmt: skip
         else:
-            encode_buckets(
-                x,
-                residual,
-                scales,
-                codes,
-                flag,
-                given,
-                low,
-                high,
-                begin,
-                left,
-                ROWS,
-                KIND,
-                LEVELS,
-                TOP,
-                BITS,
-                B,
-                UNROLL,
-                False,
-            )
+            encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, left,
+                           ROWS, KIND, LEVELS, TOP, BITS, B, UNROLL, False)  # fmt: skip
     else:
-        encode_buckets(
-            x,
-            residual,
-            scales,
-            codes,
-            flag,
-            given,
-            low,
-            high,
-            begin,
-            left,
-            ROWS,
-            KIND,
-            LEVELS,
-            TOP,
-            BITS,
-            B,
-            UNROLL,
-            False,
-        )
+        encode_buckets(x, residual, scales, codes, flag, given, low, high, begin, left,
+                       ROWS, KIND, LEVELS, TOP, BITS, B, UNROLL, False)  # fmt: skip
 
 
 @triton.jit
-def add_rows(scales, codes, into, weight, begin, left, ROWS: tl.constexpr, ALONE: tl.constexpr, LEVELS: tl.constexpr, TOP: tl.constexpr,
-             PARTS: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    """`W` rows of 32 values, `left` values of them at most; `begin` is the first row's number."""
+def add_rows(scales, codes, into, weight, begin, left, ROWS: tl.constexpr, ALONE: tl.constexpr, LEVELS: tl.constexpr,
+             TOP: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr,
+             TAIL: tl.constexpr):  # fmt: skip
+    """`W` rows of 32 values, with at most `left` values; `begin` is the index of the first row."""
     PER: tl.constexpr = 32 // BITS
-    row, lane, w = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :], tl.arange(0, BITS)[None, :]
+    row = tl.arange(0, W)[:, None]
+    lane = tl.arange(0, 32)[None, :]
+    w = tl.arange(0, BITS)[None, :]
     if TAIL:
         words = tl.zeros((W, BITS), tl.int32)
         for k in tl.static_range(4):
@@ -308,8 +278,9 @@ def add_rows(scales, codes, into, weight, begin, left, ROWS: tl.constexpr, ALONE
 
 
 @triton.jit(do_not_specialize=["numel"])
-def add_quantised(data, into, weight, numel, ROWS: tl.constexpr, ALONE: tl.constexpr, LEVELS: tl.constexpr, TOP: tl.constexpr,
-                  PARTS: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+def add_quantised(data, into, weight, numel, ROWS: tl.constexpr, ALONE: tl.constexpr, LEVELS: tl.constexpr,
+                  TOP: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, FRESH: tl.constexpr,
+                  TAIL: tl.constexpr):  # fmt: skip
     numel, begin = numel.to(tl.int64), tl.program_id(0).to(tl.int64) * W
     is_last, full = tl.program_id(0) == tl.num_programs(0) - 1, numel // 32
     if TAIL:
@@ -352,7 +323,7 @@ def measure_rows(x, residual, largest, sums, left, SQUARED: tl.constexpr, B: tl.
 
 @triton.jit(do_not_specialize=["numel"])
 def measure(x, residual, largest, sums, numel, SQUARED: tl.constexpr, B: tl.constexpr, TAIL: tl.constexpr):
-    """Of each row of 512 values the largest |u| and the sum of squares; of values that are to be added up, only their sum."""
+    """The largest |u| and the sum of squares of each row of 512 values; only the sum of values if not SQUARED."""
     first = tl.program_id(0).to(tl.int64) * B
     left = tl.minimum(numel - first * 512, B * 512).to(tl.int32)
     x += first * 512
@@ -368,7 +339,7 @@ def measure(x, residual, largest, sums, numel, SQUARED: tl.constexpr, B: tl.cons
 
 
 def scale_of(codec: TernGrad, x: Tensor, residual: Tensor | None) -> Tensor:
-    """What 1 stands for in a message for the whole vector."""
+    """The scale of the whole vector."""
 
     def measured(values: Tensor, rest: Tensor | None, squared: bool) -> tuple[Tensor, Tensor]:
         rows = triton.cdiv(values.numel(), BLOCK)
@@ -386,18 +357,19 @@ def scale_of(codec: TernGrad, x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """A 32-bit word as the integer of the same bits: Triton would take a larger one for 64 bits."""
+    """A 32-bit word as the signed integer with the same bits: Triton would treat a larger one as 64 bits."""
     return word - 2**32 if word >= 2**31 else word
 
 
 def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
     p, numel = plan_of(codec), x.numel()
-    data, rows = room(codec, x, out), p.bucket // LANES
+    data = buffer_for(codec, x, out)
+    rows = p.bucket // LANES
     if not numel:
         return data, True
     low, high = halves(seed)
     unroll = rows if rows <= KEPT_ROWS else unrolled(rows)
-    # 32 values a thread are kept; 16 where much is computed with each, so that more threads find room.
+    # 32 values per thread; 16 if random numbers are drawn, which takes registers, so that more threads fit.
     at_once = max(1, min(4, (16 if codec.is_random else 32) // triton.next_power_of_2(rows)))
     extras, flag = numel % p.bucket != 0, flags.get(x)
     programs = triton.cdiv(numel // p.bucket, at_once) + extras

@@ -1,12 +1,13 @@
-"""Threshold on a GPU: one pass over a vector notes what is sent, and a second one, over the notes, writes it down.
+"""Threshold on a GPU: one pass over the vector marks the values to send, another over the marks writes the message.
 
-The notes are two bits a value, which is a message itself if much is sent.  Otherwise each group of values is told where its
-words begin by a running sum of the groups' counts, so that the indices ascend.
+The marks are two bits per value, which are the message if many values are sent.  Otherwise a running sum of the
+groups' counts gives the position of each group's words, so that the indices ascend.
 """
 
-# What Triton compiles is Python by its syntax only: its types say nothing.
-# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# Triton's language has Python's syntax but not its types.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
 # pyright: reportMissingTypeStubs=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.codecs.kernels.gpu_parts import LAUNCH, is_finite, on, put
-from paceline.codecs.layout import LANES, aligned, check_indexable
+from paceline.codecs.kernels.gpu_parts import LAUNCH, is_finite, on
+from paceline.codecs.layout import LANES, aligned, check_indexable, put
 from paceline.codecs.threshold import (
     BITMAP,
     HEADER,
@@ -39,12 +40,12 @@ from paceline.codecs.threshold import (
 if TYPE_CHECKING:
     from paceline.codecs.codec import Codec
 
-AT_ONCE = 32  # Words of 32 values a program.
+AT_ONCE = 32  # Words of 32 values per program.
 
 
 @triton.jit
 def mark_words(x, residual, hits, minus, count, peak, tau, left, W: tl.constexpr, TAIL: tl.constexpr):
-    """`W` words of 32 values, `left` values of them at most."""
+    """`W` words of 32 values, with at most `left` values."""
     w, lane = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
     at = 32 * w + lane
     mask = (at < left) if TAIL else (32 * w < left)
@@ -52,12 +53,12 @@ def mark_words(x, residual, hits, minus, count, peak, tau, left, W: tl.constexpr
     if residual is not None:
         before = tl.load(residual + at, mask=mask, other=0.0)
         u += before
-    beyond = (tl.abs(u) < tau) == 0  # Or no number.
+    beyond = (tl.abs(u) < tau) == 0  # Includes NaN.
     negative = beyond & (u < 0)
     tl.store(hits + w, tl.sum(beyond.to(tl.int32) << lane, axis=1, keep_dims=True), mask=32 * w < left)
     tl.store(minus + w, tl.sum(negative.to(tl.int32) << lane, axis=1, keep_dims=True), mask=32 * w < left)
     tl.store(count, tl.sum(tl.sum(beyond.to(tl.int32), axis=1), axis=0))
-    # As integers NaNs come after infinity, and that after all other numbers.
+    # As an integer NaN is larger than infinity and all numbers.
     sizes = tl.where(beyond, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     tl.store(peak, tl.max(tl.max(sizes, axis=1), axis=0))
     if residual is not None:
@@ -67,7 +68,7 @@ def mark_words(x, residual, hits, minus, count, peak, tau, left, W: tl.constexpr
 
 @triton.jit(do_not_specialize=["numel"])
 def mark(x, residual, hits, minus, counts, peaks, tau, numel, W: tl.constexpr, TAIL: tl.constexpr):
-    """Note which values are sent and which of them are negative, and keep what is left of them."""
+    """Mark the values to send and those of them that are negative, and update the residual."""
     program = tl.program_id(0)
     first = program.to(tl.int64) * W
     left = tl.minimum(numel - 32 * first, 32 * W).to(tl.int32)
@@ -75,7 +76,7 @@ def mark(x, residual, hits, minus, counts, peaks, tau, numel, W: tl.constexpr, T
     if residual is not None:
         residual += 32 * first
     if TAIL:
-        # Masks that may end anywhere would break up all reading.
+        # Only the last program needs masks that can end anywhere, with which it cannot read whole words.
         if program == tl.num_programs(0) - 1:
             mark_words(x, residual, hits + first, minus + first, counts + program, peaks + program, tau, left, W, True)
         else:
@@ -86,7 +87,7 @@ def mark(x, residual, hits, minus, counts, peaks, tau, numel, W: tl.constexpr, T
 
 @triton.jit(do_not_specialize=["numel"])
 def write_words(hits, minus, ends, body, numel, W: tl.constexpr):
-    """An index and a sign for all that is noted, from the lowest bit of each word on."""
+    """An index and a sign for each marked value, from the lowest bit of each word on."""
     program = tl.program_id(0)
     first = program.to(tl.int64) * W
     w = tl.arange(0, W)
@@ -126,7 +127,7 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
         sent, peak = torch.stack([ends[-1], peaks.max()]).tolist()
         if peak >= 0x7F800000:
             undo(codec, x, residual, planes)
-            codec.refuse(x if residual is None else x + residual, "of the magnitudes beyond tau")
+            codec.refuse(x if residual is None else x + residual, "among the magnitudes beyond tau")
         words = torch.empty(sent, dtype=torch.int32, device=x.device)
         k, rice = rice_parameter(numel, sent), None
         if is_written := bool(sent) and (codec.entropy or chosen(numel, sent, None) == WORDS):
@@ -149,7 +150,7 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
 
 
 def undo(codec: Threshold, x: Tensor, residual: Tensor | None, planes: Tensor) -> None:
-    """Remember again, up to rounding, what was remembered before; where something has no code nothing was changed."""
+    """Restore the residual, up to rounding; it was not changed where a value is not finite."""
     if residual is None:
         return
     hit, negative = (bits_of(plane.view(torch.uint8))[: x.numel()].to(torch.float32) for plane in planes)
@@ -162,9 +163,9 @@ def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) ->
     numel = into.numel()
     header = codec.read(data, numel)
     if header.format != WORDS:
-        said = codec.decode(data, numel)
-        said = said * weight if weight != 1.0 else said
-        into.copy_(said) if fresh else into.add_(said)
+        decoded = codec.decode(data, numel)
+        decoded = decoded * weight if weight != 1.0 else decoded
+        into.copy_(decoded) if fresh else into.add_(decoded)
         return
     words = aligned(data[HEADER:]).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     indices = words >> 1

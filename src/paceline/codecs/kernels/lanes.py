@@ -1,8 +1,8 @@
-"""Vectors of 32 lanes for numba: what its loops become on the processor, said outright.
+"""Vectors of 32 lanes for numba: explicit SIMD.
 
-A compiler that is left to find the parallelism in a packing loop does not, and one that is allowed to regroup a sum gives
-another sum on another processor.  Here a kernel says `load(x, i) + load(r, i)` and gets 32 additions in as few instructions as
-the processor has for them; `add_up` always adds in the same order.  Masks are 32-bit words, lane 0 the lowest bit.
+The compiler does not vectorise a packing loop by itself, and if it may reorder a sum, the sum differs between
+processors.  With these functions `load(x, i) + load(r, i)` is 32 additions in as few instructions as the processor
+needs, and `add_up` always adds in the same order.  Masks are 32-bit words; lane 0 is the lowest bit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from numba.extending import models, overload, register_model
 
 LANES = 32
 
-intrinsic: Any = extending.intrinsic  # What it decorates takes one argument less when it is called.
+intrinsic: Any = extending.intrinsic  # A decorated function is called without its first argument.
 
-_i1, _i8, _i32, _f32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.FloatType()
-_floats, _ints, _mask = ir.VectorType(_f32, LANES), ir.VectorType(_i32, LANES), ir.VectorType(_i1, LANES)
-_bytes, _shorts, _halves = (
-    ir.VectorType(_i8, LANES),
-    ir.VectorType(ir.IntType(16), LANES),
-    ir.VectorType(ir.HalfType(), LANES),
-)
+_i1 = ir.IntType(1)
+_i8 = ir.IntType(8)
+_i32 = ir.IntType(32)
+_f32 = ir.FloatType()
+_floats = ir.VectorType(_f32, LANES)
+_ints = ir.VectorType(_i32, LANES)
+_mask = ir.VectorType(_i1, LANES)
+_bytes = ir.VectorType(_i8, LANES)
+_shorts = ir.VectorType(ir.IntType(16), LANES)
+_halves = ir.VectorType(ir.HalfType(), LANES)
 
 
 class Floats(types.Type):
@@ -73,7 +76,7 @@ def _shuffled(builder: Any, vector: Any, order: list[int]) -> Any:
 
 @intrinsic
 def load(_: Any, array: Any, index: Any) -> Any:
-    """32 values from `index` on, as float32.  float16 is given as uint16, bfloat16 as int16: numba has neither."""
+    """32 values from `index` on, as float32.  Pass float16 as uint16 and bfloat16 as int16: numba has neither type."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def values(kind: ir.Type) -> Any:
@@ -94,7 +97,7 @@ def load(_: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(_: Any, array: Any, index: Any, values: Any) -> Any:
-    """Put 32 values into an array of a type that `load` knows, rounded to the nearest of it, ties to even."""
+    """Store 32 values in an array of a type that `load` reads, rounded to nearest, ties to even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         short = args[2]
@@ -126,7 +129,7 @@ def full(_: Any, value: Any) -> Any:
 
 @intrinsic
 def select(_: Any, mask: Any, a: Any, b: Any) -> Any:
-    """Lane by lane `a` where the mask has a 1, otherwise `b`."""
+    """In each lane `a` if its bit in the mask is 1, otherwise `b`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.bitcast(args[0], _mask), args[1], args[2])
@@ -136,7 +139,7 @@ def select(_: Any, mask: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def count(_: Any, mask: Any) -> Any:
-    """How many lanes a mask has."""
+    """How many bits of a mask are 1."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
@@ -146,7 +149,7 @@ def count(_: Any, mask: Any) -> Any:
 
 @intrinsic
 def lowest(_: Any, mask: Any) -> Any:
-    """The number of the first lane that a mask has; it must have one."""
+    """The index of the lowest 1 in a mask, which must not be 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.zext(builder.cttz(args[0], _i1(1)), ir.IntType(64))
@@ -159,7 +162,8 @@ def add_up(_: Any, values: Any) -> Any:
     """The sum of all lanes: the upper half is added to the lower one until one lane is left."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        total, lanes = args[0], LANES
+        total = args[0]
+        lanes = LANES
         while lanes > 1:
             lanes //= 2
             lower, upper = (_shuffled(builder, total, [*range(start, start + lanes)]) for start in (0, lanes))
@@ -209,15 +213,17 @@ def _floor(builder: Any, a: Any) -> Any:
     return builder.call(function, [a])
 
 
-at_least, less = _compared(">="), _compared("<")  # Lane by lane, as masks; false for NaN.
+# Comparisons of lanes, as masks; false for NaN.
+at_least = _compared(">=")
+less = _compared("<")
 
-# Lane by lane the smaller, the larger.  Where a value is NaN, the second: what the processor has one instruction for.
+# The smaller or larger value of each lane; if one is NaN, the second, for which processors have one instruction.
 smaller = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
 larger = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 larger_int = _binary(lambda builder, a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
 
 floor = _unary(_floor, floats)
-to_ints = _unary(lambda builder, a: builder.fptosi(a, _ints), ints)  # Towards 0; what is beyond int32 becomes anything.
+to_ints = _unary(lambda builder, a: builder.fptosi(a, _ints), ints)  # Towards 0; undefined for values beyond int32.
 to_floats = _unary(lambda builder, a: builder.sitofp(a, _floats), floats)
 bits_of = _unary(lambda builder, a: builder.bitcast(a, _ints), ints)
 with_bits = _unary(lambda builder, a: builder.bitcast(a, _floats), floats)
@@ -247,7 +253,7 @@ for _operation, _name in (
     (operator.and_, "and_"),
     (operator.or_, "or_"),
     (operator.lshift, "shl"),
-    (operator.rshift, "lshr"),  # Zeros come in, whatever the sign.
+    (operator.rshift, "lshr"),  # Unsigned.
 ):
     _overload(_operation, Ints, _binary(lambda builder, a, b, name=_name: getattr(builder, name)(a, b)))
 
@@ -265,7 +271,7 @@ def full_int(_: Any, value: Any) -> Any:
 
 @intrinsic
 def numbered(_: Any) -> Any:
-    """0 to 31."""
+    """The lanes' indices, 0 to 31."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.Constant(_ints, [*range(LANES)])
@@ -275,10 +281,11 @@ def numbered(_: Any) -> Any:
 
 @intrinsic
 def largest(_: Any, values: Any) -> Any:
-    """The largest of 32 integers, as the float32 that has its bits."""
+    """The largest of 32 integers, as the float32 with the same bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        most, lanes = args[0], LANES
+        most = args[0]
+        lanes = LANES
         while lanes > 1:
             lanes //= 2
             lower, upper = (_shuffled(builder, most, [*range(start, start + lanes)]) for start in (0, lanes))
@@ -312,11 +319,13 @@ def _loaded(kind: ir.VectorType, convert: Callable[[Any, Any], Any]) -> Any:
 
 
 def _folded(per_byte: int) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """Codes of 8 // per_byte bits into bytes and out of them, the first one lowest.
+    """Functions that pack codes of 8 // per_byte bits into bytes, the first code lowest, and unpack them.
 
-    As many codes as a byte holds lie in the bytes of one word, and are moved there all at once: what overlaps is cut off.
+    The codes of one byte lie in the bytes of one word, and are shifted together; a truncation or a mask removes the
+    rest.
     """
-    bits, words = 8 // per_byte, ir.VectorType(ir.IntType(8 * per_byte), LANES // per_byte)
+    bits = 8 // per_byte
+    words = ir.VectorType(ir.IntType(8 * per_byte), LANES // per_byte)
     mask = sum((1 << bits) - 1 << 8 * i for i in range(per_byte))
 
     def fold(builder: Any, codes: Any) -> Any:
@@ -336,9 +345,14 @@ def _folded(per_byte: int) -> tuple[Callable[[Any, Any], Any], Callable[[Any, An
     return fold, unfold
 
 
-# 32 codes of 2, 4, 8 or 16 bits to and from an array of bytes, from a byte on.
-store_16, load_16 = _stored(_shorts, lambda b, v: b.trunc(v, _shorts)), _loaded(_shorts, lambda b, v: b.zext(v, _ints))
-store_8, load_8 = _stored(_bytes, lambda b, v: b.trunc(v, _bytes)), _loaded(_bytes, lambda b, v: b.zext(v, _ints))
-_quarter, _half = ir.VectorType(_i8, LANES // 4), ir.VectorType(_i8, LANES // 2)
-store_4, load_4 = _stored(_half, _folded(2)[0]), _loaded(_half, _folded(2)[1])
-store_2, load_2 = _stored(_quarter, _folded(4)[0]), _loaded(_quarter, _folded(4)[1])
+# Store and load 32 codes of 2, 4, 8 or 16 bits in an array of bytes, from a byte index on.
+_quarter = ir.VectorType(_i8, LANES // 4)
+_half = ir.VectorType(_i8, LANES // 2)
+store_16 = _stored(_shorts, lambda b, v: b.trunc(v, _shorts))
+load_16 = _loaded(_shorts, lambda b, v: b.zext(v, _ints))
+store_8 = _stored(_bytes, lambda b, v: b.trunc(v, _bytes))
+load_8 = _loaded(_bytes, lambda b, v: b.zext(v, _ints))
+store_4 = _stored(_half, _folded(2)[0])
+load_4 = _loaded(_half, _folded(2)[1])
+store_2 = _stored(_quarter, _folded(4)[0])
+load_2 = _loaded(_quarter, _folded(4)[1])

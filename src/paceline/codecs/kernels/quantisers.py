@@ -1,7 +1,7 @@
-"""CPU kernels of the codecs that send a scale and a code of 2, 4, 8 or 16 bits a value: NBit, QSGD and TernGrad.
+"""CPU kernels of the codecs that send a scale and a code of 2, 4, 8 or 16 bits per value: NBit, QSGD and TernGrad.
 
-They differ in what the scale is and in how a value is rounded; to read them is the same for all.  A message is a float32 scale a
-bucket and then the codes, all of them offset to be positive.
+They differ in the scale and in how a value is rounded; decoding is the same for all.  A message is a float32 scale
+per bucket and then the codes, which have an offset so that they are positive.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.kernels import Kernel
-from paceline.codecs.kernels.cpu_parts import NAN, ZERO, compiled, in_buckets, put, room, wanted
+from paceline.codecs.kernels.cpu_parts import NAN, ZERO, compiled, in_buckets, wanted
 from paceline.codecs.kernels.lanes import (
     LANES,
     add_up,
@@ -43,7 +43,7 @@ from paceline.codecs.kernels.lanes import (
     to_ints,
     with_bits,
 )
-from paceline.codecs.layout import aligned
+from paceline.codecs.layout import aligned, buffer_for, put
 from paceline.codecs.n_bit import NBit
 from paceline.codecs.noise import FIRST, SECOND, halves
 from paceline.codecs.qsgd import QSGD, TernGrad
@@ -51,8 +51,13 @@ from paceline.codecs.qsgd import QSGD, TernGrad
 if TYPE_CHECKING:
     from paceline.codecs.codec import Codec
 
-SIGMA, L2, MAX, GIVEN = range(4)  # What the scale is: of the bucket, or of the whole vector and known.
-HALF, ONE = np.float32(0.5), np.float32(1)
+# What the scale is: a statistic of the bucket, or GIVEN for the whole vector.
+SIGMA = 0
+L2 = 1
+MAX = 2
+GIVEN = 3
+HALF = np.float32(0.5)
+ONE = np.float32(1)
 STEP = np.float32(2.0**-24)
 UNSIGNED = 0x7FFFFFFF
 SIGN = 0x80000000
@@ -62,14 +67,14 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A codec as these kernels know it: codes are `levels` below and above that of 0, and no value is read as more than `top`."""
+    """A codec's parameters: its codes are from -levels to levels, and are decoded as at most `top` units."""
 
     bucket: int
     bits: int
     scale: int
     levels: int
     top: float
-    parts: int  # How many units a scale has.
+    parts: int  # How many units make a scale.
 
 
 def plan_of(codec: Codec) -> Plan:
@@ -93,7 +98,7 @@ def mixed(words: Any) -> Any:
 
 @compiled
 def uniform(low: int, high: int, index: int) -> Any:
-    """32 of the numbers of `noise.uniform`, from `index` on."""
+    """32 numbers of `noise.uniform`, from `index` on."""
     words = mixed(mixed(numbered() + full_int(index + low)) ^ high)
     return to_floats(words >> 8) * full(STEP)
 
@@ -132,7 +137,7 @@ def squares(x: Any, residual: Any, start: int, bucket: int) -> Any:
 
 @compiled
 def most(x: Any, residual: Any, start: int, bucket: int) -> Any:
-    """The largest |u|; NaN if there is one, because as integers NaNs come after infinity, and that after all other numbers."""
+    """The largest |u|; NaN if there is one, because as an integer NaN is larger than infinity and all numbers."""
     found = full_int(0)
     for at in range(start, start + bucket, LANES):
         found = larger_int(found, bits_of(wanted(x, residual, at)) & UNSIGNED)
@@ -144,15 +149,20 @@ def encode_units(
     x: Any, residual: Any, bucket: int, real: int, bits: int, kind: int, levels: int, top: Any, low: int, high: int,
     begin: int, given: Any, scales: Any, codes: Any, first: int, last: int,
 ) -> bool:  # fmt: skip
-    """Encode whole buckets, of which `real` values count; `begin` is the place of the first one in the vector."""
+    """Encode whole buckets, with `real` values each; `begin` is the index of the first value in the vector."""
     is_good = True
-    tops, lows, highs = full(top), full(np.float32(-levels)), full(np.float32(levels + 1 if kind == SIGMA else levels))
-    ones, zeros, nearest = full(ONE), full(ZERO), full(HALF)
+    tops = full(top)
+    lows = full(np.float32(-levels))
+    highs = full(np.float32(levels + 1 if kind == SIGMA else levels))
+    ones = full(ONE)
+    zeros = full(ZERO)
+    nearest = full(HALF)
     for b in range(first, last):
         start = b * bucket
         if kind == SIGMA:
             unit = np.sqrt(squares(x, residual, start, bucket) / np.float32(real)) * np.float32(8 / (2 * levels + 1))
-            scale, per_unit = unit, ONE / unit
+            scale = unit
+            per_unit = ONE / unit
         else:
             if kind == L2:
                 scale = np.sqrt(squares(x, residual, start, bucket))
@@ -160,7 +170,8 @@ def encode_units(
                 scale = most(x, residual, start, bucket)
             else:
                 scale = given
-            unit, per_unit = scale / np.float32(levels), np.float32(levels) / scale
+            unit = scale / np.float32(levels)
+            per_unit = np.float32(levels) / scale
         if not np.isfinite(unit * np.float32(levels)):
             scales[b if kind != GIVEN else 0] = NAN
             is_good = False
@@ -189,8 +200,8 @@ def encode_units(
 
 @compiled
 def add_units(
-    scales: Any, codes: Any, bucket: int, bits: int, kind: int, levels: int, top: Any, parts: Any, into: Any, weight: Any, fresh: bool,
-    first: int, last: int,
+    scales: Any, codes: Any, bucket: int, bits: int, kind: int, levels: int, top: Any, parts: Any, into: Any,
+    weight: Any, fresh: bool, first: int, last: int,
 ) -> bool:  # fmt: skip
     tops, weights = full(top), full(weight)
     for b in range(first, last):
@@ -217,7 +228,7 @@ def parts(data: Tensor, plan: Plan, numel: int) -> tuple[Any, Tensor]:
 
 def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
     p = plan_of(codec)
-    data = room(codec, x.numel(), out)
+    data = buffer_for(codec, x, out)
     scales, codes = parts(data, p, x.numel())
     low, high = halves(seed)
     given = NAN
@@ -252,7 +263,7 @@ def total(x: Any) -> Any:
 
 @compiled
 def scale_from(maxima: Any, sums: Any, numel: int, clip: Any) -> Any:
-    """As `TernGrad.scale`, and what is sent for it; a clip of 0 stands for none."""
+    """As `TernGrad.scale`, and the scale on the wire; a clip of 0 means None."""
     scale = maxima[0]
     for b in range(1, len(maxima)):
         if maxima[b] > scale or np.isnan(maxima[b]):
@@ -273,13 +284,15 @@ def scale_of(codec: TernGrad, x: Tensor, residual: Tensor | None) -> tuple[Any, 
 
     in_buckets(BLOCK, 0, x, residual, NOTHING, run, packs=False)
     scale, sent = scale_from(maxima, sums, x.numel(), np.float32(codec.clip or 0))
-    return np.float32(scale), np.float32(sent)  # numba gives Python's numbers, which are double.
+    return np.float32(scale), np.float32(sent)  # numba returns Python floats, which are double.
 
 
 def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
     p = plan_of(codec)
     scales, codes = parts(aligned(data), p, into.numel())
-    top, divisor, scaled = np.float32(p.top), np.float32(p.parts), np.float32(weight)
+    top = np.float32(p.top)
+    divisor = np.float32(p.parts)
+    scaled = np.float32(weight)
 
     def run(_: Any, values: Any, words: Any, begin: int, real: int, first: int, last: int) -> bool:
         of = scales[begin // p.bucket :] if p.scale != GIVEN else scales

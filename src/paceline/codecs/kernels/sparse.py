@@ -1,7 +1,7 @@
-"""Threshold on the CPU: one pass over a vector of which almost nothing is sent.
+"""Threshold on the CPU: one pass over a vector of which few values are sent.
 
-Values are looked at in groups of 32.  Which of them are sent is noted as masks, most of them zero, and only these are looked at
-again to write the message; so the time is that of reading the vector and writing its residual.
+The pass works on groups of 32 values.  It stores a mask of the values to send for each group; most masks are 0.  A
+second loop over the masks writes the message.  So the time is that of reading the vector and writing its residual.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.kernels import Kernel, top_k
-from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, put, share_out, wanted
+from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, share_out, wanted
 from paceline.codecs.kernels.lanes import LANES, count, full, less, load, lowest, select, store
-from paceline.codecs.layout import check_indexable, is_straight
+from paceline.codecs.layout import check_indexable, is_aligned, put
 from paceline.codecs.threshold import (
     BITMAP,
     HEADER,
@@ -38,22 +38,33 @@ ALL = np.uint32(0xFFFFFFFF)
 
 @compiled
 def threshold_mark(x: Any, residual: Any, tau: Any, hits: Any, minus: Any, first: int, last: int) -> Any:
-    """Note which values of the groups are sent and keep what is left of them; the first group with a value that is not finite
-    (where it stops), how many are sent, and the largest magnitude of these."""
-    zero, high, low, most, least = full(ZERO), full(tau), full(-tau), full(ZERO), full(ZERO)
-    endless, below_all, sent, stop = full(INF), full(-INF), 0, last
+    """Mark the values to send in groups first to last, and update the residual.
+
+    Returns the group where it stopped, which has a value that is not finite, or `last`; how many values are marked; and
+    their largest magnitude.
+    """
+    zero = full(ZERO)
+    high = full(tau)
+    low = full(-tau)
+    most = full(ZERO)
+    least = full(ZERO)
+    endless = full(INF)
+    below_all = full(-INF)
+    sent = 0
+    stop = last
     for i in range(first, last):
         at = LANES * i
         u = wanted(x, residual, at)
         beyond = np.uint32(~(less(u, high) & less(low, u)))
         negative = np.uint32(0)
-        if beyond:  # Or no number.
+        if beyond:  # Includes NaN.
             if np.uint32(less(u, endless) & less(below_all, u)) != ALL:
                 stop = i
                 break
             negative = np.uint32(beyond & less(u, zero))
             sent += np.int64(count(beyond))
-            most, least = select(less(most, u), u, most), select(less(u, least), u, least)
+            most = select(less(most, u), u, most)
+            least = select(less(u, least), u, least)
             u = u - select(negative, low, select(beyond, high, zero))
         hits[i] = beyond
         minus[i] = negative
@@ -67,8 +78,10 @@ def threshold_mark(x: Any, residual: Any, tau: Any, hits: Any, minus: Any, first
 
 @compiled
 def threshold_unmark(x: Any, residual: Any, tau: Any, hits: Any, minus: Any, first: int, last: int) -> None:
-    """Take back, up to rounding, what `threshold_mark` did to the residual."""
-    zero, high, low = full(ZERO), full(tau), full(-tau)
+    """Restore the residual, up to rounding, from before `threshold_mark`."""
+    zero = full(ZERO)
+    high = full(tau)
+    low = full(-tau)
     for i in range(first, last):
         at = LANES * i
         store(residual, at, load(residual, at) + select(minus[i], low, select(hits[i], high, zero)) - load(x, at))
@@ -76,7 +89,7 @@ def threshold_unmark(x: Any, residual: Any, tau: Any, hits: Any, minus: Any, fir
 
 @compiled
 def words_of(hits: Any, minus: Any, words: Any) -> None:
-    """Indices and signs of all that is noted."""
+    """The indices and signs of all marked values."""
     n = 0
     for i in range(len(hits)):
         mask = hits[i]
@@ -89,8 +102,9 @@ def words_of(hits: Any, minus: Any, words: Any) -> None:
 
 @compiled
 def quotients_of(words: Any, k: int) -> Any:
-    """The sum of all gaps' upper bits."""
-    total, last = 0, -1
+    """The sum of all gaps' quotients by 2**k."""
+    total = 0
+    last = -1
     for word in words:
         index = np.int64(word >> np.uint32(1))
         total += (index - last - 1) >> k
@@ -100,8 +114,12 @@ def quotients_of(words: Any, k: int) -> Any:
 
 @compiled
 def rice_write(words: Any, k: int, low: Any, unary: Any) -> None:
-    """The Golomb-Rice code of indices and signs: `low` gets k bits of each gap and the sign, `unary`, of zeros, the quotients."""
-    held, bits, at, end, last = np.uint64(0), 0, 0, 0, -1
+    """Write the Golomb-Rice code: a sign and k bits of each gap into `low`, the quotients into `unary`, which is 0."""
+    held = np.uint64(0)
+    bits = 0
+    at = 0
+    end = 0
+    last = -1
     for word in words:
         index = np.int64(word >> np.uint32(1))
         gap = index - last - 1
@@ -123,8 +141,13 @@ def rice_write(words: Any, k: int, low: Any, unary: Any) -> None:
 
 @compiled
 def rice_read(low: Any, unary: Any, k: int, numel: int, words: Any) -> bool:
-    """Fill `words` with what a Rice code tells; False if it does not tell just so many indices below `numel`."""
-    held, bits, at, end, n, index = np.uint64(0), 0, 0, -1, 0, -1
+    """Decode a Rice code into `words`; False if it does not hold that many indices below `numel`."""
+    held = np.uint64(0)
+    bits = 0
+    at = 0
+    end = -1
+    n = 0
+    index = -1
     for j in range(len(unary)):
         mask = np.uint32(unary[j])
         while mask:
@@ -150,7 +173,7 @@ def rice_read(low: Any, unary: Any, k: int, numel: int, words: Any) -> bool:
 
 @compiled
 def is_bitmap(hits: Any, minus: Any, numel: int, sent: int) -> bool:
-    """Whether two bitmaps tell just so many values and their signs."""
+    """Whether two bitmaps hold `sent` values and their signs."""
     total = 0
     for i in range(len(hits)):
         total += np.int64(count(hits[i]))
@@ -162,22 +185,24 @@ def is_bitmap(hits: Any, minus: Any, numel: int, sent: int) -> bool:
 
 @compiled
 def bitmap_add(hits: Any, minus: Any, tau: Any, into: Any, fresh: bool) -> bool:
-    """Add what two bitmaps say."""
-    zero, high, low = full(ZERO), full(tau), full(-tau)
+    """Add the values of two bitmaps."""
+    zero = full(ZERO)
+    high = full(tau)
+    low = full(-tau)
     for i in range(len(into) // LANES):
         at = LANES * i
-        said = select(minus[i], low, select(hits[i], high, zero))
-        store(into, at, said if fresh else load(into, at) + said)
+        values = select(minus[i], low, select(hits[i], high, zero))
+        store(into, at, values if fresh else load(into, at) + values)
     for i in range(len(into) // LANES * LANES, len(into)):
         bit = np.uint32(1 << (i % LANES))
-        said = -tau if minus[-1] & bit else tau if hits[-1] & bit else ZERO
-        into[i] = said if fresh else into[i] + said
+        value = -tau if minus[-1] & bit else tau if hits[-1] & bit else ZERO
+        into[i] = value if fresh else into[i] + value
     return True
 
 
 @compiled
 def words_add(words: Any, tau: Any, into: Any, fresh: bool) -> bool:
-    """Add what indices and signs say; False, and nothing is done, if the indices do not ascend within the vector."""
+    """Add tau or -tau at each index; does nothing and returns False if the indices do not ascend within the vector."""
     last = -1
     for word in words:
         index = np.int64(word >> np.uint32(1))
@@ -199,7 +224,9 @@ def encode_threshold(
     numel = x.numel()
     check_indexable(codec, numel)
     hits, minus = (np.empty(-(-numel // LANES), np.uint32) for _ in range(2))
-    values, rest, tau = as_array(x), None if residual is None else residual.numpy(), np.float32(codec.tau)
+    values = as_array(x)
+    rest = None if residual is None else residual.numpy()
+    tau = np.float32(codec.tau)
     done: list[tuple[int, int, int, float]] = []
 
     def work(first: int, last: int) -> bool:
@@ -223,26 +250,25 @@ def encode_threshold(
     if not is_good:
         for first, stop, _, _ in done if rest is not None else ():
             threshold_unmark(values, rest, tau, hits, minus, first, stop)
-        codec.refuse(x if residual is None else x + residual, "of the magnitudes beyond tau")
-    return put(
-        threshold_message(
-            codec, numel, hits, minus, sum(d[2] for d in done), max((d[3] for d in done), default=0.0), out
-        ),
-        out,
-    ), True
+        codec.refuse(x if residual is None else x + residual, "among the magnitudes beyond tau")
+    sent = sum(d[2] for d in done)
+    peak = max((d[3] for d in done), default=0.0)
+    return put(threshold_message(codec, numel, hits, minus, sent, peak, out), out), True
 
 
 def threshold_message(
     codec: Threshold, numel: int, hits: Any, minus: Any, sent: int, peak: float, out: Tensor | None
 ) -> Tensor:
-    """Header and body for what is noted."""
-    k, rice, words = rice_parameter(numel, sent), None, np.empty(0, np.uint32)
+    """The message for the marked values."""
+    k = rice_parameter(numel, sent)
+    rice = None
+    words = np.empty(0, np.uint32)
     if codec.entropy and sent:
         words_of(hits, minus, words := np.empty(sent, np.uint32))
         rice = rice_nbytes(sent, k, quotients_of(words, k))
     form = chosen(numel, sent, rice)
     size = HEADER + (4 * sent if form == WORDS else bitmap_nbytes(numel) if form == BITMAP else cast(int, rice))
-    fits = out is not None and out.numel() == size and is_straight(out)
+    fits = out is not None and out.numel() == size and is_aligned(out)
     data = out if out is not None and fits else torch.empty(size, dtype=torch.uint8)
     header = Header.made(sent, form, k, numel, codec.tau32, peak)
     data[:HEADER] = torch.frombuffer(bytearray(header.packed()), dtype=torch.uint8)
@@ -251,7 +277,8 @@ def threshold_message(
         words_of(hits, minus, body.view(np.uint32))
     elif form == BITMAP:
         half = len(body) // 2
-        body[:half], body[half:] = hits.view(np.uint8)[:half], minus.view(np.uint8)[:half]
+        body[:half] = hits.view(np.uint8)[:half]
+        body[half:] = minus.view(np.uint8)[:half]
     else:
         split = -(-sent * (k + 1) // 8)
         body[split:] = 0
@@ -263,16 +290,15 @@ def add_threshold(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh
     codec = cast(Threshold, codec)
     numel = into.numel()
     header = codec.read(data, numel)
-    body, values, tau = (
-        cast(Any, data[HEADER:].contiguous().numpy()),
-        into.numpy(),
-        np.float32(weight) * np.float32(header.tau),
-    )
+    body = cast(Any, data[HEADER:].contiguous().numpy())
+    values = into.numpy()
+    tau = np.float32(weight) * np.float32(header.tau)
     if header.format == BITMAP:
-        planes, half = np.zeros((2, -(-numel // LANES)), np.uint32), len(body) // 2
+        planes = np.zeros((2, -(-numel // LANES)), np.uint32)
+        half = len(body) // 2
         planes.view(np.uint8)[:, :half] = body.reshape(2, half)
         if not is_bitmap(planes[0], planes[1], numel, header.sent):
-            codec.malformed(data, numel, f"its bitmaps do not tell {header.sent} values and their signs")
+            codec.malformed(data, numel, f"its bitmaps do not hold {header.sent} values and their signs")
         bitmap_add(planes[0], planes[1], tau, values, fresh)
         return
     words = np.empty(header.sent, np.uint32)
@@ -281,7 +307,7 @@ def add_threshold(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh
     else:
         split = -(-header.sent * (header.rice + 1) // 8)
         if len(body) < split or not rice_read(body[:split], body[split:], header.rice, numel, words):
-            codec.malformed(data, numel, f"it is no Rice code of {header.sent} values within the vector")
+            codec.malformed(data, numel, f"it is not a Rice code of {header.sent} values within the vector")
     if not words_add(words, tau, values, fresh):
         codec.malformed(data, numel, "its indices do not ascend within the vector")
 

@@ -1,7 +1,8 @@
 """Top-k on the CPU: the exact choice of the k largest in two passes over the vector.
 
-The first counts magnitudes by their upper bits, and so finds the bin that holds the k-th largest; the second notes what is in that
-bin or above, and only this is sorted out further.  Nothing of it depends on how the values are distributed.
+The first pass counts magnitudes by their upper bits, and so finds the bin of the k-th largest.  The second marks the
+values in that bin or above, from which the k largest are chosen.  The result does not depend on the distribution of
+the values.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from paceline.codecs.dgc import DGC
 from paceline.codecs.kernels import Kernel
-from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, put, share_out, wanted
+from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, share_out, wanted
 from paceline.codecs.kernels.lanes import LANES, full, less, load, lowest, store
-from paceline.codecs.layout import aligned, check_indexable, is_straight
+from paceline.codecs.layout import aligned, check_indexable, is_aligned, put
 from paceline.codecs.top_k import TopK
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 INF = np.float32(np.inf)
 ALL = np.uint32(0xFFFFFFFF)
-MAGNITUDE = np.uint32(0x7FFFFFFF)  # A float32 without its sign.
-BINS = 2048  # Magnitudes are counted by their exponent and three more bits.
+MAGNITUDE = np.uint32(0x7FFFFFFF)  # The bits of a float32 without the sign.
+BINS = 2048  # By the exponent and three bits of the mantissa.
 SHIFT = 20
-LOOK = 512  # Groups after which a bound is looked for anew.
+LOOK = 512  # The lower bound is updated after this many groups.
 
 
 @compiled
@@ -43,8 +44,9 @@ def edge(b: int) -> Any:
 
 @compiled
 def bin_with(counts: Any, k: int) -> tuple[int, int]:
-    """The bin that holds the k-th largest, and how many are in the bins above; bin 0 if there are not so many."""
-    above, b = 0, len(counts) - 1
+    """The bin of the k-th largest, and how many are in the bins above; bin 0 if there are fewer than k."""
+    above = 0
+    b = len(counts) - 1
     while b > 0 and above + counts[b] < k:
         above += counts[b]
         b -= 1
@@ -53,12 +55,15 @@ def bin_with(counts: Any, k: int) -> tuple[int, int]:
 
 @compiled
 def top_k_count(x: Any, residual: Any, u: Any, counts: Any, k: int, first: int, last: int) -> int:
-    """Put `x + residual` into `u`, which may be the residual, and count by bins those that can be among the k largest here.
+    """Store `x + residual` in `u`, which may be the residual, and count by bins what can be among the k largest.
 
-    As soon as k are known of a bin and above, what is below is not even counted.  Without `u`, `x` is all there is.  Gives the
-    first group with a value that is not finite, where it stops.
+    Once a bin and those above have k values, smaller values are not counted.  `u` is None if `x` alone is encoded.
+    Returns the group where it stopped, which has a value that is not finite, or `last`.
     """
-    high, low, endless, below_all = full(ZERO), full(ZERO), full(INF), full(-INF)
+    high = full(ZERO)
+    low = full(ZERO)
+    endless = full(INF)
+    below_all = full(-INF)
     bits = x.view(np.uint32) if u is None else u.view(np.uint32)
     for i in range(first, last):
         at = LANES * i
@@ -79,14 +84,14 @@ def top_k_count(x: Any, residual: Any, u: Any, counts: Any, k: int, first: int, 
 
 @compiled
 def top_k_uncount(x: Any, residual: Any, first: int, last: int) -> None:
-    """Take back, up to rounding, what `top_k_count` did to the residual."""
+    """Restore the residual, up to rounding, from before `top_k_count`."""
     for i in range(first, last):
         store(residual, LANES * i, load(residual, LANES * i) - load(x, LANES * i))
 
 
 @compiled
 def top_k_mark(u: Any, least: Any, hits: Any, first: int, last: int) -> None:
-    """Note which values of the groups are of magnitude `least` or more."""
+    """Mark the values of magnitude `least` or more in groups first to last."""
     high, low = full(least), full(-least)
     for i in range(first, last):
         v = load(u, LANES * i)
@@ -95,14 +100,16 @@ def top_k_mark(u: Any, least: Any, hits: Any, first: int, last: int) -> None:
 
 @compiled
 def top_k_pick(u: Any, hits: Any, counts: Any, k: int, indices: Any, values: Any) -> None:
-    """Of what is noted, and of the last values that fill no group, the k largest; the first ones where magnitudes are equal."""
-    (place, above), raw = bin_with(counts, k), u.view(np.uint32)
-    some, n = np.empty(counts[place:].sum(), np.int32), 0
+    """The k largest of the marked values and of those after the last group; of equal magnitudes the first ones."""
+    place, above = bin_with(counts, k)
+    raw = u.view(np.uint32)
+    some = np.empty(counts[place:].sum(), np.int32)
+    n = 0
     for i in range(len(hits)):
         mask = hits[i]
         while mask:
             at = LANES * i + lowest(mask)
-            if bin_of(raw[at]) >= place:  # A processor that takes denormals for zeros has noted more than that.
+            if bin_of(raw[at]) >= place:  # More are marked if the processor treats denormals as zeros.
                 some[n] = at
                 n += 1
             mask = np.uint32(mask & (mask - np.uint32(1)))
@@ -110,8 +117,9 @@ def top_k_pick(u: Any, hits: Any, counts: Any, k: int, indices: Any, values: Any
         if bin_of(raw[i]) >= place:
             some[n] = i
             n += 1
-    # The k-th largest is known up to its lowest 20 bits: count by the upper half of these, then by the lower.
-    known, shift = np.uint32(place), SHIFT
+    # All but the lowest 20 bits of the k-th largest are known: count by the upper 10 of these, then by the lower 10.
+    known = np.uint32(place)
+    shift = SHIFT
     while shift > 0:
         shift -= 10
         finer = np.zeros(1024, np.int64)
@@ -122,7 +130,8 @@ def top_k_pick(u: Any, hits: Any, counts: Any, k: int, indices: Any, values: Any
         place, more = bin_with(finer, k - above)
         above += more
         known = np.uint32(known << np.uint32(10) | np.uint32(place))
-    ties, m = k - above, 0
+    ties = k - above
+    m = 0
     for i in some[:n]:
         bits = np.uint32(raw[i] & MAGNITUDE)
         if bits == known and ties:
@@ -142,7 +151,7 @@ def forget(values: Any, indices: Any) -> None:
 
 @compiled
 def pairs_add(indices: Any, values: Any, weight: Any, into: Any, fresh: bool) -> int:
-    """Add what indices and values say.  1 or 2, and nothing is done, if an index or a value is none."""
+    """Add values at indices; does nothing and returns 1 for a wrong index, 2 for a value that is not finite."""
     last = -1
     for i in range(len(indices)):
         if indices[i] <= last or indices[i] >= len(into):
@@ -161,15 +170,14 @@ def encode_top_k(
     codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None
 ) -> tuple[Tensor, bool]:
     codec = cast(TopK, codec)
-    numel, whole = x.numel(), x.numel() // LANES
+    numel = x.numel()
+    whole = numel // LANES
     check_indexable(codec, numel)
     k = codec.kept(numel)
     kept = torch.empty(numel) if residual is None and x.dtype != torch.float32 else residual
-    values, rest, u = (
-        as_array(x),
-        None if residual is None else residual.numpy(),
-        None if kept is None else kept.numpy(),
-    )
+    values = as_array(x)
+    rest = None if residual is None else residual.numpy()
+    u = None if kept is None else kept.numpy()
     done: list[tuple[int, int, Any]] = []
 
     def work(first: int, last: int) -> bool:
@@ -199,9 +207,10 @@ def encode_top_k(
 
     if whole:
         share_out(mark, whole, numel)
-    fits = out is not None and out.numel() == 8 * k and is_straight(out)
+    fits = out is not None and out.numel() == 8 * k and is_aligned(out)
     data = out if out is not None and fits else torch.empty(8 * k, dtype=torch.uint8)
-    indices, chosen_values = data[: 4 * k].view(torch.int32).numpy(), data[4 * k :].view(torch.float32).numpy()
+    indices = data[: 4 * k].view(torch.int32).numpy()
+    chosen_values = data[4 * k :].view(torch.float32).numpy()
     if k:
         top_k_pick(u, hits, counts, k, indices, chosen_values)
     if rest is not None:
@@ -215,14 +224,13 @@ def bins(u: Tensor) -> Any:
 
 def add_top_k(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
     codec = cast(TopK, codec)
-    straight, k = aligned(data), data.numel() // 8
-    indices, values = straight[: 4 * k].view(torch.int32).numpy(), straight[4 * k :].view(torch.float32).numpy()
+    straight = aligned(data)
+    k = data.numel() // 8
+    indices = straight[: 4 * k].view(torch.int32).numpy()
+    values = straight[4 * k :].view(torch.float32).numpy()
     if wrong := pairs_add(indices, values, np.float32(weight), into.numpy(), fresh):
-        codec.malformed(
-            data,
-            into.numel(),
-            ("its indices do not ascend within the vector", "some of its values are not finite")[wrong - 1],
-        )
+        why = ("its indices do not ascend within the vector", "some of its values are not finite")[wrong - 1]
+        codec.malformed(data, into.numel(), why)
 
 
 KERNELS: dict[type[Codec], Kernel] = {

@@ -1,7 +1,7 @@
-"""What a meeting does to whole vectors, each in one pass over memory, on the CPU.
+"""The arithmetic of a synchronisation on whole vectors, each in one pass over memory, on the CPU.
 
-All vectors but the parameters are float32.  Differences and merged vectors have the bits that plain torch gives; the distance is
-summed in an order of its own, the same with any number of threads.
+All vectors but the parameters are float32.  Differences and merged vectors have the same bits as in plain torch.  The
+distance is summed in another order than torch's, the same with any number of threads.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from paceline.codecs.kernels.cpu_parts import ZERO, as_array, compiled, share_out
 from paceline.codecs.kernels.lanes import LANES, add_up, full, load, store
 
-BLOCK = 4096  # Values at a time; what is left of a vector is too little to matter.
+BLOCK = 4096  # Values at a time; plain torch does the rest of a vector.
 
 
 @compiled
-def _set_out(params: Any, start: Any, reduction: Any, sent: Any, sums: Any, first: int, last: int) -> bool:
+def _delta(params: Any, start: Any, delta: Any, sent: Any, sums: Any, first: int, last: int) -> bool:
     for b in range(first, last):
         total = full(ZERO)
         for at in range(b * BLOCK, (b + 1) * BLOCK, LANES):
             here = load(params, at)
-            gone = here - load(start, at)
-            total = total + gone
-            store(reduction, at, gone)
+            moved = here - load(start, at)
+            total = total + moved
+            store(delta, at, moved)
             if sent is not None:
                 store(sent, at, here)
         sums[b] = add_up(total)
@@ -56,16 +56,14 @@ def _squares(params: Any, start: Any, mean: Any, sums: Any, first: int, last: in
     return True
 
 
-def compute_delta(params: Tensor, start: Tensor, reduction: Tensor, sent: Tensor | None) -> bool:
-    """way = params - start, and sent = params, if given; False if a sum finds NaN or infinity in the way (or is too large itself)."""
-    p, s, w, t, sums, blocks = (
-        *_arrays(params, start, reduction, sent),
-        np.zeros(len(params) // BLOCK + 1),
-        len(params) // BLOCK,
-    )
-    share_out(lambda first, last: _set_out(p, s, w, t, sums, first, last), blocks, len(params))
+def compute_delta(params: Tensor, start: Tensor, delta: Tensor, sent: Tensor | None) -> bool:
+    """delta = params - start, and sent = params if given; False if the sum of delta is not finite."""
+    arrays = _arrays(params, start, delta, sent)
+    blocks = len(params) // BLOCK
+    sums = np.zeros(blocks + 1)
+    share_out(lambda first, last: _delta(*arrays, sums, first, last), blocks, len(params))
     rest = slice(blocks * BLOCK, None)
-    sums[-1] = float(torch.sub(params[rest], start[rest], out=reduction[rest]).sum())
+    sums[-1] = float(torch.sub(params[rest], start[rest], out=delta[rest]).sum())
     if sent is not None:
         sent[rest].copy_(params[rest])
     with np.errstate(invalid="ignore"):
@@ -73,18 +71,21 @@ def compute_delta(params: Tensor, start: Tensor, reduction: Tensor, sent: Tensor
 
 
 def merge(start: Tensor, mean: Tensor, params: Tensor, sent: Tensor | None) -> None:
-    """start += mean, and params = start; or start + (params - sent), if something was `sent`."""
-    s, m, p, t, blocks = *_arrays(start, mean, params, sent), len(params) // BLOCK
-    share_out(lambda first, last: _merge(s, m, p, t, first, last), blocks, len(params))
+    """start += mean, and params = start; or params = start + (params - sent), if `sent` is given."""
+    arrays = _arrays(start, mean, params, sent)
+    blocks = len(params) // BLOCK
+    share_out(lambda first, last: _merge(*arrays, first, last), blocks, len(params))
     rest = slice(blocks * BLOCK, None)
     start[rest].add_(mean[rest])
     params[rest].copy_(start[rest] if sent is None else start[rest] + (params[rest] - sent[rest]))
 
 
 def squared_distance(params: Tensor, start: Tensor, mean: Tensor) -> float:
-    """|params - start - mean|^2; the same bits however many threads there are."""
-    p, s, m, sums, blocks = *_arrays(params, start, mean), np.zeros(len(params) // BLOCK + 1), len(params) // BLOCK
-    share_out(lambda first, last: _squares(p, s, m, sums, first, last), blocks, len(params))
+    """|params - start - mean|^2; the same bits with any number of threads."""
+    arrays = _arrays(params, start, mean)
+    blocks = len(params) // BLOCK
+    sums = np.zeros(blocks + 1)
+    share_out(lambda first, last: _squares(*arrays, sums, first, last), blocks, len(params))
     rest = slice(blocks * BLOCK, None)
     sums[-1] = float((params[rest] - start[rest] - mean[rest]).square().sum())
     return float(sums.sum())

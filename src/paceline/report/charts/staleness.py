@@ -14,8 +14,8 @@ from paceline.report.vega import svg
 
 BARS = 40
 EXPLANATION = (
-    "An update's staleness is how many versions of the parameters its server made between the worker's reading them and "
-    "the update's arrival; an update that goes to several servers counts at each."
+    "An update's staleness is how many versions of the parameters its server made between the worker's reading them "
+    "and the update's arrival; an update that goes to several servers counts at each."
 )
 
 
