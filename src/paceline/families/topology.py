@@ -1,7 +1,9 @@
-"""Topology: who averages with whom in gossip, as a function of a worker's place, the number of workers and the round.
+"""Topology: which workers average with each other in gossip.
 
-A topology is any callable of (rank, size, step) that gives a rank, or None for nobody.  Those here pair workers up: in one round each
-has one partner, whose partner it is.  What they must have in common is that in the end everybody hears of everybody.
+A topology is any function of (rank, size, step) that returns the rank of the partner, or None for no partner.  Here
+`rank` counts data shards, `size` is their number, and `step` counts rounds.  The topologies in this file form pairs: in
+a round each worker is the partner of its partner.  Any topology must be connected: over many rounds, every worker
+reaches every other, directly or through others.
 """
 
 from __future__ import annotations
@@ -13,21 +15,20 @@ from random import Random
 
 Topology = Callable[[int, int, int], int | None]
 
-ROUNDS_A_WORKER = 16  # A topology is looked at for so many rounds a worker before it is said to fall apart.
+ROUNDS_A_WORKER = 16  # So many rounds for each worker are checked before a topology is said to be not connected.
 
 
 @dataclass(frozen=True)
 class Ring:
-    """With the neighbours on a circle in turn: few connections, slow consensus.
+    """Pairs of neighbours on a circle, left and right in turn: few connections, slow consensus.
 
     >>> [[Ring()(rank, 4, step) for rank in range(4)] for step in (0, 1)]
     [[1, 0, 3, 2], [3, 2, 1, 0]]
     """
 
     def __call__(self, rank: int, size: int, step: int) -> int | None:
-        place = (
-            rank - step
-        ) % size  # The pairs begin one further in every round, and among an odd number one is left over.
+        # In every round the pairs start one place further.  If the number is odd, one worker has no partner.
+        place = (rank - step) % size
         if place == size - 1 and size % 2:
             return None
         return (rank + (-1 if place % 2 else 1)) % size
@@ -35,7 +36,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Exponential:
-    """With those at the distances 1, 2, 4, ... in turn: among 2**n workers n rounds in step make all of them equal.
+    """Pairs at the distances 1, 2, 4, ... in turn: with 2**n workers, n synchronous rounds make all models equal.
 
     >>> [[Exponential()(rank, 4, step) for rank in range(4)] for step in (0, 1)]
     [[1, 0, 3, 2], [2, 3, 0, 1]]
@@ -48,7 +49,7 @@ class Exponential:
 
 @dataclass(frozen=True)
 class RandomPairs:
-    """With anybody: in each round all workers are paired up at random, in the same way wherever it is asked for."""
+    """Random pairs, new in each round.  All workers compute the same ones."""
 
     seed: int = 0
 
@@ -64,24 +65,24 @@ def _shuffled(seed: int, size: int, step: int) -> list[int]:
 
 
 def peer_of(topology: Topology, rank: int, size: int, step: int) -> int | None:
-    """Whom a worker averages with in a round; a ValueError if it is nobody that could."""
+    """The partner of a worker in a round; ValueError if the topology returns no valid rank."""
     peer = topology(rank, size, step)
     if peer is None:
         return None
     if peer == rank:
         raise ValueError(
-            f"{topology}: in round {step} worker {rank} of {size} is to average with itself; None means with nobody"
+            f"{topology}: in round {step} worker {rank} of {size} averages with itself; return None for no partner"
         )
     if peer not in range(size):
         raise ValueError(
-            f"{topology}: in round {step} worker {rank} is to average with {peer!r}, and workers are 0 to {size - 1}"
+            f"{topology}: in round {step} worker {rank} averages with {peer!r}; workers are 0 to {size - 1}"
         )
     return peer
 
 
 def check_connected(topology: Topology, size: int) -> None:
-    """Refuse a topology in which some workers never hear of others."""
-    part = list(range(size))  # For each worker the lowest of those that it hears of.
+    """Refuse a topology in which some workers never reach others."""
+    part = list(range(size))  # For each worker, the lowest rank that it reaches.
     for step in range(ROUNDS_A_WORKER * size):
         for rank in range(size):
             if (peer := peer_of(topology, rank, size, step)) is not None and part[rank] != part[peer]:
@@ -91,6 +92,5 @@ def check_connected(topology: Topology, size: int) -> None:
             return
     parts = [[rank for rank in range(size) if part[rank] == p] for p in sorted(set(part))]
     raise ValueError(
-        f"{topology} on {size} workers is not connected: it falls into the parts {', '.join(map(str, parts))}, "
-        "which never hear of each other"
+        f"{topology} on {size} workers is not connected: no average links the parts {', '.join(map(str, parts))}"
     )

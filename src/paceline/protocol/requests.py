@@ -149,6 +149,25 @@ class Deduplicator:
         """What a repeated request is answered by: the same as before, or that its sender is to wait."""
         return self._replies.get(request.src) or reply_to(request, Wait())
 
+    def kept_reply(self, request: Request) -> Reply | None:
+        """The reply to this request, if it is still kept."""
+        reply = self._replies.get(request.src)
+        return reply if reply is not None and reply.request_id == request.request_id else None
+
+    def drop_reply(self, src: int, request_id: int) -> None:
+        """The sender of a request has its reply."""
+        if (reply := self._replies.get(src)) is not None and reply.request_id == request_id:
+            del self._replies[src]
+
+    def newest(self, src: int) -> int:
+        """The number of the newest request of a sender; 0 if there was none."""
+        return self._newest.get(src, (0, 0))[1]
+
+    def skip(self, src: int, request_id: int) -> None:
+        """The sender needs no reply to its requests up to this number, also if they arrive later."""
+        incarnation, newest = self._newest.get(src, (0, 0))
+        self._newest[src] = incarnation, max(newest, request_id)
+
     def forget(self, src: int) -> None:
         """A sender is dead."""
         self._newest.pop(src, None)
