@@ -8,16 +8,14 @@ know no slot by name: a new strategy resumes and resizes without a change here.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from paceline.stripes import stripe_of
+from paceline.slot_values import copied, mean_of, slice_of
 
 FORMAT = 1  # The layout of `state_dict`; a state with another format is refused.
 
@@ -85,18 +83,12 @@ def residual(values: Sequence[Values], resize: Resize) -> Values:
 
 @resize_rule("shard")
 def shard(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
-    """Each shard has a slice of every vector; the slices are joined and cut again.  Other values are the same for all."""
-    return [_cut(values, index, resize) for index in range(resize.count)]
+    """Each shard has a slice of every vector; the slices are joined and cut again.
 
-
-def _cut(values: Sequence[Any], index: int, resize: Resize) -> Any:
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _cut([value[key] for value in values], index, resize) for key in first}
-    if isinstance(first, Tensor) and first.dim() == 1:
-        joined = torch.cat(list(values))
-        return joined[stripe_of(index, joined.numel(), resize.count, unit=resize.unit)].clone()
-    return first
+    Of a number, the largest counts.  A dict by rank keeps the ranks that every shard has.  Other values are the same for
+    all.
+    """
+    return [slice_of("a slot", values, index, resize.count, resize.unit) for index in range(resize.count)]
 
 
 class Slot:
@@ -125,6 +117,7 @@ class _Entry:
     version: int
     save: Callable[[], Values]
     load: Callable[[Values], None] | None = None  # None: the slot was filled when it was declared.
+    check: Callable[[Values], None] | None = None  # Raises if the values do not fit.
     before_save: Callable[[], Awaitable[None]] | None = None
 
 
@@ -177,12 +170,20 @@ class StateStore:
         *,
         save: Callable[[], Values],
         load: Callable[[Values], None],
+        check: Callable[[Values], None] | None = None,
         rule: ResizeRule = same,
         version: int = 1,
     ) -> None:
-        """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers."""
+        """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers.
+
+        `check` raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
+        """
         full = self._new_name(name)
-        self._entries[full] = _Entry(_name_of(rule), version, save, load)
+        entry = _Entry(_name_of(rule), version, save, load, check)
+        if self._has_loaded:
+            _check_fits(full, self._saved, entry)
+            load(copied(self._saved.pop(full)["values"]))
+        self._entries[full] = entry
 
     @contextmanager
     def scope(self, prefix: str, *, keep: bool = False) -> Generator[None]:
@@ -221,7 +222,7 @@ class StateStore:
         slots = dict(state["slots"])
         bound = {name: entry for name, entry in self._entries.items() if entry.load is not None}
         for name, entry in bound.items():
-            _check_slot(name, slots, entry.version)
+            _check_fits(name, slots, entry)
         for name, entry in bound.items():
             assert entry.load is not None
             entry.load(copied(slots.pop(name)["values"]))
@@ -285,6 +286,12 @@ def _check_slot(name: str, slots: Mapping[str, Any], version: int) -> Values:
     return slots[name]["values"]
 
 
+def _check_fits(name: str, slots: Mapping[str, Any], entry: _Entry) -> None:
+    values = _check_slot(name, slots, entry.version)
+    if entry.check is not None:
+        entry.check(values)
+
+
 def _restored(name: str, saved: Values, initial: Values) -> Values:
     """The saved values, on the device and in the dtype of the initial ones; refused if they do not fit."""
     if saved.keys() != initial.keys():
@@ -299,11 +306,6 @@ def _restored(name: str, saved: Values, initial: Values) -> Values:
         key: saved[key].to(value, copy=True) if isinstance(value, Tensor) else copied(saved[key])
         for key, value in initial.items()
     }
-
-
-def copied(value: Any) -> Any:
-    """A deep copy."""
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _kind(value: object) -> str:
@@ -342,6 +344,8 @@ def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1
     """The saved states of all server shards, turned into those of another number of shards."""
     if shards < 1 or not states:
         raise ValueError(f"resharded({len(states)} states, shards={shards}): there must be at least one of each")
+    for state in states:
+        check_header(state, states[0]["strategy"])
     _check_same_slots(states)
     resize = Resize(shards, [1.0] * len(states), states[0]["step"], unit)
     new: list[dict[str, Any]] = [{**states[0], "rank": rank, "slots": {}} for rank in range(shards)]
@@ -374,41 +378,3 @@ def _check_same_slots(states: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(
                 f"resized: state {rank} and state 0 differ in the slots {names}: one strategy saved all states"
             )
-
-
-def mean_of(values: Sequence[Any], weights: Sequence[float], name: str = "") -> Any:
-    """The mean of equally built values.
-
-    Equal values stay as they are.  Tensors of floating-point numbers are averaged by weight, single numbers without.  Of
-    integers, and of an optimizer's `step`, the largest counts.  Of lists and tensors of unequal length, the longest is kept.
-    """
-    first = values[0]
-    if isinstance(first, dict):
-        names = list(dict.fromkeys(key for value in values for key in value))
-        having = {key: [i for i, value in enumerate(values) if key in value] for key in names}
-        return {
-            key: mean_of([values[i][key] for i in having[key]], [weights[i] for i in having[key]], str(key))
-            for key in names
-        }
-    if isinstance(first, (list, tuple)):
-        if len({len(value) for value in values}) > 1:
-            return copied(max(values, key=len))
-        return type(first)(mean_of(column, weights, name) for column in zip(*values, strict=True))
-    if isinstance(first, Tensor):
-        return _mean_tensor(values, weights, is_counter=name == "step")
-    if isinstance(first, (bool, str)) or not isinstance(first, (int, float)) or all(v == first for v in values):
-        return copied(first)
-    return sum(values) / len(values) if isinstance(first, float) else max(values)
-
-
-def _mean_tensor(values: Sequence[Tensor], weights: Sequence[float], *, is_counter: bool) -> Tensor:
-    first = values[0]
-    if any(v.shape != first.shape for v in values):
-        return max(values, key=Tensor.numel).clone()
-    stacked = torch.stack([v.to(first) for v in values])
-    if all(torch.equal(v, first) for v in stacked[1:]):
-        return first.clone()
-    if not first.dtype.is_floating_point or is_counter:
-        return stacked.max(0).values
-    shares = torch.tensor(weights if sum(weights) else [1.0] * len(weights), dtype=torch.float64, device=first.device)
-    return torch.tensordot(shares / shares.sum(), stacked.double(), 1).to(first.dtype)

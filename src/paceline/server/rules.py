@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.state import Memory
+from paceline.server.rule_memory import plain_memory
+from paceline.state import Memory, Values
 
 
 def fused_for(value: Tensor, update: Tensor) -> ModuleType | None:
@@ -78,7 +79,11 @@ class Rule(ABC):
         """A worker is being sent the value."""
 
     def forget(self, m: Memory, src: int) -> None:  # noqa: B027
-        """A worker is gone for good."""
+        """A worker has left or died."""
+
+    def saved(self, m: Memory) -> Values:
+        """The memory as plain values, to be loaded in another run."""
+        return plain_memory(m)
 
     def _check(self, is_right: bool, **given: Any) -> None:
         if not is_right:
@@ -233,6 +238,9 @@ class Wrapper(Rule):
     def forget(self, m: Memory, src: int) -> None:
         self.rule.forget(m.inner, src)
 
+    def saved(self, m: Memory) -> Values:
+        return super().saved(m) | {"inner": self.rule.saved(m.inner)}
+
 
 SCALES: dict[str, Callable[[int], float]] = {
     "1/tau": lambda tau: 1 / max(1, tau),
@@ -327,6 +335,9 @@ class Quorum(Wrapper):
     def flush(self, value: Tensor, m: Memory) -> bool:
         applied = bool(m.srcs) and self._apply_mean(value, m)
         return super().flush(value, m) or applied
+
+    def saved(self, m: Memory) -> Values:
+        return super().saved(m) | {"until": None}  # Another run has another clock: the grace period starts again.
 
     def _apply_mean(self, value: Tensor, m: Memory) -> bool:
         applied = self.rule.apply(value, m.sum.div_(m.weight), m.inner, Push())
