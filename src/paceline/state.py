@@ -124,6 +124,7 @@ class _Entry:
 class StateStore:
     """The slots of one rank.
 
+    >>> import torch
     >>> states = StateStore()
     >>> momentum = states.slot("momentum", velocity=torch.zeros(2))
     >>> momentum.velocity += 1

@@ -416,6 +416,17 @@ def test_a_batch_method_continues_from_its_saved_servers(at: int):
     assert close(third, params, rtol=1e-9)
 
 
+def test_a_coordinator_keeps_its_passes_its_budget_and_the_operations_that_it_has_not_sent():
+    first, second = (Coordinator(Servers(2).shards[0], push=1, backups=0) for _ in range(2))
+    first.passes = 3
+    first._extent = [0, 9, 4, WORKERS]
+    first.then("axpy", -0.5, "d", "w")
+    second.load_state_dict(first.state_dict())
+    assert second.passes == 3
+    assert second._extent == [0, 9, 4, WORKERS]
+    assert second._programs.unsent == ["axpy -0.5 d w"]
+
+
 def test_a_vector_that_not_all_shards_have_is_refused():
     strategy, _ = run_watched()
     _, *vectors = strategy.saved[0]
