@@ -85,8 +85,8 @@ def residual(values: Sequence[Values], resize: Resize) -> Values:
 def shard(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
     """Each shard has a slice of every vector; the slices are joined and cut again.
 
-    Of a number, the largest counts.  A dict by rank keeps the ranks that every shard has.  Other values are the same for
-    all.
+    Of a number, the largest counts.  A dict by rank keeps the ranks that every shard has.  Other values are the same
+    for all.
     """
     return [slice_of("a slot", values, index, resize.count, resize.unit) for index in range(resize.count)]
 

@@ -214,7 +214,7 @@ def test_an_update_that_is_sent_twice_is_counted_and_applied_once():
             while rogue.hear().request_id != last.request_id:
                 pass
             assert server.shard.version == before + 1
-            assert server.shard.last_refusal == f"a '{message.tag}' of worker {ROGUE}: it has come before"
+            assert server.shard.last_refusal == f"a '{message.tag}' of worker {ROGUE}: it has arrived before"
         assert server.shard.refusals.counts == {"duplicate": 4}
 
 

@@ -40,7 +40,7 @@ R = TypeVar("R", bound=Reply)
 
 
 class BatchWorker:
-    """A worker that does what the coordinator tells it."""
+    """A worker that follows the orders of the coordinator."""
 
     def __init__(self, w: Replica) -> None:
         self.w, self.endpoint = w, w.endpoint
@@ -62,7 +62,7 @@ class BatchWorker:
         self._requests = Requests(self.endpoint)
         self._number, self._sum = 0, 0  # The pass that it is in, and which of its sums it is adding to.
         self._total = torch.zeros_like(w.params)
-        self._loss, self._samples = 0.0, 0  # What is behind the sum.
+        self._loss, self._samples = 0.0, 0  # Of the portions in the sum.
 
     async def work(self) -> None:
         """Until the coordinator says that all is done; then the parameters are what the shards hold."""
@@ -117,7 +117,7 @@ class BatchWorker:
     # Messages.
 
     async def _ask(self, request: Request) -> Order | Away:
-        """What the coordinator replies to a request; in a new pass the parameters are others, and the sum is empty."""
+        """Ask the coordinator.  In a new pass, get the new parameters and start an empty sum."""
         order = await self._requests.ask(self.coordinator, request, Order, Away, RunEnded)
         if isinstance(order, RunEnded):
             raise PeerFinished("all work was done before")

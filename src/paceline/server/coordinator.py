@@ -1,7 +1,7 @@
-"""Coordinator: the first server of a batch method.  It gives workers portions of the data, and sends programs to shards.
+"""Coordinator: the first server of a batch method.  It gives portions to workers, and sends programs to shards.
 
-It holds no vector.  It gets inner products from the shards and losses from the workers.  Workers may join, leave and die at
-any time; each portion is counted exactly once in every pass.
+It holds no vector.  It gets inner products from the shards and losses from the workers.  Workers may join, leave and die
+at any time; each portion is counted exactly once in every pass.
 
 Slot `coordinator`: passes, extent (the budget), the samples of the first pass, and the operations that were not sent
 yet.  The strategy declares what else it needs with `slot`.  A pass is not saved: a resumed run repeats it.  The vectors
@@ -116,7 +116,7 @@ class Coordinator:
     # Vectors.
 
     def then(self, operation: str, *given: str | float) -> None:
-        """Let the shards do this next; it is sent with the next operations that must be waited for."""
+        """Queue an operation for the shards.  It is sent with the next program."""
         self._programs.then(operation, *given)
 
     async def dot(self, x: str, y: str) -> float:
@@ -170,7 +170,7 @@ class Coordinator:
         for rank in self.shards:
             await self.endpoint.send(rank, end)
         for rank in self.shards:
-            with suppress(PeerFinished):  # It may be the reply alone that was lost.
+            with suppress(PeerFinished):  # Only the reply may have been lost.
                 await self._programs.requests.reply(rank, end, Ended)
         with suppress(TimeoutError):
             while True:  # A worker that joined while the others left has nothing to do.
@@ -256,7 +256,7 @@ class Coordinator:
                 await self._answer(src, answer)
 
     def _order(self, src: int, counts: bool) -> Reply | None:
-        """What a worker is to do next; None if there is nothing at the moment."""
+        """The next order for a worker; None if there is no work at the moment."""
         if self._is_over:
             return OverOrder()
         if not self._is_there:

@@ -1,6 +1,6 @@
 """Gates: when a shard goes on with what a worker has asked for.
 
-A worker's clock counts the updates that it has pushed.  Who is gone has no clock, so nobody waits for the dead.
+A worker's clock counts the updates that it has pushed.  One that has left or died has no clock, so no worker waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Gate(ABC):
-    """A frozen dataclass of settings; shards that see the same clocks decide alike."""
+    """A frozen dataclass of settings.  Shards that see the same clocks decide the same."""
 
     def may_push(self, src: int, clocks: Mapping[int, int]) -> bool:
         """Whether an update may be applied now; if not, it is asked again after every other event."""
@@ -19,13 +19,12 @@ class Gate(ABC):
 
     @abstractmethod
     def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
-        """Whether a worker may have its answer, and so begin its next iteration; its own clock counts the push that it
-        made."""
+        """Whether a worker may get its reply and begin its next iteration.  Its clock counts its last push."""
 
 
 @dataclass(frozen=True)
 class Free(Gate):
-    """Nobody waits."""
+    """No worker waits."""
 
     def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
         return True
@@ -33,7 +32,7 @@ class Free(Gate):
 
 @dataclass(frozen=True)
 class Bound(Gate):
-    """Bounded staleness (Ho et al. 2013): nobody begins an iteration who is more than `bound` ahead of the slowest."""
+    """Bounded staleness (Ho et al. 2013): no worker begins an iteration if it is more than `bound` ahead."""
 
     bound: int = 4
 
@@ -49,7 +48,7 @@ class Bound(Gate):
 
 @dataclass(frozen=True)
 class RoundRobin(Gate):
-    """Updates are applied in the order of ranks, one of each in turn: as with a lock that is handed round."""
+    """Updates are applied in the order of ranks, one of each worker in turn."""
 
     def may_push(self, src: int, clocks: Mapping[int, int]) -> bool:
         return (clocks[src], src) == min((clock, rank) for rank, clock in clocks.items())
@@ -60,7 +59,7 @@ class RoundRobin(Gate):
 
 @dataclass(frozen=True)
 class Turns(Gate):
-    """A lock that is handed round in the order of ranks: who gets its answer has it, until it pushes."""
+    """A lock that workers get in the order of ranks: a worker has it from its reply until it pushes."""
 
     def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
         return (clocks[src], src) == min((clock, rank) for rank, clock in clocks.items())

@@ -27,7 +27,7 @@ class Membership:
         self.all_done = False  # Whether all work is done.
         self._awaited: list[float] = []  # Until when the shard waits for each replacement.
 
-    # What is known.
+    # Queries.
 
     @property
     def is_needed(self) -> bool:
@@ -35,11 +35,11 @@ class Membership:
         return bool(self.roster.members or (self._awaited and not self.all_done))
 
     def waits_until(self) -> float | None:
-        """When the shard gives up waiting for replacements, if all workers are gone."""
+        """When the shard gives up waiting for replacements, if no worker is left."""
         return self._awaited[-1] if self._awaited and not self.roster.members else None
 
     def stop_waiting(self, now: float) -> None:
-        """Wait no longer for replacements whose time is over."""
+        """Stop waiting for replacements whose time is over."""
         self._awaited = [until for until in self._awaited if until > now]
 
     def check_member(self, request: Request) -> None:

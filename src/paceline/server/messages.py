@@ -26,9 +26,9 @@ class Pull(Request):
 
 
 class Update(Request):
-    """An update, computed from `version` of the shard, with so many samples and steps behind it.
+    """An update, computed from `version` of the shard, from this number of samples and steps.
 
-    With `runs` it is of some values alone, and wants only those back that have changed since `version`.
+    With `runs` it is for some values only, and the reply has only the values that have changed since `version`.
     """
 
     update: Tensor
@@ -83,8 +83,8 @@ class Bye(Message):
 
 
 class DrawWork(Request):
-    """Wants so many work items, `now` or in advance.  `extent` is the first step, the step after the last, and the
-    parts of a step."""
+    """Wants this number of work items, `now` or in advance.  `extent` is the first step, the step after the last, and
+    the parts of a step."""
 
     extent: Tensor
     wanted: Annotated[int, Meta(ge=1, le=2**31)]
@@ -148,7 +148,7 @@ class Bring(Message):
 
 
 class RunEnded(Message):
-    """The run has ended; a worker that comes now has nothing to do."""
+    """The run has ended; a worker that joins now has nothing to do."""
 
 
 # Of workers to the coordinator of a batch method.
@@ -187,7 +187,7 @@ class SignOff(Request):
 
 
 class Order(Reply):
-    """What a worker is to do next."""
+    """The next order for a worker."""
 
 
 class BringOrder(Order):

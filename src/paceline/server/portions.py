@@ -1,8 +1,8 @@
-"""Portions: which worker works on which part of a batch, and whose result is counted.
+"""Portions: which worker works on which part of a batch, and which result counts.
 
-A worker that has finished a portion claims it, adds it to a sum of its own, and hands the sum in now and then.  A
-portion counts once it was handed in.  Towards the end idle workers do again what others are slow to finish: the first
-result wins.
+A worker that has finished a portion claims it and adds it to its own sum.  Now and then it pushes the sum.  A portion
+counts once the sum with it was pushed.  Towards the end, idle workers repeat portions of slow workers: the first result
+counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 
 
 class Portions:
-    """So many portions, each of which may be worked on by `backups` workers beside the first.
+    """A number of portions.  Up to `backups` more workers may work on the same one.
 
     >>> portions = Portions(2, backups=1)
     >>> portions.take(0), portions.take(1), portions.take(1)
@@ -26,11 +26,11 @@ class Portions:
     def __init__(self, count: int, backups: int) -> None:
         self.count, self.backups = count, backups
         self.free = deque(range(count))
-        self._at: dict[int, list[int]] = {}  # Who works on a portion, in the order in which they were first given out,
-        self._hand: dict[int, list[int]] = {}  # and what a worker has and has not reported.
-        self._owner: dict[int, int] = {}  # In whose sum a portion is, that has not been handed in,
-        self._claims: dict[int, list[int]] = {}  # and what is in a worker's sum.
-        self._sums: dict[int, int] = {}  # How many sums a worker has begun before this one.
+        self._at: dict[int, list[int]] = {}  # The workers on each portion, in the order of the first assignments,
+        self._hand: dict[int, list[int]] = {}  # and the portions that each worker has not reported.
+        self._owner: dict[int, int] = {}  # The worker with a portion in its sum that was not pushed,
+        self._claims: dict[int, list[int]] = {}  # and the portions in each worker's sum.
+        self._sums: dict[int, int] = {}  # The number of each worker's current sum, from 0.
         self._done: set[int] = set()
 
     @property
@@ -38,27 +38,27 @@ class Portions:
         return len(self._done) == self.count
 
     def sum_of(self, worker: int) -> int:
-        """Which of its sums a worker is adding to: what it hands in of another does not count."""
+        """The number of a worker's current sum.  A push of another sum does not count."""
         return self._sums.get(worker, 0)
 
     def is_busy(self, worker: int) -> bool:
-        """Whether a worker has one that it has not reported."""
+        """Whether a worker has a portion that it has not reported."""
         return bool(self._hand.get(worker))
 
     def claimed(self, worker: int) -> int:
-        """How many are in a worker's sum."""
+        """How many portions are in a worker's sum."""
         return len(self._claims.get(worker, ()))
 
     def take(self, worker: int) -> int | None:
-        """The next one that nobody has."""
+        """Assign the next free portion; None if there is none."""
         if not self.free:
             return None
         self._give(worker, self.free[0])
         return self.free.popleft()
 
     def back_up(self, worker: int) -> int | None:
-        """What another is slow to finish, for a worker that has nothing to do: first what nobody has finished, longest
-        ago given out, then what is in the sum of one that is still at work, and so cannot hand it in."""
+        """Assign an idle worker the portion of a slow worker: first one that no worker has finished, the oldest first;
+        then one in the sum of a worker that is busy and cannot push it yet."""
         taken = self._done | self._owner.keys()
         unfinished = [
             p for p, at in self._at.items() if p not in taken and worker not in at and len(at) <= self.backups
@@ -80,14 +80,14 @@ class Portions:
         return len(at) < self.backups and worker not in at
 
     def report(self, worker: int, portion: int) -> bool:
-        """A worker has finished a portion; whether it may add it to its sum, which nobody else then does."""
+        """A worker has finished a portion; whether it may add it to its sum; then no other worker may."""
         if portion not in self._hand.get(worker, ()):
             return False
         self._take_back(worker, portion)
         if portion in self._done:
             return False
         if (owner := self._owner.get(portion)) is not None:
-            if not self.is_busy(owner):  # It is handing its sum in.
+            if not self.is_busy(owner):  # It is pushing its sum.
                 return False
             self.void(owner)
         if portion in self.free:
@@ -97,18 +97,18 @@ class Portions:
         return True
 
     def settle(self, worker: int) -> None:
-        """A worker has handed in its sum."""
+        """A worker has pushed its sum: the portions in it are done."""
         for portion in self._end_sum(worker):
             self._done.add(portion)
 
     def void(self, worker: int) -> None:
-        """A worker's sum does not count: what is in it is anybody's."""
+        """A worker's sum does not count: the portions in it are free again."""
         for portion in self._end_sum(worker):
             if not self._at.get(portion):
                 self.free.append(portion)
 
     def lose(self, worker: int) -> None:
-        """A worker is gone, and what it had not handed in is anybody's."""
+        """A worker has left or died: its portions that do not count yet are free again."""
         self.void(worker)
         for portion in list(self._hand.get(worker, ())):
             self._take_back(worker, portion)

@@ -21,9 +21,9 @@ class Queues:
     """Updates that wait for the gate, and workers that wait for the value."""
 
     def __init__(self) -> None:
-        self.early: list[Event] = []  # Requests that came before the first value.
-        self.updates: list[Update] = []  # Updates that the gate has not let pass yet,
-        self.waiting: list[Wanted] = []  # workers whose update was not applied yet, though a rule has it,
+        self.early: list[Event] = []  # Requests that arrived before the first value.
+        self.updates: list[Update] = []  # Updates that wait for the gate,
+        self.waiting: list[Wanted] = []  # workers with an update that a rule holds back,
         self.wanted: list[Wanted] = []  # and workers that want the value.
 
     def add(self, event: Event) -> None:
@@ -39,12 +39,12 @@ class Queues:
         return _first(self.wanted, gate.may_go_on, clocks)
 
     def release(self) -> None:
-        """Answer the workers whose updates a rule has held back until now."""
+        """Answer the workers with updates that a rule has held back until now."""
         self.wanted += self.waiting
         self.waiting = []
 
     def held(self, worker: int) -> list[Event]:
-        """What a worker has asked for and was not answered."""
+        """The requests of a worker that were not answered."""
         queues = (*self.early, *self.updates, *self.waiting, *self.wanted)
         return [event for event in queues if event.src == worker]
 
@@ -67,7 +67,7 @@ class Queues:
 
 
 def _first(queue: list[E], may: Callable[[int, Mapping[int, int]], bool], clocks: Mapping[int, int]) -> E | None:
-    """Take out the first that may pass.  No worker waits for an idle one, nor does an idle one wait."""
+    """Remove and return the first that may pass.  No worker waits for an idle one, and an idle one does not wait."""
     for i, event in enumerate(queue):
         if event.src not in clocks or may(event.src, clocks):
             return queue.pop(i)

@@ -1,5 +1,4 @@
-"""Reception: takes in what workers send to a shard, keeps its members, and gives the shard one request after the other
-to serve."""
+"""Reception: receives the messages of workers to a shard, keeps its members, and gives it one request at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from paceline.state import StateStore
 
 
 class Reception:
-    """Answers by itself what needs no serving: membership, work, probes and duplicates."""
+    """Answers itself what needs no value: membership, work, probes and duplicates."""
 
     def __init__(self, endpoint: Endpoint, held: ShardState, states: StateStore, grace_s: float) -> None:
         self.endpoint = endpoint
@@ -48,8 +47,7 @@ class Reception:
         self._updates = Deduplicator()
 
     async def event(self, rule: Rule | None) -> Event | None:
-        """The next request, once there is a value; None if a rule's time has come first, or the members have
-        changed."""
+        """The next request, once there is a value; None if a rule is due first, or if the members have changed."""
         while True:
             if self.queues.early and self.held.is_there:
                 return self.queues.early.pop(0)
@@ -75,7 +73,7 @@ class Reception:
                 await self.replies.refuse(message, error)
 
     async def _handle(self, message: Message, rule: Rule | None) -> bool:
-        """Handle what is neither an update nor a wish for the value; whether a request that waits may pass now."""
+        """Handle a message that is no update and no pull; whether a request that waits may pass now."""
         src = message.src
         match message:
             case Start():
@@ -111,7 +109,7 @@ class Reception:
     # Members.
 
     async def _admit(self, request: Join | Wake, rule: Rule | None) -> bool:
-        """A worker joins, or comes back; False if that was long ago."""
+        """A worker joins, or comes back; False if the request is old."""
         src, data_shards = request.src, self.endpoint.layout.workers
         if src in self.endpoint.layout.server_ranks:
             raise Refusal("only workers join")
@@ -139,7 +137,7 @@ class Reception:
         return True
 
     def _drop(self, worker: int, rule: Rule | None) -> None:
-        """A worker has left or died: forget what it has asked for."""
+        """A worker has left or died: drop its requests."""
         self.queues.drop(worker)
         self.dispatcher.leave(worker)
         self.held.forget(worker, rule)
@@ -165,18 +163,17 @@ class Reception:
         return True
 
     async def _ask_for_value(self) -> None:
-        """The first worker should have brought the first value before it asked for it; if it is dead, another one
-        brings it."""
+        """Ask a worker for the first value: worker 0, or if it is dead another one."""
         early = self.queues.early
         bringer = 0 if 0 in self.members.clocks else early[0].src if early else None
         if not self.held.is_there and any(event.src == bringer for event in early):
             assert bringer is not None
             await self.endpoint.send(bringer, Bring())
 
-    # Updates, and wishes for the value.
+    # Updates and pulls.
 
     async def _receive(self, request: Pull | Join | Update) -> Event | None:
-        """Check an update or a wish for the value; None if it has come before."""
+        """Check an update or a pull; None if it has arrived before."""
         src = request.src
         if not isinstance(request, Update) and self.queues.holds(request):
             await self.replies.send(request, Wait())
@@ -205,8 +202,7 @@ class Reception:
         check_value(message.value)
 
     async def _answer_probe(self, probe: Probe) -> bool:
-        """A worker, which has waited for long, asks whether its update has arrived; whether it is to be answered
-        again."""
+        """A worker asks, after a timeout, whether its update has arrived; whether a request may pass now."""
         self.members.check_member(probe)
         if self._updates.judge(probe) is Verdict.NEW:
             await self.replies.send(probe, SendAgain())

@@ -20,8 +20,7 @@ class Replies:
         await self.endpoint.send(request.src, reply_to(request, reply))
 
     async def is_taken(self, dst: int, reply: Reply) -> bool:
-        """Send what may be large; False if its receiver has not taken it in time: then no other worker waits for it any
-        longer."""
+        """Send a reply that may be large; False if the receiver has not taken it in time."""
         try:
             await self.endpoint.send(dst, reply)
         except ClusterError:
@@ -36,7 +35,7 @@ class Replies:
 
     def note_duplicate(self, message: Message) -> None:
         name = self.endpoint.layout.name(message.src)
-        self.refusals.add("duplicate", f"a '{message.tag}' of {name}: it has come before")
+        self.refusals.add("duplicate", f"a '{message.tag}' of {name}: it has arrived before")
 
     async def tell_away(self, request: Event | Numbered) -> None:
         """The sender of a request was declared dead before it was answered."""

@@ -1,8 +1,8 @@
 """Rules: what an arriving update does to the value that a shard holds.
 
-A rule is a frozen dataclass of settings; what it remembers lies in the shard's memory, so that one rule serves many
-shards.  Some wrap another: `Scaled(Every(4, Momentum()))` shrinks stale updates, takes the mean of every four and gives
-that to a momentum.
+A rule is a frozen dataclass of settings.  Its memory is kept by the shard, so that many shards can use one rule.  Some
+rules wrap another: `Scaled(Every(Momentum(), 4))` scales stale updates down, takes the mean of every four and gives it
+to a momentum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.state import Memory, Values
 
 
 def fused_for(value: Tensor, update: Tensor) -> ModuleType | None:
-    """The kernels that do a rule's work in one pass; None if there are none for such vectors."""
+    """The fused kernels of the rules; None if there are none for such vectors."""
     if (
         value.device.type != "cpu"
         or value.dtype not in (torch.float32, torch.float64)
@@ -33,46 +33,44 @@ def fused_for(value: Tensor, update: Tensor) -> ModuleType | None:
         or not kernels.kernels_of("cpu")
     ):
         return None
-    from paceline.server import kernels as fused  # They take numba, which may not be there.
+    from paceline.server import kernels as fused  # They need numba, which is optional.
 
     return fused
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a shard knows of an update: who sent it, how many samples are behind it, and how many versions have been
-    made since the sender read the value."""
+    """A description of an update: its sender, its samples, and its staleness, which is the number of versions since
+    the sender read the value."""
 
     src: int = 0
     samples: float = 1.0
     staleness: int = 0
-    workers: int = 1  # that are there
+    workers: int = 1  # That are active.
     time: float = 0.0
 
 
 class Rule(ABC):
-    """How a shard's value changes by an update; see `Adagrad` for one that remembers and `Scaled` for one that wraps
-    another."""
+    """How an update changes a shard's value.  `Adagrad` is an example with memory, `Scaled` one that wraps a rule."""
 
     def memory(self, value: Tensor) -> dict[str, Any]:
-        """What it remembers at the beginning."""
+        """The memory at the beginning."""
         return {}
 
     @abstractmethod
     def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
-        """Change `value` in place, if the time has come; whether it has.  `update` may be overwritten."""
+        """Change `value` in place, or hold the update back; whether `value` changed.  `update` may be overwritten."""
 
     def flush(self, value: Tensor, m: Memory) -> bool:
-        """Apply what is still held back, as nothing more will come; whether there was anything."""
+        """Apply the updates that are held back, at the end; whether there were any."""
         return False
 
     def due(self, m: Memory) -> float | None:
-        """When `tick` wants to be called, if by then nothing else has happened."""
+        """The time at which `tick` must be called, if no update arrives before."""
         return None
 
     def tick(self, value: Tensor, m: Memory, now: float, workers: int) -> bool:
-        """Apply what was held back, if its time has come or as many workers as are there now make it complete; whether
-        it was."""
+        """Apply the updates that are held back, if they are due or all active workers have sent one; whether it did."""
         return False
 
     def pulled(self, value: Tensor, m: Memory, src: int) -> None:  # noqa: B027 (most rules have nothing to do)
@@ -87,15 +85,15 @@ class Rule(ABC):
 
     def _check(self, is_right: bool, **given: Any) -> None:
         if not is_right:
-            told = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"{type(self).__name__}({told}): {self.NEEDS}")
+            settings = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"{type(self).__name__}({settings}): {self.NEEDS}")
 
     NEEDS: ClassVar[str] = "the learning rate must be positive"
-    holds_answers: ClassVar[bool] = False  # Whether a sender is answered only once its update was applied.
+    holds_answers: ClassVar[bool] = False  # Whether a sender gets its reply only after its update was applied.
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether an update of some values alone can be applied to these and to what is remembered of them."""
+        """Whether an update can be applied to some values and to the memory of them only."""
         return True
 
 
@@ -115,7 +113,7 @@ class Sgd(Rule):
 
 @dataclass(frozen=True)
 class Attract(Rule):
-    """value += alpha * (what is pushed - value): the centre of elastic averaging is pulled to where a worker stands."""
+    """value += alpha * (pushed parameters - value): elastic averaging pulls the centre towards a worker."""
 
     alpha: float = 0.1
     NEEDS: ClassVar[str] = "a share of the way is at least 0 and finite"
@@ -130,10 +128,10 @@ class Attract(Rule):
 
 @dataclass(frozen=True)
 class Momentum(Rule):
-    """One velocity for all workers, which every push advances: v = momentum * v + gradient; value -= lr * v.
+    """One velocity for all workers; every push updates it: v = momentum * v + gradient; value -= lr * v.
 
-    With `unit_gain` v = momentum * v + (1 - momentum) * gradient.  Asynchrony is like a momentum of 1 - 1/workers by
-    itself, so many workers want less of it.
+    With `unit_gain` v = momentum * v + (1 - momentum) * gradient.  Asynchrony alone acts like a momentum of
+    1 - 1/workers, so many workers need less of it.
     """
 
     lr: float = 0.1
@@ -166,7 +164,7 @@ class Momentum(Rule):
 
 @dataclass(frozen=True)
 class Adagrad(Rule):
-    """Downpour's: every value has a rate of its own, lr over the root of the sum of its squared gradients."""
+    """Downpour's rule: the rate of each value is lr over the root of the sum of its squared gradients."""
 
     lr: float = 0.01
     eps: float = 1e-10
@@ -216,14 +214,14 @@ class Adam(Rule):
 
 @dataclass(frozen=True)
 class Wrapper(Rule):
-    """What rules that do something to an update before another rule gets it have in common."""
+    """The base of rules that change an update and give it to another rule."""
 
     rule: Rule = Sgd()
 
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {"inner": Memory(**self.rule.memory(value))}
 
-    works_elementwise: ClassVar[bool] = False  # Whether what this class adds to its rule works on some values alone.
+    works_elementwise: ClassVar[bool] = False  # Whether this class, without its rule, works on some values only.
 
     @property
     def is_elementwise(self) -> bool:
@@ -250,7 +248,7 @@ SCALES: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Scaled(Wrapper):
-    """An update counts for the less the staler it is: 1/staleness, from a staleness of 1 on (Zhang et al. 2016), or
+    """Stale updates are scaled down: by 1/staleness, from a staleness of 1 on (Zhang et al. 2016), or by
     1/(staleness + 1)."""
 
     by: Literal["1/tau", "1/(tau+1)"] = "1/tau"
@@ -267,8 +265,7 @@ class Scaled(Wrapper):
 
 @dataclass(frozen=True)
 class Every(Wrapper):
-    """Only the mean of every `n` updates, whoever they are from, is applied: softsync.  At the end, that of those there
-    are."""
+    """Only the mean of every `n` updates, of any workers, is applied: softsync.  At the end, the mean of the rest."""
 
     n: int = 1
     NEEDS: ClassVar[str] = "at least 1 update makes a new value"
@@ -299,9 +296,9 @@ class Every(Wrapper):
 
 @dataclass(frozen=True)
 class Quorum(Wrapper):
-    """Updates are gathered until `least` are there (a majority of the workers, unless given) and `grace` seconds more
-    have passed, or all workers' are; their mean, weighted by samples, is applied, and only then are their senders
-    answered."""
+    """Updates are held back until there are `least` (by default a majority of the workers) and `grace` more seconds
+    have passed, or until all workers have sent one.  Then their mean, weighted by samples, is applied, and their
+    senders get their replies."""
 
     least: int | None = None
     grace: float = 0.0

@@ -1,7 +1,7 @@
-"""Shard: one slice of the parameters, held by one rank, so that its updates are serial by construction.
+"""Shard: one rank that holds one slice of the parameters, so that updates are applied one after the other.
 
-Workers may join, leave and die at any time.  An update is applied once or not at all, however often it is sent; what
-makes no sense is refused by name, and the shard serves on.
+Workers may join, leave and die at any time.  An update is applied at most once, even if it is sent again.  A request
+that makes no sense is refused with a reason, and the shard goes on.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ SAVED_BY = "Shard"  # In the header of a saved state.
 
 
 class Shard:
-    """What a server role works with.  It serves once a worker has sent the first value, and until the last one has
-    left.
+    """The interface of a server role.  It serves from the first value until the last worker has left.
 
-    For a replacement of a worker that died it waits up to `grace_s` seconds before it ends, if there is work left.  It
+    It waits up to `grace_s` seconds for the replacement of a dead worker before it ends, if there is work left.  It
     refuses updates with NaN or infinity, unless it `takes_nonfinite`.  The first shard also dispatches work.
     """
 
@@ -56,8 +55,7 @@ class Shard:
         codec: Codec | None = None,
         pulls: Codec | None = None,
     ) -> None:
-        """Apply what is pushed and answer what is asked for, each as soon as the gate lets it pass, until the last
-        worker has left."""
+        """Apply updates and answer requests, each as soon as the gate lets it pass, until the last worker has left."""
         self.declare(rule)
         queues = self._queues
         while self.is_needed:
@@ -66,9 +64,8 @@ class Shard:
                 queues.add(event)
             elif await self.held.tick(rule, len(self.clocks)):
                 queues.release()
-            while (
-                True
-            ):  # A worker that has pushed is answered before the next update: no answer depends on which others wait.
+            while True:
+                # Answer a worker before the next update: then no answer depends on which other workers wait.
                 while (wanted := queues.next_wanted(gate, self.clocks)) is not None:
                     await self.reply(wanted, rule, codec=pulls)
                 if (update := queues.next_update(gate, self.clocks)) is None:
@@ -82,7 +79,7 @@ class Shard:
     def declare(self, *rules: Rule) -> None:
         """Name all rules of this shard, before the first update.  If a state was loaded, they get their memory from it.
 
-        `serve` does this itself.  Raises ValueError if the loaded state has no memory of a rule, or one of another rule.
+        `serve` does this itself.  Raises ValueError if the loaded state lacks a rule, or has another one.
         """
         for rule in rules:
             self.held.declare(rule)
@@ -113,7 +110,7 @@ class Shard:
         return self.members.is_needed
 
     async def request(self) -> Event | None:
-        """The next update or wish for the value; None when no worker is left that could ask."""
+        """The next update or pull; None when no worker is left."""
         while self.is_needed:
             if (event := await self._reception.event(None)) is not None:
                 return event
@@ -121,7 +118,7 @@ class Shard:
         return None
 
     async def _apply_and_queue(self, rule: Rule, update: Update, codec: Codec | None) -> None:
-        """Apply an update, and note that its sender wants the value, if it does."""
+        """Apply an update, and queue the reply if its sender wants the value."""
         try:
             was_applied = await self._apply(rule, update, codec)
         except Refusal as error:
@@ -133,8 +130,7 @@ class Shard:
             (self._queues.waiting if waits else self._queues.wanted).append(Wanted.by(update))
 
     async def apply(self, rule: Rule, update: Update, *, codec: Codec | None = None) -> bool:
-        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes
-        nothing."""
+        """Apply an update by a rule; whether it made a new version.  An update without samples changes nothing."""
         try:
             return await self._apply(rule, update, codec)
         except Refusal as error:
@@ -148,9 +144,8 @@ class Shard:
             self._dispatcher.check(update)
             applied = await self.held.apply(rule, update, codec, len(self.clocks))
         finally:
-            update.update = torch.empty(
-                0
-            )  # It may lie in its sender's memory, which the sender wants to write to again.
+            # It may be in its sender's memory, and the sender needs to write there again.
+            update.update = torch.empty(0)
         await self._dispatcher.note(update)
         return applied
 
@@ -184,7 +179,7 @@ class Shard:
     # Refusals.
 
     async def refuse(self, message: Message, why: Refusal) -> None:
-        """Do nothing of what a message asks for, and tell its sender if it is a request."""
+        """Refuse a message, and send the reason if it is a request."""
         await self.replies.refuse(message, why)
 
     @property

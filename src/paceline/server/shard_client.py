@@ -33,7 +33,7 @@ ANY = (SendAgain, Away, Bring, RunEnded)
 
 
 class ShardClient:
-    """Sends requests, and does what shards ask for before they answer.
+    """Sends requests, and sends what shards need before they can reply.
 
     A worker that was declared dead loses its work: `drop_work` forgets it, and `draw_again` asks for other work.
     """
@@ -52,7 +52,7 @@ class ShardClient:
             await self.endpoint.send(rank, self.requests.number(request()))
 
     async def join(self) -> None:
-        """The first worker brings the model along."""
+        """Worker 0 sends the first value."""
         if not self.has_joined:
             self.has_joined = True
             if self.endpoint.rank == 0:
@@ -63,7 +63,7 @@ class ShardClient:
             await self.endpoint.send(rank, Start(self.replica.params[where]))
 
     def numbered(self, requests: list[R]) -> list[R]:
-        """The same number for what is sent to all shards."""
+        """Give requests to all shards the same number."""
         self.requests.number(requests[0])
         for request in requests[1:]:
             request.request_id = requests[0].request_id
@@ -77,13 +77,13 @@ class ShardClient:
             await send
 
     async def answer(self, rank: int, request: Request, replies: tuple[type[Message], ...]) -> Message:
-        """The reply of a shard to a request, once all has been done that the shard asks for before."""
+        """The reply of a shard to a request, after everything that the shard needs before it."""
         while True:
             try:
                 answer = await self.requests.reply(rank, request, *replies, *ANY, probe=_probe_of(request))
             except PeerFinished:
                 answer = RunEnded()
-            if isinstance(answer, RunEnded):  # A worker that comes too late has nothing to do.
+            if isinstance(answer, RunEnded):  # A worker that joins too late has nothing to do.
                 raise MissedEnd
             if isinstance(answer, Bring):
                 await self._bring()
@@ -97,10 +97,9 @@ class ShardClient:
     async def _come_back(
         self, rank: int, request: Request, replies: tuple[type[Message], ...]
     ) -> tuple[Request, tuple[type[Message], ...]]:
-        """It was silent for so long that it was declared dead: others do its work, and what it has pushed does not
-        count.
+        """This worker was declared dead after a timeout: others do its work, and its pushes since then do not count.
 
-        What it asks for now, instead.
+        Returns the request that takes the place of the old one, and its replies.
         """
         if request.incarnation == self.requests.incarnation:
             self.requests.incarnation += 1

@@ -1,5 +1,4 @@
-"""ShardPrograms: how a coordinator lets all shards of vectors run the same operations, and gets their inner
-products."""
+"""ShardPrograms: the coordinator sends the same operations to all shards of vectors, and gets their inner products."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from paceline.server.messages import Products, RunProgram
 class ShardPrograms:
     """Operations that wait to be sent, and the messages of workers that arrive while the shards run them.
 
-    `received` are the requests of workers that the coordinator has handled: one that is repeated meanwhile is told to
-    wait.
+    `received` has the requests of workers that the coordinator has handled: the reply to a repeated one is `Wait`.
     """
 
     def __init__(self, endpoint: Endpoint, shards: list[int], received: Deduplicator) -> None:
@@ -30,11 +28,11 @@ class ShardPrograms:
         self.unsent: list[str] = []  # Operations, as lines of a program.
 
     def then(self, operation: str, *given: str | float) -> None:
-        """Let the shards do this next; it is sent with the next operations that must be waited for."""
+        """Queue an operation.  It is sent with the next program."""
         self.unsent.append(" ".join([operation, *(g if isinstance(g, str) else repr(g) for g in given)]))
 
     async def run(self) -> list[float]:
-        """Let all shards run the operations that wait; the sums over shards of the inner products among them."""
+        """Run the queued operations on all shards; the inner products among them, summed over shards."""
         if not self.unsent:
             return []
         program = torch.frombuffer(bytearray("\n".join(self.unsent).encode()), dtype=torch.uint8)
@@ -43,7 +41,7 @@ class ShardPrograms:
         return torch.stack([answer.products for answer in answers]).sum(0).tolist()
 
     async def _ask(self, asked: RunProgram) -> list[Products]:
-        """The replies of all shards; a request is sent again to those that have not replied in time."""
+        """The replies of all shards.  After a timeout the request is sent again to shards that have not replied."""
         endpoint, answers = self.endpoint, dict[int, Products]()
         timeouts, due = 0, 0.0
         while missing := [rank for rank in self.shards if rank not in answers]:

@@ -1,4 +1,4 @@
-"""Store: all shards as a worker sees them, one vector to pull and to push to, and the work that they share out."""
+"""Store: all shards as a worker sees them: one vector to pull and to push to, and a source of work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Store:
 
     Shards act independently: at one moment they may have seen different numbers of updates, so `versions` has one entry
     a shard, and every push says which version of that shard it was computed from.  `codec` encodes what is pushed, with
-    what a message leaves out said in the next; `pulls`, by which the shards say what has changed.
+    error feedback.  `pulls` is the codec of the shards for changes of the value.
     """
 
     def __init__(self, replica: Replica, *, codec: Codec | None = None, pulls: Codec | None = None) -> None:
@@ -48,8 +48,7 @@ class Store:
 
     @property
     def value(self) -> Tensor:
-        """What the shards held when they were last asked; where a worker keeps that elsewhere, there is no such
-        vector."""
+        """The value of the last pull, unless that went `into` another vector."""
         if self._value is None:
             self._value = self.replica.params.clone()
         return self._value
@@ -101,7 +100,7 @@ class Store:
         )
 
     async def leave(self, into: Tensor | None = None) -> Tensor:
-        """Say goodbye; what the shards hold in the end, once all workers have."""
+        """Leave; the final value, once all workers have left."""
         all_done = self.replica.learner.has_global_data
         value = await self._ask(self._client.numbered([Leave(all_done) for _ in self.shards]), into)
         for rank in self.shards:
@@ -113,8 +112,8 @@ class Store:
     async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
         """Turn to the next minibatch; False if all work is done.
 
-        If there is nothing to do for now, as others have the last work items, a worker waits, to take over should one
-        of them die. What it has not pushed until then it must push `before_waiting`.
+        If other workers have the last work items, a worker waits: it takes over if one of them dies.  `before_waiting`
+        must push what it has not pushed.
         """
         return await self._work.next(before_waiting)
 
@@ -123,7 +122,7 @@ class Store:
     def _updates(
         self, of: type[Push | Exchange], update: Tensor, samples: float | None, runs: Tensor | None
     ) -> list[Update]:
-        """What to send to each shard."""
+        """The request to each shard."""
         seen = int(self.replica.batch.samples if samples is None else samples)
         steps = self._work.take_steps()
         updates: list[Update] = []
@@ -133,7 +132,7 @@ class Store:
         return self._client.numbered(updates)
 
     def _encoded(self, update: Tensor, where: slice, runs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What a shard gets of an update, and where."""
+        """The slice of an update for a shard, encoded, and its runs."""
         if runs is not None:
             mine = within(runs, where)
             return update[where][positions(mine)], mine
@@ -147,15 +146,15 @@ class Store:
             if isinstance(requests[j], Join) and j == 0 and answer.steps_done:
                 self.replica.cursor.resume_at(answer.steps_done)
             self._take(answer, j, where, into)
-            del answer  # It may lie in the shard's own memory, which is not to be kept.
+            del answer  # It may be in the shard's own memory: do not keep it.
         return self.value if into is None else into
 
     def _take(self, answer: Value, shard: int, where: slice, into: Tensor | None) -> None:
-        """What a shard holds, or what of it has changed."""
+        """Store the value of a shard, or the changes of it."""
         values, target = answer.value, (self.value if into is None else into)[where]
         if answer.runs is not None:
             target[positions(answer.runs)] = values
-        elif self._pulls is not None:  # What this worker was told is what the next answer is the difference to.
+        elif self._pulls is not None:  # The next reply is the difference to this value.
             if values.dtype == torch.uint8:
                 kernels.add(self._pulls, values, self.value[where], 1.0, False)
             else:

@@ -1,8 +1,9 @@
-"""Vectors: a shard's slices of named vectors, and the few operations by which a coordinator works on them (Dean et al.
-2012).
+"""Vectors: a shard's slices of named vectors, and the operations of a coordinator on them (Dean et al. 2012).
 
-The coordinator says by name what is to be done, `axpy -0.5 y3 q`, and hears nothing but inner products.  What workers
-push is held back until the coordinator says that it counts, so that an update is taken by all shards or by none.
+The coordinator sends operations by name, such as `axpy -0.5 y3 q`, and gets only inner products back.  A shard holds
+the sums that workers push until the coordinator takes them, so that all shards take a sum or none does.
+
+Slot `vectors`: all vectors by name, with the resize rule `shard`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paceline.server.shard_state import check_value
 from paceline.state import Values, shard
 from paceline.worker.flat import is_finite
 
-# What each operation is told: a number, a count, a vector that there is, or one that may be new.
+# The arguments of each operation: a number, a count, an existing vector, or one that may be new.
 OPERATIONS = {
     "zero": ("new",),  # x = 0
     "copy": ("vector", "new"),  # y = x
@@ -44,18 +45,13 @@ OPERATIONS = {
     "mul": ("vector", "vector", "new"),  # z = x * y, value by value
     "add": ("vector", "vector", "new"),  # z = x + y
     "dot": ("vector", "vector"),  # this shard's part of the inner product
-    "take": (
-        "count",
-        "count",
-        "count",
-        "vector",
-    ),  # x = x + what a worker has pushed: whose, in which pass, and which of its sums
-    "forget": (),  # what was pushed and not taken
+    "take": ("count", "count", "count", "vector"),  # x = x + the sum of a worker: its rank, the pass, the sum's number
+    "forget": (),  # drop the sums that were not taken
 }
 
 
 class Vectors:
-    """Nothing until it has the first value, of `w`."""
+    """The vectors of one shard.  There are none until `w` has its first value."""
 
     def __init__(self, endpoint: Endpoint, *, takes_nonfinite: bool) -> None:
         self.endpoint = endpoint
@@ -84,7 +80,7 @@ class Vectors:
         self._pushed.clear()
 
     def hold(self, push: PushSum) -> None:
-        """Keep what a worker has pushed, in the place of what it has pushed before."""
+        """Hold the sum of a worker, in the place of its last one."""
         like, total = self["w"], push.total
         which = push.pass_number, push.sum_number
         if (total.dtype, total.shape) != (like.dtype, like.shape):
@@ -98,13 +94,13 @@ class Vectors:
             self._pushed[push.src] = which, total.clone()
 
     def run(self, program: str) -> list[float]:
-        """Do what each line says, all or nothing; the inner products that are asked for."""
+        """Run all lines, or none if one is wrong; the inner products."""
         parsed = self._parsed(program)
         return [found for operation, given in parsed if (found := self._do(operation, given)) is not None]
 
     @property
     def nbytes(self) -> int:
-        """Of one vector."""
+        """The bytes of one vector."""
         return self["w"].nbytes
 
     def _parsed(self, program: str) -> list[tuple[str, list[Any]]]:
@@ -122,7 +118,7 @@ class Vectors:
             if operation == "take" and self._pushed.get(given[0], ((-1, -1),))[0] != (given[1], given[2]):
                 raise Refusal(f"'{line}': worker {given[0]} has pushed no such sum")
             parsed.append((operation, given))
-        self["w"]  # Without the first value nobody knows how long a new vector is.
+        self["w"]  # Without the first value the length of a new vector is unknown.
         return parsed
 
     def _do(self, operation: str, given: list[Any]) -> float | None:
@@ -149,7 +145,7 @@ class Vectors:
         return None
 
     def _written(self, name: str) -> Tensor:
-        """A vector, to be written to; another copy of it if somebody still reads this one."""
+        """A vector, to be written to; a copy of it while a receiver still reads this one."""
         if name not in self._named:
             self._named[name] = torch.zeros_like(self["w"])
         elif self.endpoint.in_use(self._named[name]):
@@ -158,7 +154,7 @@ class Vectors:
 
 
 def _read(line: str, kind: str, word: str, known: set[str]) -> Any:
-    """A word of a line as what it must be."""
+    """A word of a line, converted to its kind."""
     if kind == "new":
         known.add(word)
     elif kind == "vector" and word not in known:
@@ -179,12 +175,12 @@ def _read(line: str, kind: str, word: str, known: set[str]) -> Any:
 
 
 async def serve(s: Shard) -> None:
-    """What a shard of vectors does until its coordinator says that it is not needed any longer."""
+    """Serve vectors until the coordinator ends the run."""
     server = VectorServer(s)
     while not server.is_over:
         try:
             message = await s.endpoint.recv()
-        except TimeoutError:  # No rank has sent anything for very long, and the next may all the same.
+        except TimeoutError:  # No message for a long time; go on.
             continue
         try:
             reply = await server.handle(message)
@@ -193,7 +189,7 @@ async def serve(s: Shard) -> None:
             continue
         if reply is not None:
             assert isinstance(message, Numbered)
-            # A rank that has not taken its reply in time must not hold up the others.
+            # A rank that does not take its reply in time must not block the others.
             with suppress(ClusterError):
                 await s.endpoint.send(message.src, reply_to(message, reply))
 
@@ -211,7 +207,7 @@ class VectorServer:
         self._programs = Deduplicator()
 
     async def handle(self, message: Message) -> Reply | None:
-        """Do what a message asks for; the reply to it."""
+        """Handle a message; the reply to it."""
         match message:
             case SetValue():
                 self.vectors.begin(message.value)
@@ -237,7 +233,7 @@ class VectorServer:
         return None
 
     async def _run(self, request: RunProgram) -> Reply | None:
-        """Run a program once, however often it comes."""
+        """Run a program once, even if it is sent again."""
         verdict = self._programs.judge(request)
         if verdict is Verdict.REPEATED:
             return self._programs.reply_again(request)

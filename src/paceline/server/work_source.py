@@ -18,8 +18,10 @@ DRAWN = (Work, Deferred, NoWork, AllDone)
 
 
 class WorkSource:
-    """Draws work items a little in advance, so that a worker does not wait for them.  `steps` were begun since the last
-    push."""
+    """Draws work items in advance, so that a worker does not wait for them.
+
+    `steps` counts the steps begun since the last push.
+    """
 
     def __init__(self, replica: Replica, client: ShardClient) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
@@ -27,17 +29,17 @@ class WorkSource:
         self._client = client
         client.drop_work, client.draw_again = self._drop, self._draw_again
         self._first_step = replica.cursor.step
-        self._hand: deque[WorkItem] = deque()  # What this worker is to work on next.
+        self._hand: deque[WorkItem] = deque()  # The next work items of this worker.
         self._ahead = 1  # How many work items it wants to have while it works.
-        self._drawn: DrawWork | DrawNow | None = None  # The request for more that was not answered yet.
+        self._drawn: DrawWork | DrawNow | None = None  # The request for more that has no reply yet.
 
     def take_steps(self) -> int:
-        """The steps that were begun since the last push, which is now."""
+        """The steps begun since the last push; the count starts again."""
         steps, self.steps = self.steps, 0
         return steps
 
     def _drop(self) -> None:
-        """Others do the work of this worker."""
+        """Drop the work items: other workers do them."""
         self._hand.clear()
         self._drawn = None
         self.steps = 0
@@ -48,13 +50,13 @@ class WorkSource:
         return self._drawn
 
     async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
-        """Turn to the next minibatch; False if there is none left for anybody.
+        """Turn to the next minibatch; False if all work is done.
 
-        If there is nothing to do for now, as others have the last ones, a worker waits, to take over should one of them
-        die.  What it has not pushed until then it must push `before_waiting`.
+        If other workers have the last work items, a worker waits: it takes over if one of them dies.  `before_waiting`
+        must push what it has not pushed.
         """
         w = self.replica
-        if not w.learner.has_global_data:  # The user's loop has data of its own.
+        if not w.learner.has_global_data:  # The user's loop has its own data.
             if w.cursor.advance():
                 self.steps += 1
                 return True
