@@ -53,8 +53,8 @@ def visits(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
     return rows
 
 
-@pytest.mark.parametrize("codec", [None, pl.Threshold(tau=1.0)], ids=str)
-def test_every_gradient_is_applied_once(codec: pl.Codec | None):
+@pytest.mark.parametrize("codec", [None, pl.codecs.Threshold(tau=1.0)], ids=str)
+def test_every_gradient_is_applied_once(codec: pl.codecs.Codec | None):
     task = counting(STEPS, BATCH)
     run = pl.train(task, pl.Strom(codec, lr=1.0), workers=WORKERS)
     assert run.params.tolist() == [1.0] * task.samples
@@ -162,7 +162,7 @@ import json, sys, torch, paceline as pl
 from torch.utils.data import DataLoader, TensorDataset
 torch.set_num_threads(1)
 x = torch.randn(240, 8, generator=torch.Generator().manual_seed(0))
-for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
+for strategy in (pl.Gossip(), pl.Strom(pl.codecs.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if strategy.needs.optimizer else None
