@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def mortal(task: pl.Task, flag: Path, when: Callable[[int], bool], how: signal.S
         done += 1
         return task.loss(model, batch)
 
-    return pl.Task(**{**vars(task), "loss": loss, "_orders": {}})  # pyright: ignore
+    return replace(task, loss=loss)
 
 
 def visits(task: pl.Task, params: torch.Tensor) -> list[list[float]]:

@@ -263,7 +263,7 @@ def test_it_can_follow_another_strategy():
             lambda: simulate(
                 quadratic(steps=3, batch=4), Strom(None), Cluster(workers=2), faults=Faults(suspicions=[(1, 0.1)])
             ),
-            "Strom has none",
+            "Strom has no servers",
         ),
     ],
 )
