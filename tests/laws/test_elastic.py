@@ -51,16 +51,17 @@ def plain(params: Any) -> torch.optim.Optimizer:
 
 
 def ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
-    """Where each worker of the next run ends, and the centre as it knows it: a run itself ends with the centre alone."""
+    """The last parameters of each worker of the next run, and its last copy of the centre: a run returns only the centre."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def keep(self: Replica) -> None:
-        if self.published is not None:
-            found[self.rank] = self.params.clone(), self.published.clone()
-            self.params.copy_(self.published)
-            self.published = None
+    def keep(w: Replica) -> None:
+        if w.published is not None:
+            found[w.rank] = w.params.clone(), w.published.clone()
+            w.params.copy_(w.published)
+            w.published = None
 
-    monkeypatch.setattr(Replica, "_take_published", keep)
+    monkeypatch.setattr("paceline.worker.run.take_published", keep)
+    monkeypatch.setattr("paceline.worker.replica.take_published", keep)
     return found
 
 
