@@ -26,7 +26,7 @@ from paceline import (
     Then,
     simulate,
 )
-from paceline.strategies.easgd import UnstableElastic, largest_share
+from paceline.families.elastic import UnstableElastic, largest_share
 from paceline.strategy import Strategy
 from tests.laws.tasks import (
     Point,
@@ -51,7 +51,10 @@ def plain(params: Any) -> torch.optim.Optimizer:
 
 
 def ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
-    """The last parameters of each worker of the next run, and its last copy of the centre: a run returns only the centre."""
+    """The last parameters of each worker of the next run, and its last copy of the centre.
+
+    A run itself returns only the centre.
+    """
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(w: Replica) -> None:
@@ -450,5 +453,5 @@ def test_what_cannot_be_is_refused(make: Any, says: str):
 
 
 def test_groups_that_do_not_divide_the_workers_are_refused():
-    with pytest.raises(ValueError, match="5 workers make 2 such groups, and leave 1 over"):
+    with pytest.raises(ValueError, match="5 workers make 2 groups and leave 1 over"):
         simulate(quadratic(steps=4, batch=4), EAWild(group=2), instant(5))

@@ -23,9 +23,9 @@ from paceline.worker.rows import positions, within
 class Store:
     """A worker's view of the parameter server.
 
-    Shards act independently: at one moment they may have seen different numbers of updates.  So `versions` has one entry
-    for each shard, and every push names the version of that shard from which it was computed.  `codec` encodes the
-    updates, with error feedback; the shards encode by `pulls` what has changed since the last pull.
+    Shards act independently: at one moment they may have seen different numbers of updates.  So `versions` has one
+    entry for each shard, and every push names the version of that shard from which it was computed.  `codec` encodes
+    the updates, with error feedback; the shards encode by `pulls` what has changed since the last pull.
 
     `unpushed` counts the steps and samples since the last push, for a strategy that does not push at every step: it
     calls `count_step` after each step, and pushes with `unpushed.take()` samples.
@@ -65,8 +65,8 @@ class Store:
     def push(self, update: Tensor, samples: float | None = None, *, runs: Tensor | None = None) -> Op[None]:
         """Send an update to the shards, and do not pull the result.
 
-        `samples` is the number of samples in it; if it is not given, that of the last minibatch.  With `runs` only these
-        parts of the update are sent.
+        `samples` is the number of samples in it; if it is not given, that of the last minibatch.  With `runs` only
+        these parts of the update are sent.
         """
         return self.endpoint.spawn(self._push(update, samples, runs), kind="push")
 

@@ -28,8 +28,8 @@ class ASGD(ServerStrategy):
     If neither is given, exchange every 256 samples.  With `pipeline` the exchange runs during the next steps.
 
     Late updates do most harm at the beginning, so the first deltas can be scaled down, by a ramp that begins at
-    `ramp_from` and ends at 1.  A staircase rises by `ramp_from` every `ramp` exchanges, as in CNTK; a linear ramp reaches
-    1 after `ramp` exchanges.
+    `ramp_from` and ends at 1.  A staircase rises by `ramp_from` every `ramp` exchanges, as in CNTK; a linear ramp
+    reaches 1 after `ramp` exchanges.
     """
 
     period: int | None = None
@@ -44,16 +44,16 @@ class ASGD(ServerStrategy):
         super().__post_init__()
         if self.period is not None and self.samples is not None:
             raise ValueError(
-                f"ASGD(period={self.period}, samples={self.samples}): the time between two exchanges is given in steps or "
-                f"in samples, not in both"
+                f"ASGD(period={self.period}, samples={self.samples}): the time between two exchanges is given "
+                f"in steps or in samples, not in both"
             )
         for name, value in (("period", self.period), ("samples", self.samples)):
             if value is not None and value < 1:
                 raise ValueError(f"ASGD({name}={value}): it must be at least 1")
         if self.ramp < 0 or not 0 < self.ramp_from <= 1 or self.ramp_kind not in ("staircase", "linear"):
             raise ValueError(
-                f"ASGD(ramp={self.ramp}, ramp_from={self.ramp_from}, ramp_kind={self.ramp_kind!r}): a ramp is a 'staircase' "
-                f"or 'linear', lasts 0 or more exchanges, and begins in (0, 1]"
+                f"ASGD(ramp={self.ramp}, ramp_from={self.ramp_from}, ramp_kind={self.ramp_kind!r}): a ramp is a "
+                f"'staircase' or 'linear', lasts 0 or more exchanges, and begins in (0, 1]"
             )
 
     def shard_rule(self, workers: int) -> Rule:

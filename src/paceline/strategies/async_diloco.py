@@ -41,8 +41,8 @@ class AsyncDiLoCo(ServerStrategy):
         super().__post_init__()
         if self.period < 1 or not 0 <= self.delay < max(self.period, 1):
             raise ValueError(
-                f"AsyncDiLoCo(period={self.period}, delay={self.delay}): the period must be at least 1, and the delay at "
-                f"least 0 and shorter than the period"
+                f"AsyncDiLoCo(period={self.period}, delay={self.delay}): the period must be at least 1, and the "
+                f"delay at least 0 and shorter than the period"
             )
         self.shard_rule(1)
 
