@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, HashStore
 
-from paceline import Adam, Bound, ClusterError, Compensated, Fp16, Momentum, Quorum, RoundRobin, Sgd
+from paceline import ClusterError
+from paceline.codecs import Fp16
 from paceline.op import drive
 from paceline.protocol.messages import Away, Message, Refused, Wait
 from paceline.server import dispatcher, queues, shard
+from paceline.server.gates import Bound, RoundRobin
 from paceline.server.messages import (
     DrawWork,
     Exchange,
@@ -41,6 +43,7 @@ from paceline.server.messages import (
     Work,
     WorkerLost,
 )
+from paceline.server.rules import Adam, Compensated, Momentum, Quorum, Sgd
 from paceline.transport import outbox
 from tests.dist.served import (
     LAYOUT,

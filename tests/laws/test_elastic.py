@@ -51,10 +51,8 @@ def plain(params: Any) -> torch.optim.Optimizer:
 
 
 def ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
-    """The last parameters of each worker of the next run, and its last copy of the centre.
-
-    A run itself returns only the centre.
-    """
+    """The final parameters of each worker of the next run, and the centre as that worker knows it. The run itself
+    returns only the centre."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(w: Replica) -> None:

@@ -9,38 +9,35 @@ import torch
 
 from paceline import (
     ASGD,
-    QSGD,
-    Adagrad,
-    Adam,
     AllReduceSGD,
     AsyncDiLoCo,
     AsyncMomentum,
-    Bound,
     Cluster,
-    Compensated,
     DelayCompensated,
     DiLoCo,
     Downpour,
-    Every,
-    Fp32,
-    Momentum,
-    OneBit,
     ParameterServer,
-    PowerSGD,
-    Push,
     Replicated,
-    RoundRobin,
-    Rule,
-    Scaled,
-    Sgd,
+    Slot,
     SoftSync,
     StaleSynchronous,
     Strategy,
     Then,
     simulate,
 )
-from paceline.codecs import kernels
-from paceline.state import Memory
+from paceline.codecs import QSGD, Fp32, OneBit, PowerSGD, kernels
+from paceline.server.gates import Bound, RoundRobin
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Compensated,
+    Every,
+    Momentum,
+    Push,
+    Rule,
+    Scaled,
+    Sgd,
+)
 from tests.laws.every import RULES
 from tests.laws.tasks import (
     OPTIMIZERS,
@@ -63,8 +60,8 @@ def on_three(strategy: Strategy, compute: Any = UNEQUAL, steps: int = 12, **more
     return simulate(regression(steps=steps, batch=9, **more), strategy, instant(3, compute=compute))
 
 
-def memory(rule: Rule, value: torch.Tensor) -> Memory:
-    return Memory(**rule.memory(value))
+def memory(rule: Rule, value: torch.Tensor) -> Slot:
+    return Slot(**rule.memory(value))
 
 
 # Rules alone.

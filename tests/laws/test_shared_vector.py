@@ -13,7 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, Cluster, ClusterError, EAWild, Hogwild, LogNormal, Task, Then, simulate, train
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    ClusterError,
+    EAWild,
+    Hogwild,
+    LogNormal,
+    Task,
+    Then,
+    simulate,
+    train,
+)
 from paceline.endpoint import Layout
 from paceline.families.centre import InMemory
 from paceline.sim.endpoint import SimEndpoint

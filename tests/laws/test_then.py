@@ -17,8 +17,6 @@ from paceline import (
     BlockMomentum,
     Cluster,
     DiLoCo,
-    Fp32,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
@@ -28,6 +26,7 @@ from paceline import (
     Then,
     simulate,
 )
+from paceline.codecs import Fp32, OneBit
 from paceline.strategy import Strategy
 from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, values, vector
 from tests.laws.test_strategies import assert_same_states, restless
