@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint, Message
 from paceline.errors import ClusterError
 from paceline.server.shard import Shard
 from paceline.server.shard_state import Refused, check_value
-from paceline.worker.flat import is_finite
 
 # What each operation is told: a number, a count, a vector that there is, or one that may be new.
 OPERATIONS = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from paceline.codecs.layout import is_finite
 from paceline.worker.rows import rows
 
 BUCKET_BYTES = 8 << 20
@@ -217,12 +218,6 @@ class FlatModel:
         if not grads or math.isfinite(torch.stack([g.sum() for g in grads.values()]).sum()):
             return None
         return next((n for n, g in grads.items() if not is_finite(g)), None)
-
-
-def is_finite(x: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in it."""
-    # The sum alone is 20 times faster than looking at every value; only a hit is confirmed, since a sum can overflow.
-    return math.isfinite(x.sum()) or bool(x.isfinite().all())
 
 
 def carry_over(mean: Tensor, now: Tensor, sent: Tensor) -> Tensor:
