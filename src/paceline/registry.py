@@ -124,7 +124,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given.  Only for data from this job's own processes: it imports the modules that are named."""
+    """What `to_plain` was given.  Only for data from this job's own processes: it imports the modules named there."""
     if isinstance(value, list):
         return [from_plain(v) for v in value]
     if not isinstance(value, dict):

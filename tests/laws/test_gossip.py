@@ -105,11 +105,11 @@ class Halves:
 
 
 WRONG: dict[str, Topology] = {
-    r"Halves\(\) on 5 workers is not connected: it falls into the parts \[0, 1\], \[2, 3, 4\], which never hear of each other": Halves(),
-    r"not connected: it falls into the parts \[0\], \[1\], \[2\], \[3\], \[4\]": lambda rank, size, step: None,
-    r"in round 0 worker 0 of 5 is to average with itself; None means with nobody": lambda rank, size, step: rank,
-    r"in round 0 worker 4 is to average with 5, and workers are 0 to 4": lambda rank, size, step: rank + 1,
-    r"is to average with -1, and workers are 0 to 4": lambda rank, size, step: -1,
+    r"Halves\(\) on 5 workers is not connected: it consists of the parts \[0, 1\], \[2, 3, 4\], which never average with each other": Halves(),
+    r"not connected: it consists of the parts \[0\], \[1\], \[2\], \[3\], \[4\]": lambda rank, size, step: None,
+    r"in round 0 worker 0 of 5 would average with itself; return None for no peer": lambda rank, size, step: rank,
+    r"in round 0 worker 4 would average with 5, but workers are 0 to 4": lambda rank, size, step: rank + 1,
+    r"would average with -1, but workers are 0 to 4": lambda rank, size, step: -1,
 }
 
 
@@ -123,7 +123,7 @@ def test_a_rank_that_is_wrong_later_on_is_refused_when_it_comes_up():
     def astray(rank: int, size: int, step: int) -> int:
         return (rank + 1) % size if step < 4 else size
 
-    with pytest.raises(ValueError, match=r"in round 4 worker [0-3] is to average with 4, and workers are 0 to 3"):
+    with pytest.raises(ValueError, match=r"in round 4 worker [0-3] would average with 4, but workers are 0 to 3"):
         simulate(quadratic(steps=9, batch=4), Gossip(astray), Cluster(workers=4))
 
 

@@ -1,7 +1,8 @@
-"""Topology: who averages with whom in gossip, as a function of a worker's place, the number of workers and the round.
+"""Topology: which workers average with each other in gossip, by rank, number of workers and round.
 
-A topology is any callable of (rank, size, step) that gives a rank, or None for nobody.  Those here pair workers up: in one round each
-has one partner, whose partner it is.  What they must have in common is that in the end everybody hears of everybody.
+A topology is any callable of (rank, size, step) that returns the rank of the peer, or None for no peer in that round.
+The topologies here form pairs: in one round each worker is its peer's peer.  Over all rounds a topology must be
+connected: the values of every worker reach every other worker.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from random import Random
 
 Topology = Callable[[int, int, int], int | None]
 
-ROUNDS_A_WORKER = 16  # A topology is looked at for so many rounds a worker before it is said to fall apart.
+ROUNDS_PER_WORKER = 16  # A topology must be connected after this many rounds times the number of workers.
 
 
 @dataclass(frozen=True)
 class Ring:
-    """With the neighbours on a circle in turn: few connections, slow consensus.
+    """Average with the two neighbours on a ring in turn: few connections, slow consensus.
 
     >>> [[Ring()(rank, 4, step) for rank in range(4)] for step in (0, 1)]
     [[1, 0, 3, 2], [3, 2, 1, 0]]
@@ -27,7 +28,7 @@ class Ring:
     def __call__(self, rank: int, size: int, step: int) -> int | None:
         place = (
             rank - step
-        ) % size  # The pairs begin one further in every round, and among an odd number one is left over.
+        ) % size  # The first pair moves by one worker in every round.  Of an odd number one is left.
         if place == size - 1 and size % 2:
             return None
         return (rank + (-1 if place % 2 else 1)) % size
@@ -35,7 +36,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Exponential:
-    """With those at the distances 1, 2, 4, ... in turn: among 2**n workers n rounds in step make all of them equal.
+    """Average with the workers at distance 1, 2, 4, ... in turn: n synchronous rounds make 2**n workers equal.
 
     >>> [[Exponential()(rank, 4, step) for rank in range(4)] for step in (0, 1)]
     [[1, 0, 3, 2], [2, 3, 0, 1]]
@@ -48,7 +49,7 @@ class Exponential:
 
 @dataclass(frozen=True)
 class RandomPairs:
-    """With anybody: in each round all workers are paired up at random, in the same way wherever it is asked for."""
+    """Average with a random worker: every round has new random pairs, which are the same on all workers."""
 
     seed: int = 0
 
@@ -64,25 +65,25 @@ def _shuffled(seed: int, size: int, step: int) -> list[int]:
 
 
 def peer_of(topology: Topology, rank: int, size: int, step: int) -> int | None:
-    """Whom a worker averages with in a round; a ValueError if it is nobody that could."""
+    """The peer of a worker in a round, or None; ValueError if the topology returns no valid peer."""
     peer = topology(rank, size, step)
     if peer is None:
         return None
     if peer == rank:
         raise ValueError(
-            f"{topology}: in round {step} worker {rank} of {size} is to average with itself; None means with nobody"
+            f"{topology}: in round {step} worker {rank} of {size} would average with itself; return None for no peer"
         )
     if peer not in range(size):
         raise ValueError(
-            f"{topology}: in round {step} worker {rank} is to average with {peer!r}, and workers are 0 to {size - 1}"
+            f"{topology}: in round {step} worker {rank} would average with {peer!r}, but workers are 0 to {size - 1}"
         )
     return peer
 
 
 def check_connected(topology: Topology, size: int) -> None:
-    """Refuse a topology in which some workers never hear of others."""
-    part = list(range(size))  # For each worker the lowest of those that it hears of.
-    for step in range(ROUNDS_A_WORKER * size):
+    """Raise ValueError for a topology in which the values of some workers never reach others."""
+    part = list(range(size))  # For each worker the lowest rank that it is connected to.
+    for step in range(ROUNDS_PER_WORKER * size):
         for rank in range(size):
             if (peer := peer_of(topology, rank, size, step)) is not None and part[rank] != part[peer]:
                 low, high = sorted((part[rank], part[peer]))
@@ -91,6 +92,6 @@ def check_connected(topology: Topology, size: int) -> None:
             return
     parts = [[rank for rank in range(size) if part[rank] == p] for p in sorted(set(part))]
     raise ValueError(
-        f"{topology} on {size} workers is not connected: it falls into the parts {', '.join(map(str, parts))}, "
-        "which never hear of each other"
+        f"{topology} on {size} workers is not connected: it consists of the parts {', '.join(map(str, parts))}, "
+        "which never average with each other"
     )
