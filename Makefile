@@ -5,11 +5,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test check format bench clean
+# How many pytest processes share the tests.  Tests that start processes of their own all run in one of them.
+JOBS   ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+.PHONY: help demo test test-quick check format bench clean
 
 help:
 	@echo "make demo     compare strategies on a modelled slow cluster, then run real processes"
 	@echo "make test     run the tests"
+	@echo "make test-quick  four cases of each test, without real processes: under a minute"
 	@echo "make check    lint, formatting, types, doctests"
 	@echo "make format   rewrite the sources as 'make check' wants them"
 	@echo "make bench    run every benchmark"
@@ -19,15 +24,20 @@ demo: $(READY)
 	$(BIN)/paceline demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-quick: $(READY)
+	$(PYTEST) --quick
 
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.exports --check
 	$(BIN)/pyright
 	$(BIN)/python -m pytest --doctest-modules src
 
 format: $(READY)
+	$(BIN)/python -m tools.exports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

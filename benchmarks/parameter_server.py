@@ -31,11 +31,11 @@ from rich.table import Table
 from torch import Tensor
 
 import paceline as pl
-from paceline.endpoint import Message
 from paceline.engines.job import Job
 from paceline.engines.place import Place
 from paceline.op import drive
 from paceline.server import Store
+from paceline.server.messages import Arrived, ProbePush, SendAgain
 
 LR = 0.01
 SHARDS = (1, 2, 4)
@@ -106,7 +106,7 @@ def paceline_worker(path: str, shards: int) -> None:
     stores: dict[int, Store] = {}
 
     def send_buffer(numel: int) -> Tensor:
-        strategy = pl.ParameterServer(rule=pl.Sgd(lr=LR), servers=shards)
+        strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=LR), servers=shards)
         folder = tempfile.mkdtemp(dir=path)
         place = Place("benchmark", 0, 1, lambda _: dist.FileStore(f"{folder}/store"))
         jobs.append(Job(strategy.needs, device=torch.device("cpu"), served=strategy, place=place))
@@ -119,8 +119,8 @@ def paceline_worker(path: str, shards: int) -> None:
         if len(gradient):
             store.exchange(gradient, into=value).wait()
         else:  # A question for an update that there never was.
-            store.endpoint.send(store.shards[0], Message("ask push")).wait()
-            store.endpoint.recv(src=store.shards[0], kinds=("heard",)).wait()
+            store.endpoint.send(store.shards[0], ProbePush(request_id=1)).wait()
+            store.endpoint.recv(src=store.shards[0], types=(Arrived, SendAgain)).wait()
 
     Worker(Client(f"{path}/orders"), exchange, send_buffer).serve()
     for store, job in zip(stores.values(), jobs, strict=True):

@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from paceline.endpoint import Layout, Message
+from paceline.endpoint import Layout
+from paceline.protocol.messages import Message
 from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
@@ -28,6 +29,10 @@ from paceline.sim.world import World
 VALUES = 4  # of a tensor that travels
 RANKS_PER_SERVER = 16
 SIZES = [8, 64, 512, 1024]
+
+
+class Values(Message):
+    values: torch.Tensor
 
 
 def compute_s(rank: int) -> float:
@@ -40,7 +45,7 @@ async def ring(endpoint: SimEndpoint, steps: int) -> None:
     left, right = (endpoint.rank - 1) % ranks, (endpoint.rank + 1) % ranks
     for _ in range(steps):
         await endpoint.busy(compute_s(endpoint.rank))
-        sending = endpoint.send(right, Message("x", (x,)))
+        sending = endpoint.send(right, Values(x))
         await endpoint.recv(src=left)
         await sending
 
@@ -57,7 +62,7 @@ async def worker(endpoint: SimEndpoint, steps: int) -> None:
     server = layout.workers + endpoint.rank % layout.servers
     for _ in range(steps):
         await endpoint.busy(compute_s(endpoint.rank))
-        await endpoint.send(server, Message("push", (x,)))
+        await endpoint.send(server, Values(x))
         await endpoint.recv()
 
 
@@ -67,7 +72,7 @@ async def server(endpoint: SimEndpoint, steps: int) -> None:
     for _ in range(steps * len(range(place, layout.workers, layout.servers))):
         push = await endpoint.recv()
         await endpoint.compute(lambda: None, nbytes=4 * VALUES)
-        await endpoint.send(push.src, Message("reply", (x,)))
+        await endpoint.send(push.src, Values(x))
 
 
 def play(pattern: str, ranks: int, steps: int, *, strict: bool) -> tuple[int, float, float]:

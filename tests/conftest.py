@@ -1,12 +1,15 @@
-"""One thread a process, and nothing left behind by tests that start real ones."""
+"""One thread a process, tests on two cores, and nothing left behind by tests that start real processes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -16,8 +19,63 @@ torch.set_num_threads(1)
 settings.register_profile("laws", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("laws")
 
-# Of multiprocessing's own: they live as long as the interpreter, by design.
+# Processes of multiprocessing itself: by design they live as long as the interpreter.
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+PROCESSES = "processes"  # The xdist group of the tests that start real processes.
+QUICK_CASES = 4
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help=f"no real processes, nothing marked slow, and at most {QUICK_CASES} cases of each test",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).with_name("dist") in item.path.parents:
+            item.add_marker("dist")
+        if item.get_closest_marker("dist"):
+            item.add_marker(pytest.mark.xdist_group(PROCESSES))
+    if config.getoption("--quick"):
+        kept = _quick(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _quick(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of a test are spread evenly.  Different tests begin at different cases."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not (item.get_closest_marker("dist") or item.get_closest_marker("slow")):
+            cases[_function(item.nodeid)].append(item)
+    kept: set[pytest.Item] = set()
+    for name, found in cases.items():
+        first = crc32(name.encode())
+        kept.update(found[(first + i * len(found) // QUICK_CASES) % len(found)] for i in range(QUICK_CASES))
+    return kept
+
+
+def _function(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """All tests with real processes run one after another in one pytest process: they depend on load, ports and /dev/shm.
+
+    The others are handed out function by function.  So the cases of one law share what they keep in a cache.
+    """
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Groups(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return PROCESSES if nodeid.endswith(f"@{PROCESSES}") else _function(nodeid)
+
+    return Groups(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def children() -> dict[int, str]:
@@ -36,7 +94,7 @@ def children() -> dict[int, str]:
 
 
 def shared_files() -> set[str]:
-    """What in /dev/shm bears our name, this process's number, or that of a process which is gone."""
+    """The files in /dev/shm with the name of the package, the number of this process, or that of a process that has ended."""
     found: set[str] = set()
     for path in Path("/dev/shm").glob("*"):
         torchs = re.match(r"torch_(\d+)_", path.name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ import paceline as pl
 from paceline import cli
 from paceline.report import formats
 from paceline.study.demo import CLUSTER, STRATEGIES, Demo, row
+from tests.dist import forked
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,9 +75,7 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
         started = [words for words in commands(page) if words[:2] == ["paceline", "run"] and scripts & set(words)]
         for words in started:
             words = ["2" if before == "-n" else word for before, word in pairwise(words)]  # Two workers will do.
-            done = subprocess.run(
-                [sys.executable, "-m", "paceline.cli", *words], capture_output=True, text=True, timeout=100
-            )
+            done = forked.paceline(*words, folder=tmp_path, timeout_s=100)
             assert done.returncode == 0, f"{words}: {done.stderr}"
     unstarted = scripts - {word for words in started for word in words}
     assert not unstarted, f"{name_of(page)} shows {unstarted} and no `paceline run` of it"
@@ -88,7 +86,7 @@ def test_the_commands_of_a_page_exist(page):
     from torch.distributed.run import get_args_parser
 
     ours = typer.main.get_command(cli.app).commands
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in commands(page):
         match words:
             case ["paceline", command, *rest]:
@@ -118,6 +116,7 @@ def test_every_strategy_codec_and_public_name_is_told_of():
     assert [name for name in pl.__all__ if not re.search(rf"\b{name}\b", written)] == []
 
 
+@pytest.mark.slow
 def test_the_readmes_times_and_bytes_are_those_of_the_demo():
     """Neither depends on what is learnt, so a model of as many parameters that learns nothing has them too."""
     demo = Demo().task()

@@ -6,14 +6,15 @@ Workers have the first ranks, servers the next: worker i is rank i, server j is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.op import Op
+from paceline.protocol.messages import Message
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -49,35 +50,6 @@ class Layout:
     def name(self, rank: int) -> str:
         """How messages name a rank.  Ranks from `size` on are workers that joined later."""
         return f"server {rank - self.workers} (rank {rank})" if rank in self.server_ranks else f"worker {rank}"
-
-
-LIFE = 32  # The bits of a serial below those that count a worker's lives.
-
-
-@dataclass(slots=True)
-class Message:
-    """What travels between two ranks: a kind, some small numbers and any tensors.  `src` is filled in by the receiver.
-
-    `serial` says which of its sender's requests it is, or, of an answer, which it answers; `samples` and `steps` what is behind an
-    update.
-    """
-
-    kind: str
-    tensors: tuple[Tensor, ...] = ()
-    version: int = 0
-    samples: int = 0
-    serial: int = 0
-    steps: int = 0
-    src: int = field(default=-1, compare=False)
-
-    @property
-    def life(self) -> int:
-        """Of a worker that has been taken for dead: how often that was before it asked for this."""
-        return self.serial >> LIFE
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 class SharedVector(Protocol):
@@ -154,9 +126,9 @@ class Endpoint(Protocol):
     def send(self, dst: int, message: Message) -> Op[None]: ...
 
     def recv(
-        self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None
+        self, *, src: int | None = None, types: tuple[type[Message], ...] | None = None, timeout: float | None = None
     ) -> Op[Message]:
-        """The next message, if given from `src` and of one of `kinds`; TimeoutError after `timeout` seconds."""
+        """The next message, if given from `src` and of one of `types`; TimeoutError after `timeout` seconds."""
         ...
 
     def has_ended(self, rank: int) -> bool:

@@ -114,6 +114,7 @@ def test_setting_that_cannot_be_serialised_is_refused():
         registry.to_plain(strategy)
 
 
+@pytest.mark.slow
 def test_demo_writes_a_report_and_prints_a_table(tmp_path):
     report = tmp_path / "report.html"
     shown = runner.invoke(cli.app, ["demo", "--epochs", "1", "--report", str(report)])

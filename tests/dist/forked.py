@@ -1,4 +1,7 @@
-"""Runs one function on several forked processes that share a gloo process group, and collects what each says."""
+"""Forked processes: one function on several ranks of a gloo process group, or a program with streams of its own.
+
+A fresh interpreter takes seconds to import torch.  A forked one has it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +66,78 @@ def _child(rank: int, workers: int, work: Callable[[int], Any], folder: Path) ->
 
 def kill_myself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(
+    program: Callable[[], object],
+    arguments: Sequence[str] = (),
+    *,
+    folder: Path,
+    out: Path,
+    err: Path,
+    environment: Mapping[str, str] | None = None,
+) -> BaseProcess:
+    """`program` in a process of its own, as a fresh interpreter would run it: its exit code, streams, arguments and warnings."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_program, args=(program, arguments, folder, out, err, environment or {})
+    )
+    process.start()
+    return process
+
+
+def paceline(
+    *arguments: str, folder: Path, environment: Mapping[str, str] | None = None, timeout_s: float = 200.0
+) -> subprocess.CompletedProcess[str]:
+    """The command `paceline` with these arguments.  The processes that it starts are fresh interpreters."""
+    from paceline import cli
+
+    out, err = folder / "paceline.out", folder / "paceline.err"
+    process = start(cli.main, ["paceline", *arguments], folder=folder, out=out, err=err, environment=environment)
+    try:
+        process.join(timeout_s)
+        assert not process.is_alive(), f"{arguments} was still running after {timeout_s} s: {err.read_text()}"
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+
+def _program(
+    program: Callable[[], object],
+    arguments: Sequence[str],
+    folder: Path,
+    out: Path,
+    err: Path,
+    environment: Mapping[str, str],
+) -> None:
+    code = 1
+    try:
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.argv = list(arguments)
+        warnings.resetwarnings()
+        tempfile.tempdir = None  # TMPDIR may be another.
+        torch.set_num_threads(1)
+        code = _exit_code(program)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _exit_code(program: Callable[[], object]) -> int:
+    try:
+        program()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0

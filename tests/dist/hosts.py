@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tests.dist import forked
+
 ROOT = Path(__file__).parents[2]
+PORT = 29511
+CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str | None:
@@ -53,49 +65,127 @@ def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
 
 
 def run_on(
-    places: Sequence[tuple[str, str]], script: Path, *arguments: str, per_host: int = 1, timeout_s: float = 120
+    places: Sequence[tuple[str, str]],
+    script: Path,
+    *arguments: str,
+    per_host: int = 1,
+    timeout_s: float = 120,
+    torchrun: bool = False,
 ) -> list[str]:
-    """The script under torchrun on every host; what each printed, or an AssertionError with what went wrong."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "OMP_NUM_THREADS": "1",
+    """The script on every host; what each host printed, or an AssertionError with what went wrong.
+
+    Its workers are forked, each into the network of its host, with the variables that torchrun sets; or torchrun starts them.
+    """
+    # Streams go into files: a full pipe would stop the host that writes, and all others with it.
+    outs = [script.parent / f"out-{i}" for i in range(len(places))]
+    errs = [script.parent / f"err-{i}" for i in range(len(places))]
+    for path in (*outs, *errs):
+        path.touch()
+    starting = _by_torchrun if torchrun else _by_fork
+    with starting(places, script, arguments, per_host, outs, errs) as waits:
+        deadline = time.monotonic() + timeout_s
+        codes = [wait(max(0.0, deadline - time.monotonic())) for wait in waits]
+    for code, host in codes:
+        assert code == 0, f"exit code {code} on host {host}: {errs[host].read_text()}"
+    return [out.read_text() for out in outs]
+
+
+Wait = Callable[[float], tuple[int | None, int]]  # Waits so many seconds for a process: its exit code, and its host.
+
+
+@contextmanager
+def _by_fork(
+    places: Sequence[tuple[str, str]],
+    script: Path,
+    arguments: Sequence[str],
+    per_host: int,
+    outs: list[Path],
+    errs: list[Path],
+) -> Iterator[list[Wait]]:
+    workers = per_host * len(places)
+    variables = {
+        "WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": per_host,
+        "MASTER_ADDR": places[0][1],
+        "MASTER_PORT": PORT,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # As under torchrun, the store is in none of the workers.
+        "OMP_NUM_THREADS": 1,
         "GLOO_SOCKET_IFNAME": "eth0",
     }
-    folder, processes = script.parent, []
-    for i, (name, address) in enumerate(places):
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={len(places)}",
-            f"--node-rank={i}",
-        ]
-        command += [
-            f"--nproc-per-node={per_host}",
-            f"--master-addr={places[0][1]}",
-            "--master-port=29511",
-            f"--local-addr={address}",
-        ]
-        # Into files: a pipe that nobody reads would stop the host that writes, and all others with it.
-        with (folder / f"out-{i}").open("w") as out, (folder / f"err-{i}").open("w") as err:
-            processes.append(
-                subprocess.Popen([*command, str(script), *arguments], stdout=out, stderr=err, env=environment)
-            )
+
+    def started(host: int, program: Callable[[], object], **place: int) -> BaseProcess:
+        def on_host() -> None:
+            _enter(places[host][0])
+            program()
+
+        environment = {name: str(value) for name, value in {**variables, **place}.items()}
+        words = [str(script), *arguments]
+        files = {"out": outs[host], "err": errs[host], "folder": script.parent}
+        return forked.start(on_host, words, environment=environment, **files)
+
+    def serve() -> None:
+        store = TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
+        signal.pause()
+        del store
+
+    processes: list[BaseProcess] = []
+    hosts_of = [rank // per_host for rank in range(workers)]
     try:
+        processes.append(started(0, serve))
+        for rank, host in enumerate(hosts_of):
+            run = partial(runpy.run_path, str(script), run_name="__main__")
+            place = {"RANK": rank, "LOCAL_RANK": rank % per_host, "GROUP_RANK": host}
+            processes.append(started(host, run, **place))
+
+        def waiting(process: BaseProcess, host: int) -> Wait:
+            def wait(seconds: float) -> tuple[int | None, int]:
+                process.join(seconds)
+                return process.exitcode, host
+
+            return wait
+
+        yield [waiting(process, host) for process, host in zip(processes[1:], hosts_of, strict=True)]
+    finally:
         for process in processes:
-            process.wait(timeout_s)
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def _by_torchrun(
+    places: Sequence[tuple[str, str]],
+    script: Path,
+    arguments: Sequence[str],
+    per_host: int,
+    outs: list[Path],
+    errs: list[Path],
+) -> Iterator[list[Wait]]:
+    variables = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for i, (name, address) in enumerate(places):
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            command += [f"--nnodes={len(places)}", f"--node-rank={i}", f"--nproc-per-node={per_host}"]
+            command += [f"--master-addr={places[0][1]}", f"--master-port={PORT}", f"--local-addr={address}"]
+            command += [str(script), *arguments]
+            with outs[i].open("w") as out, errs[i].open("w") as err:
+                processes.append(subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **variables}))
+
+        def waiting(process: subprocess.Popen[bytes], host: int) -> Wait:
+            return lambda seconds: (process.wait(seconds), host)
+
+        yield [waiting(process, host) for host, process in enumerate(processes)]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for i, process in enumerate(processes):
-        assert process.returncode == 0, (folder / f"err-{i}").read_text()
-    return [(folder / f"out-{i}").read_text() for i in range(len(places))]
+
+
+def _enter(namespace: str) -> None:
+    """This thread's network, and that of the threads that it starts, is that of the namespace (os.setns is new in Python 3.12)."""
+    with open(f"/var/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
 def say(value: object) -> None:

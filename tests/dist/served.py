@@ -1,8 +1,9 @@
-"""A parameter server of one shard behind a real mailbox, a worker that keeps its books, and rogues who may write to it."""
+"""A parameter server of one shard behind a real mailbox, a worker that keeps its books, and rogue ranks that may write to it."""
 
 # pyright: basic, reportPrivateImportUsage=false
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -20,12 +21,18 @@ from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed import Store as Keys
 
-from paceline import Free, Gate, Memory, Push, Rule, Sgd
+from paceline import Slot
 from paceline.codecs import Codec
-from paceline.endpoint import Layout, Message
+from paceline.endpoint import Layout
 from paceline.op import drive
+from paceline.protocol.messages import Message, Numbered
+from paceline.protocol.requests import Refusal
 from paceline.server import Shard, Store
+from paceline.server.gates import Free, Gate
+from paceline.server.messages import Arrived, Bye, Leave
+from paceline.server.rules import Push, Rule, Sgd
 from paceline.session.train import ProcessLearner
+from paceline.state import StateStore
 from paceline.task import Trainee
 from paceline.trace import Trace
 from paceline.transport import mailbox
@@ -63,6 +70,8 @@ class Server:
             SERVER, LAYOUT, Clock(time.time()), open_mailbox=lambda: self.box, trace=Trace(keep=100)
         )
         self.shard = Shard(endpoint)
+        self.silent = 0  # Messages that were refused without an answer, as they were no requests.
+        self._refuse, self.shard.replies.refuse = self.shard.replies.refuse, self.refuse
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(gate,), daemon=True)
         self.thread.start()
@@ -74,6 +83,10 @@ class Server:
             self.error = error
         finally:
             self.box.close(linger_s=0.2)
+
+    async def refuse(self, message: Message, why: Refusal) -> None:
+        self.silent += not isinstance(message, Numbered)
+        await self._refuse(message, why)
 
     @property
     def refused(self) -> tuple[int, int]:
@@ -113,9 +126,9 @@ class Good:
         task = quadratic(steps=STEPS, batch=3, numel=numel, dtype=torch.float32)
         learner = ProcessLearner(Trainee(task, task.build(), GOOD, LAYOUT.workers), endpoint)
         learner.flat.params.copy_(updates(5, numel))
-        self.store = Store(Replica(endpoint, learner, plan=task.plan), codec=codec, pulls=pulls)
+        self.store = Store(Replica(endpoint, learner, StateStore(), plan=task.plan), codec=codec, pulls=pulls)
         self.expected = learner.flat.params.clone()
-        self._memory = Memory(**rule.memory(self.expected))
+        self._memory = Slot(**rule.memory(self.expected))
         self.pushed, self.draws = 0, True
 
     def exchange(self) -> None:
@@ -135,13 +148,22 @@ class Rogue:
         self.rank = rank
         self.box = mailbox_of(rank, keys)
         self.answers: Counter[str] = Counter()
+        self._last_id = 0
 
-    def say(self, kind: str, *tensors: Tensor, **numbers: int) -> None:
-        self.box.send(SERVER, Message(kind, tensors, **numbers)).wait()
+    def say(self, message: Message) -> None:
+        """Send a message; a request without a number gets the next one."""
+        message = copy.copy(message)
+        if isinstance(message, Numbered) and not message.request_id:
+            self._last_id += 1
+            message.request_id = self._last_id
+        self.box.send(SERVER, message).wait()
 
-    def ask(self, kind: str, *tensors: Tensor, **numbers: int) -> Message:
-        self.say(kind, *tensors, **numbers)
-        return self.hear()
+    def ask(self, message: Message) -> Message:
+        """The reply to a message, but for the one that says that a push has arrived."""
+        self.say(message)
+        while isinstance(answer := self.hear(), Arrived):
+            pass
+        return answer
 
     def hear(self) -> Message:
         return self.box.recv(src=SERVER).wait()
@@ -151,12 +173,12 @@ class Rogue:
         self.box._outbox.socket(SERVER).send_multipart(frames)
 
     def take(self, until: int) -> None:
-        """Count what the server has answered, up to the request with this serial."""
+        """Count what the server has answered, up to the request with this number."""
         while True:
             assert self.box._inbox.poll(int(1000 * DEADLINE_S), zmq.POLLIN), "no answer"
-            kind, _, _, _, serial, *_ = msgspec.msgpack.decode(self.box._inbox.recv_multipart()[0])
-            self.answers["refused" if kind == "away" else kind] += 1
-            if serial == until:
+            _, body = msgspec.msgpack.decode(self.box._inbox.recv_multipart()[0])
+            self.answers["refused" if body["type"] == "away" else body["type"]] += 1
+            if body.get("request_id") == until:
                 return
 
 
@@ -181,15 +203,15 @@ def serving(
         absent = [Rogue(rank, keys) for rank in (ROGUE, OTHER) if rank not in rogues]
     try:
         for one in absent:
-            one.say("leave")
+            one.say(Leave())
         yield server, good, bad
         server.assert_lives()
         good.exchange()
         for one in bad:
-            one.say("leave")
+            one.say(Leave())
         assert torch.equal(drive(good.store.leave()), good.expected)
         for one in (*absent, *bad):
-            one.say("bye")
+            one.say(Bye())
         server.join()
         assert torch.equal(server.shard.value, good.expected)
     except Exception:

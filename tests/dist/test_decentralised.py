@@ -1,4 +1,4 @@
-"""Methods without a server, on real processes: what all have in the end, and workers that are killed, replaced and stopped."""
+"""Methods without a server, on real processes: final models, and workers that are killed, replaced and stopped."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from tests.dist import forked
 from tests.dist.test_elastic import counting
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -28,7 +28,8 @@ PART = BATCH // WORKERS
 
 
 def mortal(task: pl.Task, flag: Path, when: Callable[[int], bool], how: signal.Signals, victim: int = 1) -> pl.Task:
-    """The same task, in which a signal strikes a worker, once, in one of its gradients, counted from 0."""
+    """The same task, but one worker sends itself a signal, once, in the gradient that `when` selects; they count from
+    0."""
     done = 0
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -39,11 +40,11 @@ def mortal(task: pl.Task, flag: Path, when: Callable[[int], bool], how: signal.S
         done += 1
         return task.loss(model, batch)
 
-    return pl.Task(**{**vars(task), "loss": loss, "_orders": {}})  # pyright: ignore
+    return replace(task, loss=loss)
 
 
 def visits(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
-    """How often each worker's part of each minibatch was applied, a row a worker."""
+    """How often each data shard of each minibatch was applied, one row for each data shard."""
     rows: list[list[float]] = []
     for rank in range(WORKERS):
         parts = [task.part(k, rank, WORKERS)[0] for k in range(task.total_steps)]
@@ -53,14 +54,14 @@ def visits(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
     return rows
 
 
-@pytest.mark.parametrize("codec", [None, pl.Threshold(tau=1.0)], ids=str)
-def test_every_gradient_is_applied_once(codec: pl.Codec | None):
+@pytest.mark.parametrize("codec", [None, pl.codecs.Threshold(tau=1.0)], ids=str)
+def test_every_gradient_is_applied_once(codec: pl.codecs.Codec | None):
     task = counting(STEPS, BATCH)
     run = pl.train(task, pl.Strom(codec, lr=1.0), workers=WORKERS)
     assert run.params.tolist() == [1.0] * task.samples
 
 
-def test_what_a_killed_worker_has_said_stays_and_its_part_of_the_data_is_left_out(tmp_path: Path):
+def test_updates_of_a_killed_worker_stay_and_the_rest_of_its_data_is_left_out(tmp_path: Path):
     task = counting(STEPS, BATCH, slow_s=0.005)
     run = pl.train(
         mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL),
@@ -74,7 +75,7 @@ def test_what_a_killed_worker_has_said_stays_and_its_part_of_the_data_is_left_ou
     assert dead == [1.0] * said + [0.0] * (STEPS - said) and said <= 20
 
 
-def test_a_replacement_goes_on_with_the_dead_ones_part(tmp_path: Path):
+def test_a_replacement_continues_the_data_shard_of_the_dead_worker(tmp_path: Path):
     task = counting(400, BATCH, slow_s=0.01)
     run = pl.train(
         mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL),
@@ -87,12 +88,14 @@ def test_a_replacement_goes_on_with_the_dead_ones_part(tmp_path: Path):
     lost = second.index(0.0)
     assert lost <= 20
     back = lost + second[lost:].index(1.0)
-    assert second == [1.0] * lost + [0.0] * (back - lost) + [1.0] * (400 - back), "between the two its part is lost"
+    assert second == [1.0] * lost + [0.0] * (back - lost) + [1.0] * (400 - back), (
+        "only the steps between death and replacement are left out"
+    )
 
 
 @pytest.mark.parametrize(("overlap", "replacements"), [(True, 1), (False, 0)])
-def test_gossip_goes_on_whoever_vanishes_in_mid_exchange(overlap: bool, replacements: int, tmp_path: Path):
-    """The second worker is killed while others have copies with it: they end with a mean of those who live."""
+def test_gossip_continues_when_a_worker_dies_during_an_exchange(overlap: bool, replacements: int, tmp_path: Path):
+    """The second worker is killed while it has offers of others.  The run ends with the mean of the living workers."""
     task = counting(100, BATCH, slow_s=0.01)
     deadly = mortal(task, tmp_path / "flag", lambda n: n == 20, signal.SIGKILL)
     run = pl.train(deadly, pl.Gossip(overlap=overlap), WORKERS, replacements=replacements)
@@ -100,7 +103,7 @@ def test_gossip_goes_on_whoever_vanishes_in_mid_exchange(overlap: bool, replacem
     assert steps[0] == steps[2] == set(range(100))
     if replacements:
         assert max(steps[WORKERS]) == 99 and min(steps[WORKERS]) > 0
-    # A mean of models each of which has its own part whole: of all that was applied no more than all is there.
+    # The mean of models that have each applied their own data shard once: no sample can count more than once.
     first, dead, last = visits_of_means(task, run.params)
     assert all(0 < v <= 1 for v in (*first, *last)) and all(0 <= v <= 1 for v in dead)
 
@@ -113,7 +116,8 @@ def visits_of_means(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
 
 
 def test_gossip_ends_with_the_mean_of_all_models():
-    """Every sample's gradient is in one of three models and whatever these have given each other of it: a third in the mean."""
+    """Each sample's gradient was added to one of three models, and averages keep the sum: a third of it is in the
+    mean."""
     task = counting(STEPS, BATCH)
     run = pl.train(task, pl.Gossip(), workers=WORKERS)
     assert torch.allclose(run.params, torch.full((task.samples,), 1 / WORKERS), atol=1e-5)
@@ -122,10 +126,10 @@ def test_gossip_ends_with_the_mean_of_all_models():
 @pytest.mark.parametrize(
     ("strategy", "victim"), [(pl.Strom(None, lr=1.0), 0), (pl.Gossip(), 2)], ids=["strom", "gossip"]
 )
-def test_nobody_waits_for_a_worker_that_was_stopped(strategy: pl.Strategy, victim: int, tmp_path: Path):
-    """The others end without it; when it goes on, nobody is there, and what it has counts for nothing."""
+def test_workers_do_not_wait_for_a_stopped_worker(strategy: pl.Strategy, victim: int, tmp_path: Path):
+    """The others finish without it.  When it continues, the run has ended, and its model does not count."""
     task, flag, began = counting(150, BATCH, slow_s=0.01), tmp_path / "flag", time.monotonic()
-    # It must have been heard of: its heart beats every quarter of a second.
+    # First it must send a heartbeat, which takes up to a quarter of a second.
     stopped = mortal(
         task, flag, lambda n: n > 100 or (n > 10 and time.monotonic() - began > 1.5), signal.SIGSTOP, victim
     )
@@ -152,14 +156,14 @@ def test_nobody_waits_for_a_worker_that_was_stopped(strategy: pl.Strategy, victi
 
 
 def test_in_a_users_own_loop(tmp_path: Path):
-    """Under the launcher, with the loader's minibatches shared out: both end with one model, the same on all ranks."""
+    """Under the launcher, with sharded minibatches: at the end all ranks have the same model."""
     script = tmp_path / "train.py"
     script.write_text("""
 import json, sys, torch, paceline as pl
 from torch.utils.data import DataLoader, TensorDataset
 torch.set_num_threads(1)
 x = torch.randn(240, 8, generator=torch.Generator().manual_seed(0))
-for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
+for strategy in (pl.Gossip(), pl.Strom(pl.codecs.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if strategy.needs.optimizer else None
@@ -175,8 +179,7 @@ for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom
     with open(f"{sys.argv[1]}/{session.rank}.txt", "a") as file:
         print(json.dumps(model.weight.flatten().tolist()), file=file)
 """)
-    command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = forked.paceline("run", "-n", "2", str(script), str(tmp_path), folder=tmp_path, timeout_s=100)
     assert done.returncode == 0, done.stderr
     first, second = (
         [json.loads(line) for line in (tmp_path / f"{rank}.txt").read_text().splitlines()] for rank in range(2)

@@ -14,11 +14,12 @@ import pytest
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 import paceline as pl
-from paceline.endpoint import Message
+from paceline.protocol.messages import PeerDied, PeerSuspected
 from paceline.transport.mailbox import Mailbox
 from tests.dist.test_elastic import counting
 from tests.dist.test_mailbox import assert_serves, deliver, header, job
 from tests.dist.test_segments import child
+from tests.messages import Hello
 
 SILENT_S = 0.4
 
@@ -31,23 +32,23 @@ def test_a_heartbeat_is_not_a_message_and_missing_heartbeats_are_reported_once()
         b.close()
         began = time.monotonic()
         message = a.recv().wait()
-        assert (message.kind, message.src) == ("silent", 1) and time.monotonic() - began < 2 * SILENT_S
+        assert isinstance(message, PeerSuspected) and message.src == 1 and time.monotonic() - began < 2 * SILENT_S
         with pytest.raises(TimeoutError):
             a.recv(timeout=3 * SILENT_S).wait()
 
 
-@pytest.mark.parametrize("kind", ["gone", "silent"])
-def test_no_rank_can_report_the_failure_of_another(kind: str):
+@pytest.mark.parametrize("event", ["peer died", "peer suspected"])
+def test_no_rank_can_report_the_failure_of_another(event: str):
     with job(2, is_open=True, silent_s=SILENT_S) as boxes:
-        assert deliver(boxes, [[header(kind)]]) == []
-        assert f"it says that somebody is {kind}, which a mailbox finds out by itself" in (boxes[0].last_refusal or "")
+        assert deliver(boxes, [[header(tag=event)]]) == []
+        assert f"'{event}' is an event, which each rank finds out by itself" in (boxes[0].last_refusal or "")
         assert_serves(*boxes)
 
 
 def _beat(path: Path) -> None:
     box = Mailbox(FileStore(str(path)), 1, 2, is_open=True)
     box.beat([0], every_s=0.05)
-    box.send(0, Message("hello")).wait()
+    box.send(0, Hello()).wait()
     time.sleep(60)
 
 
@@ -57,18 +58,18 @@ def test_a_stopped_process_is_suspected_and_a_busy_one_is_not(tmp_path: Path):
     try:
         with child(_beat, tmp_path / "store") as process:
             assert process.pid is not None
-            assert box.recv().wait().kind == "hello"
+            assert isinstance(box.recv().wait(), Hello)
             with pytest.raises(TimeoutError):
                 box.recv(timeout=3 * SILENT_S).wait()
             os.kill(process.pid, signal.SIGSTOP)
-            assert box.recv().wait().kind == "silent"
+            assert isinstance(box.recv().wait(), PeerSuspected)
             os.kill(process.pid, signal.SIGCONT)
             with pytest.raises(TimeoutError):
                 box.recv(timeout=2 * SILENT_S).wait()
             os.kill(process.pid, signal.SIGSTOP)
-            assert box.recv().wait().kind == "silent"
+            assert isinstance(box.recv().wait(), PeerSuspected)
             os.kill(process.pid, signal.SIGKILL)
-            assert box.recv().wait().kind == "gone"
+            assert isinstance(box.recv().wait(), PeerDied)
     finally:
         box.close()
 

@@ -21,7 +21,7 @@ import torch
 import paceline as pl
 from tests.dist.test_attach import ORDERED, task
 torch.set_num_threads(1)
-for name, strategy in {**ORDERED, "server": pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2)}.items():
+for name, strategy in {**ORDERED, "server": pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), servers=2)}.items():
     run = pl.train(task(), strategy, ordered=True)
     print(json.dumps([name, run.params.tolist()]), flush=True)
 """
@@ -39,7 +39,7 @@ def two_hosts():
 def test_ordered_sums_across_hosts_give_the_simulators_bits(two_hosts, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    for said in hosts.run_on(two_hosts, script, per_host=1):
+    for said in hosts.run_on(two_hosts, script, per_host=1, torchrun=True):
         vectors = dict(json.loads(line) for line in said.splitlines())
         for name, strategy in ORDERED.items():
             assert vectors[name] == pl.simulate(task(), strategy, pl.Cluster(workers=2)).params.tolist(), name
@@ -55,13 +55,14 @@ import paceline as pl
 from paceline import codecs
 from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
+from tests.laws.slots import Slots
 torch.set_num_threads(1)
 # What the interface sent, less the 66 bytes of Ethernet, IPv4 and TCP headers of each packet, acknowledgements included, and less
 # the segments, of 1448 bytes at most, that TCP has sent twice.
 def on_the_wire():
-    count = lambda what: int(Path(f"/sys/class/net/eth0/statistics/tx_{what}").read_text())
+    [sent] = [line.split()[9:11] for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
     names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
-    return count("bytes") - 66 * count("packets") - 1448 * int(values[names.index("RetransSegs")])
+    return int(sent[0]) - 66 * int(sent[1]) - 1448 * int(values[names.index("RetransSegs")])
 numel = 1_000_000
 with Job(pl.Needs(), device=torch.device("cpu")) as job:
     e = job.endpoint
@@ -110,7 +111,7 @@ import paceline as pl
 from tests.dist.hosts import say
 from tests.dist.test_attach import task
 torch.set_num_threads(1)
-for name, codec in {"plain": None, "fp32": pl.Fp32(), "one-bit": pl.OneBit()}.items():
+for name, codec in {"plain": None, "fp32": pl.codecs.Fp32(), "one-bit": pl.codecs.OneBit()}.items():
     run = pl.train(task(), pl.AllReduceSGD(codec=codec))
     say([name, run.params.tolist()])
 """
@@ -142,7 +143,7 @@ for _ in range(2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 40), nn.Linear(40, 30))
     alone, ddp = copy.deepcopy(model), nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.008)
-    hook = pl.ddp_hook(pl.OneBit(bucket=32), ddp)
+    hook = pl.ddp_hook(pl.codecs.OneBit(bucket=32), ddp)
     generator, meant, said = torch.Generator().manual_seed(rank), 0, 0
     for _ in range(4):
         x = torch.randn(8, 40, generator=generator)

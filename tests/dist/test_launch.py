@@ -15,7 +15,10 @@ import pytest
 import torch
 
 import paceline as pl
+from paceline import cli
+from paceline.engines import entry
 from paceline.engines import launch as launching
+from tests.dist import forked
 from tests.dist.test_attach import ORDERED, task
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -56,9 +59,15 @@ with pl.attach(model, optimizer, strategy) as session:
 
 
 def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": SOURCES, "PACELINE_TEST": str(folder)}
-    command = [sys.executable, "-m", "paceline.cli", "run", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
+    return forked.paceline("run", *arguments, folder=folder, environment=variables(folder))
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """Of the processes of a test, so that they can be found."""
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
+        "PACELINE_TEST": str(folder),
+    }
 
 
 def alive(pid: int) -> bool:
@@ -69,48 +78,43 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.parametrize(("launcher", "through"), [("paceline", "gloo"), ("torchrun", "shared memory")])
-def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launcher, through, tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "through", "workers"), [("paceline", "gloo", 3), ("torchrun", "shared memory", 4)]
+)
+def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launcher, through, workers, tmp_path):
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
     if launcher == "paceline":
-        done = launch("-n", "4", str(script), str(out), through, folder=tmp_path)
+        done = launch("-n", str(workers), str(script), str(out), through, folder=tmp_path)
     else:
-        environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "4",
-            str(script),
-            str(out),
-            through,
-        ]
+        environment = {**os.environ, **variables(tmp_path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+        command += [str(script), str(out), through]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    assert result["workers"] == "4"
+    assert result["workers"] == str(workers)
     for name, strategy in ORDERED.items():
-        assert result["vectors"][name] == pl.simulate(task(), strategy, pl.Cluster(workers=4)).params.tolist(), name
+        assert result["vectors"][name] == pl.simulate(task(), strategy, pl.Cluster(workers=workers)).params.tolist(), (
+            name
+        )
 
 
 @pytest.mark.parametrize(
-    ("how", "said", "strategy"),
+    ("how", "said", "strategy", "workers"),
     [
-        ("raise", "failed: ValueError: a mistake of my own", "parameter-server"),
-        ("kill", "was killed by SIGKILL", "all-reduce-sgd"),
+        ("raise", "failed: ValueError: a mistake of my own", "parameter-server", 2),
+        ("kill", "was killed by SIGKILL", "all-reduce-sgd", 3),
     ],
 )
-def test_a_failure_names_the_rank_and_leaves_nobody_behind(how, said, strategy, tmp_path):
+def test_a_failure_names_the_rank_and_leaves_nobody_behind(how, said, strategy, workers, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING)
-    done = launch("-n", "3", str(script), how, strategy, str(tmp_path), folder=tmp_path)
+    done = launch("-n", str(workers), str(script), how, strategy, str(tmp_path), folder=tmp_path)
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if line.startswith("paceline:")]
     assert len(told) == 1 and told[0].startswith("paceline: rank 1 ") and told[0].endswith(said), done.stderr
-    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(workers)]
     assert not any(map(alive, pids))
     assert not _left_of(tmp_path)
 
@@ -139,36 +143,24 @@ def _read(path: Path) -> bytes:
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING.replace("step == 20", "False"))
-    # A killed launcher cannot remove its folder: let it be where pytest does.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": SOURCES,
-        "PACELINE_TEST": str(tmp_path),
-        "TMPDIR": str(tmp_path),
-    }
-    launcher = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "paceline.cli",
-            "run",
-            "-n",
-            "2",
-            str(script),
-            "never",
-            "parameter-server",
-            str(tmp_path),
-        ],
-        env=environment,
+    arguments = ["paceline", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)]
+    launcher = forked.start(
+        cli.main,
+        arguments,
+        folder=tmp_path,
+        out=tmp_path / "out",
+        err=tmp_path / "err",
+        # A killed launcher cannot remove its folder: let it be where pytest does.
+        environment={**variables(tmp_path), "TMPDIR": str(tmp_path)},
     )
     try:
         deadline = time.monotonic() + 100
         while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < deadline and launcher.poll() is None
+            assert time.monotonic() < deadline and launcher.is_alive(), (tmp_path / "err").read_text()
             time.sleep(0.05)
     finally:
-        launcher.send_signal(signal.SIGKILL)
-        launcher.wait()
+        launcher.kill()
+        launcher.join()
     pids = [int((tmp_path / f"pid-{rank}").read_text() or 0) for rank in range(2)]
     deadline = time.monotonic() + 10
     while any(map(alive, pids)) and time.monotonic() < deadline:
@@ -370,16 +362,11 @@ def test_servers_import_a_strategy_that_lies_beside_the_script(tmp_path):
 
 
 def test_workers_started_by_a_launcher_that_is_gone_end_at_once(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "paceline.engines.entry",
-        "1",
-        "script",
-        str(tmp_path / "never.py"),
-    ]  # Process 1 is not its parent.
-    done = subprocess.run(command, capture_output=True, timeout=100)
-    assert done.returncode == 1 and not done.stderr
+    arguments = ["entry", "1", "script", str(tmp_path / "never.py")]  # Process 1 is not its parent.
+    files = {"folder": tmp_path, "out": tmp_path / "out", "err": tmp_path / "err"}
+    worker = forked.start(entry.main, arguments, **files)
+    worker.join(100)
+    assert worker.exitcode == 1 and not files["err"].read_text()
 
 
 def test_train_without_a_number_of_workers_says_what_to_do():
@@ -388,7 +375,7 @@ def test_train_without_a_number_of_workers_says_what_to_do():
 
 
 def test_a_server_applies_every_push_once_on_real_processes():
-    run = pl.train(task(), pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2), 3)
+    run = pl.train(task(), pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), servers=2), 3)
     # Every worker pushes at every step to each of two shards; its first push is stale by at most the others' pushes.
     updates = [p for p in run.trace.points if p.staleness is not None]
     assert len(updates) == 2 * 3 * 22
@@ -416,7 +403,7 @@ class Sum(nn.Module):
 
 
 model, loader = Sum(), [torch.eye(samples)[i : i + 6] for i in range(0, samples, 6)]
-with pl.attach(model, None, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1)) as session:
+with pl.attach(model, None, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1)) as session:
     for epoch in range(3):
         for step, batch in enumerate(session.shard(loader)):
             model.zero_grad()

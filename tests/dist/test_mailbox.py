@@ -22,13 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
-from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import drive
+from paceline.protocol.messages import Message
 from paceline.transport import mailbox, outbox
 from paceline.transport.connections import COPY_BELOW, UNREAD
 from paceline.transport.mailbox import Mailbox
 from paceline.transport.wire import DTYPES
+from tests.messages import Goodbye, Hello, Note, TheEnd
 
 DEADLINE_S = 10.0
 both_ways = pytest.mark.parametrize("is_far", [False, True], ids=["segments", "socket"])
@@ -38,7 +39,7 @@ both_ways = pytest.mark.parametrize("is_far", [False, True], ids=["segments", "s
 def job(
     size: int, store: Store | None = None, is_far: bool = False, timeout_s: float = DEADLINE_S, **settings: object
 ) -> Iterator[list[Mailbox]]:
-    """The mailboxes of a job; `is_far`: each takes the others to be on other hosts, so that all goes through the sockets."""
+    """The mailboxes of a job; `is_far`: each takes the others to be on other hosts, so all goes through sockets."""
     store = store or HashStore()
     with pytest.MonkeyPatch.context() as patch:
         if is_far:
@@ -75,51 +76,45 @@ def test_a_tensor_of_any_type_and_shape_arrives_as_it_was_sent(
     pair: list[Mailbox], dtype: torch.dtype, shape: tuple[int, ...]
 ):
     sent = numbers(*shape, dtype=dtype)
-    pair[1].send(0, Message("push", (sent,))).wait()
-    (came,) = pair[0].recv().wait().tensors
+    pair[1].send(0, Note(values=(sent,))).wait()
+    (came,) = pair[0].recv().wait().tensors()
     assert came.dtype == dtype and came.shape == sent.shape and torch.equal(came, sent)
     assert came.data_ptr() % dtype.itemsize == 0
 
 
 def test_a_message_arrives_with_all_its_fields(pair: list[Mailbox]):
     small = numbers(3), numbers(2, 2, dtype=torch.bfloat16), torch.tensor(7)
-    sent = Message("push", (*small, numbers(2**16), torch.tensor(8)), version=2**40, samples=-1, serial=7, steps=2**62)
+    sent = Note(2**62, -1, "seven", (*small, numbers(2**16), torch.tensor(8)))
     pair[0].send(1, sent).wait()
     came = pair[1].recv().wait()
-    assert (came.kind, came.version, came.samples, came.serial, came.steps, came.src) == (
-        "push",
-        2**40,
-        -1,
-        7,
-        2**62,
-        0,
-    )
-    assert [t.tolist() for t in came.tensors] == [t.tolist() for t in sent.tensors]
+    assert isinstance(came, Note)
+    assert (came.number, came.other, came.text, came.src, sent.src) == (2**62, -1, "seven", 0, -1)
+    assert [t.tolist() for t in came.tensors()] == [t.tolist() for t in sent.tensors()]
 
 
 def test_a_message_needs_no_tensors(pair: list[Mailbox]):
-    pair[0].send(1, Message("hello")).wait()
-    assert pair[1].recv().wait() == Message("hello")
+    pair[0].send(1, Hello()).wait()
+    assert isinstance(pair[1].recv().wait(), Hello)
 
 
 def test_tensors_with_gaps_or_gradients_arrive(pair: list[Mailbox]):
     tensors = (numbers(6, 4).t(), numbers(10)[::3], torch.ones(3, requires_grad=True), numbers(2000, 1000).t())
-    pair[0].send(1, Message("push", tensors)).wait()
-    assert all(map(torch.equal, pair[1].recv().wait().tensors, tensors))
+    pair[0].send(1, Note(values=tensors)).wait()
+    assert all(map(torch.equal, pair[1].recv().wait().tensors(), tensors))
 
 
 @both_ways
 def test_a_received_tensor_may_be_written_to_and_outlives_its_mailbox(is_far: bool):
     with job(2, is_far=is_far) as (a, b):
-        a.send(1, Message("push", (numbers(5), numbers(COPY_BELOW)))).wait()
-        small, large = b.recv().wait().tensors
+        a.send(1, Note(values=(numbers(5), numbers(COPY_BELOW)))).wait()
+        small, large = b.recv().wait().tensors()
     small += 1
     large += 1
     assert small.tolist() == [1, 2, 3, 4, 5] and torch.equal(large, numbers(COPY_BELOW) + 1)
 
 
 def test_a_rank_may_send_to_itself(pair: list[Mailbox]):
-    pair[0].send(0, Message("note")).wait()
+    pair[0].send(0, Note()).wait()
     assert pair[0].recv(src=0).wait().src == 0
 
 
@@ -127,44 +122,45 @@ def test_messages_of_one_rank_keep_their_order():
     with job(3) as boxes:
         for i in range(100):
             for box in boxes[1:]:
-                box.send(0, Message("push", (numbers(i % 7),), version=i))
+                box.send(0, Note(i, values=(numbers(i % 7),)))
         came = [boxes[0].recv().wait() for _ in range(200)]
-        assert [m.version for m in came if m.src == 1] == [m.version for m in came if m.src == 2] == list(range(100))
+        assert [m.number for m in came if m.src == 1] == [m.number for m in came if m.src == 2] == list(range(100))
 
 
 def test_receiving_from_one_rank_keeps_the_others_in_order():
     with job(3) as (a, b, c):
         for i in range(3):
-            b.send(0, Message("b", version=i)).wait()
-        assert a.recv(src=1).wait().version == 0
-        c.send(0, Message("c")).wait()
-        assert a.recv(src=2).wait().kind == "c"
-        assert [a.recv().wait().version for _ in range(2)] == [1, 2]
+            b.send(0, Note(i)).wait()
+        assert a.recv(src=1).wait().number == 0
+        c.send(0, Hello()).wait()
+        assert isinstance(a.recv(src=2).wait(), Hello)
+        assert [a.recv().wait().number for _ in range(2)] == [1, 2]
 
 
-def test_receiving_some_kinds_keeps_the_others_in_order(pair: list[Mailbox]):
-    for kind in ("push", "bye", "pull", "leave"):
-        pair[1].send(0, Message(kind)).wait()
-    came = [pair[0].recv(kinds=kinds).wait().kind for kinds in (("pull",), ("pull", "leave"), None, ("bye",))]
-    assert came == ["pull", "leave", "push", "bye"]
-    pair[1].send(0, Message("push")).wait()
+def test_receiving_some_types_keeps_the_others_in_order(pair: list[Mailbox]):
+    for cls in (Note, TheEnd, Hello, Goodbye):
+        pair[1].send(0, cls()).wait()
+    wanted = ((Hello,), (Hello, Goodbye), None, (TheEnd,))
+    came = [type(pair[0].recv(types=types).wait()) for types in wanted]
+    assert came == [Hello, Goodbye, Note, TheEnd]
+    pair[1].send(0, Note()).wait()
     with pytest.raises(TimeoutError):
-        pair[0].recv(kinds=("pull",), timeout=0.05).wait()
-    assert pair[0].recv(src=1, kinds={"push"}).wait().kind == "push"
+        pair[0].recv(types=(Hello,), timeout=0.05).wait()
+    assert isinstance(pair[0].recv(src=1, types=(Note,)).wait(), Note)
 
 
 def test_an_op_gives_the_same_message_each_time_it_is_waited_for(pair: list[Mailbox]):
     op = pair[0].recv()
-    pair[1].send(0, Message("once")).wait()
+    pair[1].send(0, Hello()).wait()
     assert op.wait() is op.wait()
 
 
 def test_a_strategy_can_await_both_ends(pair: list[Mailbox]):
     async def echo() -> str:
-        await pair[0].send(1, Message("ping"))
-        return (await pair[1].recv(src=0)).kind
+        await pair[0].send(1, Hello())
+        return (await pair[1].recv(src=0)).tag
 
-    assert drive(echo()) == "ping"
+    assert drive(echo()) == "hello"
 
 
 @pytest.mark.parametrize(("src", "whom"), [(None, "any rank"), (1, "rank 1")])
@@ -174,11 +170,11 @@ def test_a_receive_that_times_out_names_the_sender_and_the_time(pair: list[Mailb
 
 
 def test_a_message_that_has_arrived_is_returned_even_after_the_timeout(pair: list[Mailbox]):
-    pair[1].send(0, Message("early")).wait()
-    pair[1].send(0, Message("late")).wait()
-    assert pair[0].recv().wait().kind == "early"
+    pair[1].send(0, Hello()).wait()
+    pair[1].send(0, Goodbye()).wait()
+    assert isinstance(pair[0].recv().wait(), Hello)
     until(lambda: pair[0]._inbox.poll(0) != 0)
-    assert pair[0].recv(timeout=-1).wait().kind == "late"
+    assert isinstance(pair[0].recv(timeout=-1).wait(), Goodbye)
 
 
 @pytest.mark.parametrize("numel", [10, COPY_BELOW // 4 - 1, COPY_BELOW // 4, 6_000_000])
@@ -186,10 +182,10 @@ def test_overwriting_a_tensor_after_an_awaited_send_changes_nothing(pair: list[M
     x = torch.ones(numel)
     for i in range(3):
         x.fill_(i)
-        pair[0].send(1, Message("push", (x, x))).wait()
+        pair[0].send(1, Note(values=(x, x))).wait()
         x.fill_(-1)
     for i in range(3):
-        assert all(bool((t == i).all()) for t in pair[1].recv().wait().tensors)
+        assert all(bool((t == i).all()) for t in pair[1].recv().wait().tensors())
 
 
 @both_ways
@@ -202,8 +198,8 @@ def test_two_ranks_that_both_send_before_they_read_do_not_wait_for_each_other(
 
         def exchange(box: Mailbox) -> list[int]:
             for i in range(2 * UNREAD):
-                box.send(1 - box.rank, Message("push", (x,), version=i)).wait()
-            return [box.recv().wait().version for _ in range(2 * UNREAD)]
+                box.send(1 - box.rank, Note(i, values=(x,))).wait()
+            return [box.recv().wait().number for _ in range(2 * UNREAD)]
 
         assert list(threads.map(exchange, (a, b))) == [list(range(2 * UNREAD))] * 2
 
@@ -214,13 +210,13 @@ def test_an_awaited_send_waits_for_a_reader_that_cannot_keep_up(is_far: bool, mo
     monkeypatch.setattr(outbox, "UNREAD_NBYTES", UNREAD * x.nbytes)
     with job(2, is_far=is_far, timeout_s=0.3) as (a, b):
         sent = 0
-        with pytest.raises(ClusterError, match=r"^rank 0 could not send 'push' to rank 1 within 0\.3 s$"):
+        with pytest.raises(ClusterError, match=r"^rank 0 could not send 'note' to rank 1 within 0\.3 s$"):
             while sent < 10 * UNREAD:
                 sent += 1
-                a.send(1, Message("push", (x,), version=sent)).wait()
+                a.send(1, Note(sent, values=(x,))).wait()
         assert sent > UNREAD
-        assert [b.recv().wait().version for _ in range(sent)] == list(range(1, sent + 1))
-        a.send(1, Message("push", (x,))).wait()
+        assert [b.recv().wait().number for _ in range(sent)] == list(range(1, sent + 1))
+        a.send(1, Note(values=(x,))).wait()
 
 
 def test_a_rank_that_never_joins_is_named():
@@ -228,7 +224,7 @@ def test_a_rank_that_never_joins_is_named():
     store.set_timeout(timedelta(seconds=0.05))
     a = Mailbox(store, 0, 2)
     with pytest.raises(ClusterError, match="rank 0 found no mailbox of rank 1 in the store"):
-        a.send(1, Message("push"))
+        a.send(1, Note())
     a.close()
 
 
@@ -236,11 +232,11 @@ def test_the_callers_mistakes_are_named(pair: list[Mailbox]):
     with pytest.raises(ValueError, match=r"Mailbox\(rank=2, size=2\)"):
         Mailbox(HashStore(), 2, 2)
     with pytest.raises(ValueError, match="send: rank 2 is not in this job, whose ranks are 0 to 1"):
-        pair[0].send(2, Message("push"))
+        pair[0].send(2, Note())
     with pytest.raises(ValueError, match="recv: rank -1 is not in this job"):
         pair[0].recv(src=-1)
     with pytest.raises(ValueError, match=r"send of a torch\.complex64 tensor: a mailbox carries float32, "):
-        pair[0].send(1, Message("push", (torch.zeros(2, dtype=torch.complex64),)))
+        pair[0].send(1, Note(values=(torch.zeros(2, dtype=torch.complex64),)))
     for bind in ("0.0.0.0", "*", "::"):
         with pytest.raises(ValueError, match="name the one address"):
             Mailbox(HashStore(), 0, 1, bind=bind)
@@ -254,8 +250,8 @@ def test_a_rank_has_one_mailbox_in_a_store():
     with pytest.raises(ValueError, match="the store has a mailbox of this rank"):
         Mailbox(PrefixStore("job", store), 0, 1)
     Mailbox(PrefixStore("other job", store), 0, 1).close()
-    first.send(0, Message("still here")).wait()
-    assert first.recv().wait().kind == "still here"
+    first.send(0, Hello()).wait()
+    assert isinstance(first.recv().wait(), Hello)
     first.close()
 
 
@@ -265,7 +261,7 @@ def test_a_rank_has_one_mailbox_in_a_store():
 def test_a_mailbox_can_have_an_ipv6_address():
     with job(2, bind="::1") as (a, b):
         assert a.address.startswith("tcp://[::1]:")
-        b.send(0, Message("hello")).wait()
+        b.send(0, Hello()).wait()
         assert a.recv().wait().src == 1
 
 
@@ -274,7 +270,7 @@ def test_a_rank_that_publishes_later_is_admitted():
     a = Mailbox(store, 0, 3)
     for rank in (2, 1):
         late = Mailbox(store, rank, 3)
-        late.send(0, Message("hello")).wait()
+        late.send(0, Hello()).wait()
         assert a.recv(timeout=DEADLINE_S).wait().src == rank
         late.close()
     assert a.refused == 0
@@ -287,15 +283,15 @@ def test_a_tensor_beyond_the_limit_is_not_sent_and_one_at_the_limit_arrives(is_f
         with pytest.raises(
             ValueError, match="send of a tensor of 4000004 bytes: this mailbox was made with max_nbytes=4000000"
         ):
-            a.send(1, Message("push", (torch.zeros(1_000_001),)))
-        a.send(1, Message("push", (torch.zeros(1_000_000),))).wait()
+            a.send(1, Note(values=(torch.zeros(1_000_001),)))
+        a.send(1, Note(values=(torch.zeros(1_000_000),))).wait()
         assert b.recv().wait().nbytes == 4_000_000
 
 
 def test_a_frame_beyond_the_limit_is_not_read_into_memory():
     with job(2, is_far=True, max_nbytes=1000) as (a, b):
         b.max_nbytes = None  # A rank that ignores the limit.
-        b.send(0, Message("push", (torch.zeros(1_000_000),)))
+        b.send(0, Note(values=(torch.zeros(1_000_000),)))
         with pytest.raises(TimeoutError):
             a.recv(timeout=0.2).wait()
         b._outbox._sockets.pop(0).close(linger=0)
@@ -305,7 +301,7 @@ def test_a_frame_beyond_the_limit_is_not_read_into_memory():
 def send_much(store: Store) -> None:
     torch.set_num_threads(1)
     mailbox.memory_domain = lambda: ""
-    Mailbox(store, 1, 3).send(0, Message("push", (torch.zeros(50_000_000),) * 2)).wait()
+    Mailbox(store, 1, 3).send(0, Note(values=(torch.zeros(50_000_000),) * 2)).wait()
 
 
 @pytest.mark.dist
@@ -335,15 +331,15 @@ def stranger(box: Mailbox, **options: bytes) -> None:
         for name, value in options.items():
             setattr(push, name, value)
         push.connect(box.address)
-        push.send(header("hello"))
+        push.send(header())
         until(lambda: box.refused > before)
     with pytest.raises(TimeoutError):
         box.recv(timeout=0.02).wait()
 
 
 def assert_serves(box: Mailbox, peer: Mailbox) -> None:
-    peer.send(box.rank, Message("still here")).wait()
-    assert box.recv().wait().kind == "still here"
+    peer.send(box.rank, Hello()).wait()
+    assert isinstance(box.recv().wait(), Hello)
 
 
 def test_a_stranger_without_a_key_is_refused(pair: list[Mailbox]):
@@ -410,23 +406,25 @@ def test_other_protocols_on_its_port_do_not_stop_the_mailbox(pair: list[Mailbox]
 
 
 def deliver(pair: list[Mailbox], raw: list[list[bytes]]) -> list[Message]:
-    """Send raw frames as rank 1 and return the messages that rank 0 received; the others must have been counted as refused."""
+    """Send raw frames as rank 1; the messages that rank 0 received.  The others must have been counted as refused."""
     a, b = pair
     before = a.refused
     for frames in raw:
         b._outbox.socket(0).send_multipart(frames)
-    b.send(0, Message("the end")).wait()
+    b.send(0, TheEnd()).wait()
     came: list[Message] = []
-    while (message := a.recv().wait()).kind != "the end":
+    while not isinstance(message := a.recv().wait(), TheEnd):
         came.append(message)
     assert a.refused - before == len(raw) - len(came)
     return came
 
 
-def header(
-    kind: object = "push", src: object = 1, version: object = 0, serial: object = 0, tensors: object = ()
-) -> bytes:
-    return msgspec.msgpack.encode([kind, src, version, 0, serial, 0, tensors])
+def header(tensors: object = (), values: object = None, tag: object = "note", **fields: object) -> bytes:
+    """The first frame of a note with these tensors, and with any fields."""
+    count = len(tensors) if isinstance(tensors, (list, tuple)) else 0
+    if values is None:
+        values = list(range(count))
+    return msgspec.msgpack.encode([tensors, {"type": tag, "values": values, **fields}])
 
 
 def form(name: str, *shape: int, location: object = None) -> object:
@@ -439,16 +437,34 @@ def form(name: str, *shape: int, location: object = None) -> object:
         ([b""], "truncated"),
         ([b"\xc1"], "malformed"),
         ([header() + b"x"], "trailing"),
-        ([msgspec.msgpack.encode(["push", 1, 0, 0, 0, 0])], "length 7, got 6"),
-        ([msgspec.msgpack.encode(["push", 1, 0, 0, 0, 0, [], 0])], "length 7, got 8|at most length 7"),
-        ([header(kind=b"push")], "Expected `str`"),
-        ([header(kind="gone")], "which a mailbox finds out by itself"),
-        ([header(version=1.5)], "Expected `int`"),
-        ([header(version=True)], "Expected `int`"),
-        ([header(serial=None)], "Expected `int`"),
-        ([header(src=0)], "its header says that it is from rank 0"),
-        ([header(src=2)], "its header says that it is from rank 2"),
-        ([header(src=-1)], "its header says that it is from rank -1"),
+        ([msgspec.msgpack.encode([[]])], "length 2, got 1"),
+        ([msgspec.msgpack.encode([[], {"type": "note"}, 0])], "length 2, got 3|at most length 2"),
+        ([msgspec.msgpack.encode([[], 7])], "Expected `object`"),
+        ([msgspec.msgpack.encode([[], {}])], "missing required field `type`"),
+        ([header(tag=b"note")], "Expected `str`"),
+        ([header(tag="x" * 65)], "length <= 64"),
+        ([header(tag="waltz")], "there is no message type 'waltz'"),
+        ([header(tag="peer died")], "'peer died' is an event, which each rank finds out by itself"),
+        ([header(tag="peer suspected")], "'peer suspected' is an event"),
+        ([header(number=1.5)], "Expected `int`"),
+        ([header(number=True)], "Expected `int`"),
+        ([header(number=None)], "Expected `int`"),
+        ([header(src=0)], "it says itself that it is from rank 0"),
+        ([header(src=2)], "it says itself that it is from rank 2"),
+        ([header(what=1)], "unknown field `what`"),
+        (
+            [header([form("float32", 1)], values=[1]), bytes(4)],
+            "a tensor field holds 1 and should hold 0, of 1 tensors",
+        ),
+        ([header([form("float32", 1)], values=["0"]), bytes(4)], "a tensor field holds '0' and should hold 0"),
+        (
+            [header([form("float32", 1)], values=[0, 1]), bytes(4)],
+            "a tensor field holds 1 and should hold 1, of 1 tensors",
+        ),
+        ([header([form("float32", 1)], values=[]), bytes(4)], "its fields hold 0 tensors and 1 came"),
+        ([msgspec.msgpack.encode([[], {"type": "dance"}])], "a 'dance' must have a request_id of at least 1"),
+        ([msgspec.msgpack.encode([[], {"type": "dance", "request_id": -1}])], ">= 0"),
+        ([msgspec.msgpack.encode([[], {"type": "dance", "request_id": 1, "incarnation": 2**40}])], "<= 2147483648"),
         ([header(), b""], "announces 0 tensors and 1 came"),
         ([header(tensors=[form("float32", 1)])], "announces 1 tensors and 0 came"),
         ([header(tensors=[["float32", [1]]]), bytes(4)], "length 3, got 2"),
@@ -475,7 +491,7 @@ def test_a_malformed_message_is_dropped_and_the_reason_kept(pair: list[Mailbox],
 
 def test_an_empty_tensor_with_huge_sides_is_allowed(pair: list[Mailbox]):
     (message,) = deliver(pair, [[header(tensors=[form("float64", 0, 2**62)]), b""]])
-    assert message.tensors[0].shape == (0, 2**62)
+    assert message.tensors()[0].shape == (0, 2**62)
 
 
 sides = st.one_of(st.integers(0, 5), st.integers(-(2**63), 2**64 - 1))
@@ -491,11 +507,12 @@ odd = st.one_of(
 )
 lies = st.builds(
     header,
-    kind=st.one_of(st.text(max_size=5), odd),
-    src=st.one_of(st.just(1), odd),
-    version=st.one_of(st.integers(0, 9), odd),
-    serial=st.one_of(st.integers(0, 9), odd),
     tensors=st.one_of(st.lists(entries, max_size=3), odd),
+    values=st.one_of(st.none(), odd),
+    tag=st.one_of(st.just("note"), st.text(max_size=5), odd),
+    src=st.one_of(st.just(-1), odd),
+    number=st.one_of(st.integers(0, 9), odd),
+    text=st.one_of(st.text(max_size=3), odd),
 )
 raw_messages = st.builds(
     lambda head, rest: [head, *rest],
@@ -508,7 +525,7 @@ raw_messages = st.builds(
 @settings(max_examples=150, deadline=None)
 def test_frames_of_any_bytes_are_a_message_or_counted(pair: list[Mailbox], batch: list[list[bytes]]):
     for message in deliver(pair, batch):
-        assert message.src == 1 and all(t.dtype in DTYPES.values() for t in message.tensors)
+        assert message.src == 1 and all(t.dtype in DTYPES.values() for t in message.tensors())
 
 
 def test_two_thousand_damaged_messages_do_not_stop_the_mailbox(pair: list[Mailbox]):
@@ -534,7 +551,7 @@ def test_two_thousand_damaged_messages_do_not_stop_the_mailbox(pair: list[Mailbo
     came = deliver(pair, damaged)
     # A flipped bit in a number, or in a text, makes a different message and not a malformed one.
     assert len(came) < 600
-    assert all(t.nbytes in (24, 4) for m in came for t in m.tensors)
+    assert all(t.nbytes in (24, 4) for m in came for t in m.tensors())
 
 
 # Opening and closing
@@ -551,7 +568,7 @@ def native_threads() -> int:
 def one_job(is_far: bool) -> list[str]:
     with job(3, is_far=is_far) as boxes:
         for box in boxes:
-            box.send((box.rank + 1) % 3, Message("push", (torch.zeros(COPY_BELOW),))).wait()
+            box.send((box.rank + 1) % 3, Note(values=(torch.zeros(COPY_BELOW),))).wait()
         for box in boxes:
             box.recv().wait()
         return [box.address for box in boxes]
@@ -573,16 +590,16 @@ def test_closing_leaves_no_thread_no_port_and_no_file(is_far: bool):
 def test_closing_flushes_what_was_sent():
     with job(2, is_far=True) as (a, b):
         for i in range(UNREAD // 2):
-            a.send(1, Message("push", (torch.full((COPY_BELOW,), i),)))
+            a.send(1, Note(values=(torch.full((COPY_BELOW,), i),)))
         a.close()
-        assert [int(b.recv().wait().tensors[0][-1]) for _ in range(UNREAD // 2)] == list(range(UNREAD // 2))
+        assert [int(b.recv().wait().tensors()[0][-1]) for _ in range(UNREAD // 2)] == list(range(UNREAD // 2))
 
 
 @both_ways
 def test_closing_does_not_wait_longer_than_linger_s_for_a_closed_rank(is_far: bool):
     with job(2, is_far=is_far) as (a, b):
         b.close()
-        a.send(1, Message("push", (torch.zeros(COPY_BELOW),)))
+        a.send(1, Note(values=(torch.zeros(COPY_BELOW),)))
         start = time.monotonic()
         a.close(linger_s=0.2)
         assert 0.1 < time.monotonic() - start < 2
@@ -597,7 +614,7 @@ def test_a_closed_mailbox_says_so_and_may_be_closed_again():
     for use in (
         op.wait,
         box.recv,
-        lambda: box.send(0, Message("push")),
+        lambda: box.send(0, Note()),
         lambda: box.send_buffer(x),
         lambda: box.in_use(x),
     ):
@@ -612,11 +629,11 @@ def pass_round(path: str, rank: int, size: int) -> None:
     x = torch.zeros(COPY_BELOW)
     for _ in range(3):
         if rank == 0:
-            box.send(after, Message("token", (x,))).wait()
-        x = box.recv(src=before).wait().tensors[0]
+            box.send(after, Note(values=(x,))).wait()
+        x = box.recv(src=before).wait().tensors()[0]
         x += rank
         if rank != 0:
-            box.send(after, Message("token", (x,))).wait()
+            box.send(after, Note(values=(x,))).wait()
     assert rank != 0 or bool((x == 3 * sum(range(size))).all())
     box.close()
 
@@ -638,7 +655,7 @@ def test_three_processes_pass_a_tensor_around(tmp_path: Path):
 
 def use_inherited(box: Mailbox) -> None:
     try:
-        box.send(0, Message("push"))
+        box.send(0, Note())
     except RuntimeError as error:
         os._exit(0 if "belongs to another process" in str(error) else 1)
     os._exit(2)

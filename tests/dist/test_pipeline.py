@@ -204,10 +204,10 @@ def test_nan_in_one_stage_lets_all_of_them_skip_the_step(name: str):
 def test_what_one_stage_cannot_encode_none_of_them_takes(method: Callable[..., pl.Strategy]):
     """Half precision ends at 65504; what the whole model's worker had to say beyond that, nobody heard."""
     run, other = (
-        train(stumbling(over=1e9), method(codec=pl.Fp16()), 2) for train in (partial(pl.train, stages=2), whole)
+        train(stumbling(over=1e9), method(codec=pl.codecs.Fp16()), 2) for train in (partial(pl.train, stages=2), whole)
     )
     assert close(run.params, other.params, rtol=1e-6)
-    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.Fp16()), 2).params, rtol=1e-3), (
+    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.codecs.Fp16()), 2).params, rtol=1e-3), (
         "there was something to skip"
     )
 

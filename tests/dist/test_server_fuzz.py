@@ -1,7 +1,6 @@
 """A hundred thousand messages, most of them nonsense, from ranks that have a key: a parameter server serves on.
 
-Of each message it is known what must become of it: the mailbox drops it, the shard refuses it or answers, or it says nothing that wants
-an answer.  Only of a message in which a bit was changed it is not known which of these, but it is one.  The counts must agree, and the
+Of each message it is known what must become of it: the mailbox drops it, the shard refuses it, answers it, or does not need to.  Only of a message in which a bit was changed it is not known which of these, but it is one.  The counts must agree, and the
 value must be what the good worker's updates alone have made of it, to the bit.
 """
 
@@ -19,13 +18,44 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import Adagrad, Bound, Compensated, Fp16, Fp32, Free, Momentum, Quorum, RoundRobin, Scaled, Sgd
-from paceline.transport.wire import DTYPES, NAMES
+from paceline.codecs import Fp16, Fp32
+from paceline.protocol.messages import Message, Refused, Request
+from paceline.server.gates import Bound, Free, RoundRobin
+from paceline.server.messages import (
+    AllDone,
+    Arrived,
+    Bring,
+    Bye,
+    DrawWork,
+    Exchange,
+    Idle,
+    Join,
+    Leave,
+    ProbeExchange,
+    ProbePush,
+    Pull,
+    Push,
+    RunEnded,
+    Start,
+    Value,
+    Wake,
+    Work,
+    WorkerLost,
+)
+from paceline.server.rules import (
+    Adagrad,
+    Compensated,
+    Momentum,
+    Quorum,
+    Scaled,
+    Sgd,
+)
+from paceline.transport.wire import DTYPES, header_of
 from tests.dist.served import LAYOUT, NEWCOMER, NUMEL, OTHER, ROGUE, Rogue, Server, kept, resident, serving
 
 MESSAGES, BATCH = 100_000, 1000
 MOST_KEPT = 2000  # Things in a server, of which 600 are its trace's.
-LAST = 3 * 10**9  # The serials of requests after which all before them has been heard.
+LAST = 3 * 10**9  # The numbers of requests after which all before them has arrived.
 SERVERS: dict[str, dict[str, Any]] = {
     "plain": {"rule": Sgd(lr=0.5)},
     "bounded": {"rule": Scaled(Momentum(lr=0.5)), "gate": Bound(10**6), "is_far": False},
@@ -56,7 +86,8 @@ class Fuzz:
 
     def __init__(self, rogue: Rogue, chance: Random) -> None:
         self.rogue, self.chance = rogue, chance
-        self.serial, self.parts = 0, 0
+        self.number, self.parts = 0, 0
+        self.last_update = 0  # The number of the last update that has arrived.
         self.has_left = False
         self.kinds: list[tuple[int, Callable[[], list[Letter]]]] = [
             (10, self.noise),
@@ -67,7 +98,8 @@ class Fuzz:
             (8, self.place),
             (6, self.forged),
             (20, self.damaged),
-            (10, self.unknown),
+            (6, self.unknown),
+            (6, self.no_request),
             (30, self.bad_update),
             (10, self.bad_numbers),
             (8, self.bad_runs),
@@ -83,20 +115,27 @@ class Fuzz:
         weights, kinds = zip(*self.kinds, strict=True)
         return self.chance.choices(kinds, weights)[0]()
 
-    def next_serial(self) -> int:
-        self.serial += 1
-        return self.serial
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number
 
-    def frames(self, kind: str, *tensors: Tensor, **numbers: int) -> list[bytes]:
+    def numbered(self, request: Request) -> Request:
+        request.request_id = self.next_number()
+        return request
+
+    def frames(self, message: Message) -> list[bytes]:
         """As an honest rank would send it."""
-        values = {"version": 0, "samples": 0, "serial": 0, "steps": 0, **numbers}
-        forms = [(NAMES[t.dtype], tuple(t.shape), None) for t in tensors]
+        tensors = message.tensors()
         raw = [bytes(t.contiguous().view(-1).view(torch.uint8).tolist()) for t in tensors]
-        return [msgspec.msgpack.encode([kind, self.rogue.rank, *values.values(), forms]), *raw]
+        return [header_of(message, [None] * len(tensors)), *raw]
 
-    def answered(self, answers: tuple[str, ...], kind: str, *tensors: Tensor, **numbers: int) -> list[Letter]:
-        """Of one who has left, all is refused."""
-        return [Letter(self.frames(kind, *tensors, **numbers), REFUSED if self.has_left else answers)]
+    def answered(self, answers: tuple[str, ...], request: Request) -> list[Letter]:
+        """The next request; of a worker that has left, all is refused."""
+        return [Letter(self.frames(self.numbered(request)), REFUSED if self.has_left else answers)]
+
+    def body(self, tag: object, forms: Any, **fields: object) -> bytes:
+        """A first frame with anything in it."""
+        return msgspec.msgpack.encode([forms, {"type": tag, **fields}])
 
     # What a mailbox drops.
 
@@ -109,28 +148,33 @@ class Fuzz:
         ]
 
     def cut(self) -> list[Letter]:
-        head, *rest = self.frames("push", FINE, samples=1)
+        head, *rest = self.frames(Push(FINE, samples=1, request_id=1))
         head = (
             head[: self.chance.randrange(len(head))] if self.chance.random() < 0.7 else head + self.chance.randbytes(3)
         )
         return [Letter([head, *rest], DROPPED)]
 
     def odd(self) -> list[Letter]:
-        """A field of another type."""
-        fields: Any = ["push", self.rogue.rank, 0, 1, 0, 0, []]
-        at = self.chance.randrange(7)
-        fields[at] = self.chance.choice([*ODD, 7] if at == 0 else ODD if at == 6 else [*ODD, "7"])
+        """A field of another type, or one that is missing."""
+        numbers = {"version": 0, "samples": 1, "steps": 0, "request_id": 5, "incarnation": 0}
+        fields: dict[str, Any] = {"type": "push", "update": 0, **numbers}
+        name, forms = self.chance.choice(list(fields)), [("float32", [NUMEL], None)]
+        fields[name] = self.chance.choice([*ODD, 7] if name == "type" else [*ODD, "7"])
+        head: Any = [forms, fields]
         if self.chance.random() < 0.1:
-            fields = self.chance.choice([fields[:-1], [*fields, 0], {"kind": "push"}, "push", 7])
-        return [Letter([msgspec.msgpack.encode(fields)], DROPPED)]
+            sound = {"type": "push", "update": 0, "request_id": 5}
+            sound.pop(self.chance.choice(list(sound)))
+            head = self.chance.choice([[forms], [forms, fields, 0], {"type": "push"}, "push", 7, [forms, sound]])
+        return [Letter([msgspec.msgpack.encode(head), bytes(4 * NUMEL)], DROPPED)]
 
     def miscounted(self) -> list[Letter]:
-        frames = self.frames("push", *[FINE] * self.chance.choice([1, 1, 2]), samples=1)
+        runs = self.chance.choice([None, None, FINE])
+        frames = self.frames(Push(FINE, samples=1, runs=runs, request_id=1))
         frames = frames[:-1] if self.chance.random() < 0.5 else frames + [b"x"] * self.chance.randint(1, 20)
         return [Letter(frames, DROPPED)]
 
     def formed(self, *form: Any, raw: bytes = b"") -> list[Letter]:
-        return [Letter([msgspec.msgpack.encode(["exchange", self.rogue.rank, 0, 1, 0, 0, [form]]), raw], DROPPED)]
+        return [Letter([self.body("exchange", [form], update=0, samples=1, request_id=1), raw], DROPPED)]
 
     def lie(self) -> list[Letter]:
         """Of what the second frame holds."""
@@ -157,31 +201,30 @@ class Fuzz:
         """A parcel where there is none."""
         numbers = [0, 1, 63, 64, 65, 4096, 2**20, 2**22, 2**31, 2**63 - 1, *HUGE]
         place = [self.chance.choice([*range(60), *numbers]), *(self.chance.choice(numbers) for _ in range(4))]
-        return [
-            Letter(
-                [msgspec.msgpack.encode(["exchange", self.rogue.rank, 0, 1, 0, 0, [["float32", [NUMEL], place]]])],
-                DROPPED,
-            )
-        ]
+        forms = [["float32", [NUMEL], place]]
+        return [Letter([self.body("exchange", forms, update=0, samples=1, request_id=1)], DROPPED)]
 
     def forged(self) -> list[Letter]:
-        """In another's name, or of somebody's end, or of a kind of endless length."""
-        rank, kind = self.rogue.rank, "x" * self.chance.randint(65, 500)
-        who = self.chance.choice([r for r in (*range(6), -1, 2**40) if r != rank])
-        fields = self.chance.choice(
-            [["exchange", who, 0, 1, 0, 0, []], ["gone", rank, 0, 0, 0, 0, []], [kind, rank, 0, 0, 0, 0, []]]
+        """In a rank's name, or of a peer's end, or of a type with an endless name."""
+        long, who = "x" * self.chance.randint(65, 500), self.chance.choice([*range(6), 2**40])
+        frame = self.chance.choice(
+            [
+                self.body("pull", [], src=who, request_id=1),
+                self.body("peer died", []),
+                self.body("peer suspected", [], src=who),
+                self.body(long, [], request_id=1),
+            ]
         )
-        return [Letter([msgspec.msgpack.encode(fields)], DROPPED)]
+        return [Letter([frame], DROPPED)]
 
     # What may be this or that.
 
     def damaged(self) -> list[Letter]:
-        """A bit, or a byte, of a bad update; but for its serial, which says whether it was heard before."""
-        frames = [bytearray(frame) for frame in self.frames("exchange", BAD, samples=1)]
+        """A bit, or a byte, of a bad update; but for its number, which says whether it has come before."""
+        frames = [bytearray(frame) for frame in self.frames(self.numbered(Exchange(BAD, samples=1)))]
         victim = frames[self.chance.choice([0, 0, 0, 1])]
-        at = self.chance.choice(
-            [i for i in range(len(victim)) if victim is frames[1] or i != len(b"\x97\xa8exchange") + 3]
-        )
+        value = frames[0].index(b"request_id") + len(b"request_id")
+        at = self.chance.choice([i for i in range(len(victim)) if victim is frames[1] or not value <= i < value + 5])
         match self.chance.randrange(4):
             case 0:
                 victim[at] ^= 1 << self.chance.randrange(8)
@@ -196,36 +239,28 @@ class Fuzz:
     # What a shard refuses.
 
     def unknown(self) -> list[Letter]:
-        known = [
-            "lost",
-            "value",
-            "refused",
-            "bring",
-            "heard",
-            "PUSH",
-            "push ",
-            "ask",
-            "ask pull",
-            "tickets",
-            "ended",
-            "",
-            "\0",
-            "é" * 40,
-        ]
-        kind = self.chance.choice(
-            [*known, "".join(chr(self.chance.randrange(33, 999)) for _ in range(self.chance.randrange(1, 20)))]
-        )
-        return [
-            Letter(self.frames(kind, *[FINE] * self.chance.randrange(3), samples=self.chance.randrange(5)), REFUSED)
-        ]
+        names = ["PUSH", "push ", "ask", "drawwork", "", "\0", "é" * 30]
+        chosen = self.chance.choice([*names, "".join(chr(self.chance.randrange(33, 999)) for _ in range(9))])
+        return [Letter([self.body(chosen, [], request_id=self.next_number())], DROPPED)]
 
-    def pushed(self, *tensors: Tensor, missed_end: bool = True, **numbers: int) -> list[Letter]:
-        """An update that is refused: at once, or `late`, when it is to be applied."""
-        kind, serial = self.chance.choice(["push", "exchange"]), self.chance.choice([0, self.next_serial()])
-        is_heard = missed_end and kind == "push" and serial
-        return self.answered(
-            ("heard", "refused") if is_heard else REFUSED, kind, *tensors, **{"samples": 1, "serial": serial, **numbers}
+    def no_request(self) -> list[Letter]:
+        """A message type that there is, and that a shard does not take."""
+        replies = [Value(FINE), Refused("x"), Arrived(), AllDone(), Work(torch.tensor([[0, 1]]))]
+        others = [Bring(), RunEnded(), WorkerLost(0)]
+        message = self.chance.choice([*replies, *others])
+        if message in others:
+            return [Letter(self.frames(message), NOTHING)]
+        message.request_id = self.next_number()  # pyright: ignore
+        return [Letter(self.frames(message), REFUSED)]
+
+    def pushed(self, update: Tensor, **more: Any) -> list[Letter]:
+        """An update that is refused when it is to be applied."""
+        cls = self.chance.choice([Push, Exchange])
+        letters = self.answered(
+            ("arrived", "refused") if cls is Push else REFUSED, cls(update, **{"samples": 1, **more})
         )
+        self.last_update = self.number
+        return letters
 
     def bad_update(self) -> list[Letter]:
         hurt = FINE.clone()
@@ -237,7 +272,7 @@ class Fuzz:
         form = torch.zeros(self.chance.choice([(NUMEL,), (1,), (NUMEL, 2)]), dtype=dtype)
         match self.chance.randrange(6):
             case 0:
-                return self.pushed(*[FINE] * self.chance.choice([0, 3, 9]), missed_end=False)
+                return [Letter([self.body("push", [], samples=1, request_id=self.next_number())], DROPPED)]
             case 1:
                 return self.pushed(torch.zeros(shape), samples=self.chance.randrange(3))
             case 2:
@@ -250,12 +285,25 @@ class Fuzz:
                 return self.pushed(self.chance.choice([BAD, hurt]))
 
     def bad_numbers(self) -> list[Letter]:
-        name, least = self.chance.choice([("version", -(2**63)), ("samples", -1), ("serial", -7), ("steps", -1)])
-        worst = self.chance.choice([least, 2**63, 2**64 - 1])
-        kind = self.chance.choice(
-            ["push", "exchange", "pull", "join", "draw", "leave", "start", "ask push", "ask exchange", "bye", "rest"]
+        """A number out of its range."""
+        cls, names = self.chance.choice(
+            [
+                (Push, ["version", "samples", "steps", "request_id", "incarnation"]),
+                (Exchange, ["version", "samples", "steps", "request_id", "incarnation"]),
+                *((cls, ["request_id", "incarnation"]) for cls in (Pull, Leave, ProbePush, ProbeExchange, Idle)),
+                (Join, ["data_shard", "request_id"]),
+                (DrawWork, ["wanted", "request_id"]),
+            ]
         )
-        return [Letter(self.frames(kind, FINE, **{"samples": 1, name: worst}), REFUSED)]
+        known: dict[type[Message], dict[str, Any]] = {
+            Push: {"update": FINE},
+            Exchange: {"update": FINE},
+            Join: {"data_shard": 0},
+            DrawWork: {"extent": FINE, "wanted": 1},
+        }
+        worst = self.chance.choice([-(2**63), -7, -1, 2**63, 2**64 - 1])
+        fields = {"request_id": self.next_number(), **known.get(cls, {}), self.chance.choice(names): worst}
+        return [Letter(self.frames(cls(**fields)), DROPPED)]
 
     def bad_runs(self) -> list[Letter]:
         pick, edges = self.chance.choice, [-(2**63), -1, 0, 1, NUMEL - 1, NUMEL, NUMEL + 1, 2**31, 2**63 - 1]
@@ -263,128 +311,110 @@ class Fuzz:
             [[pick(edges), pick(edges)] for _ in range(self.chance.randrange(4))], dtype=torch.int64
         ).view(-1, 2)
         wrong = [pairs, pairs.float(), pairs.view(-1), pairs.t(), torch.tensor(3), FINE, torch.tensor([[0, 4]])]
-        return self.pushed(BAD[: self.chance.choice([1, 3, 4, NUMEL])], pick(wrong))
+        return self.pushed(BAD[: self.chance.choice([1, 3, 4, NUMEL])], runs=pick(wrong))
 
     def bad_draw(self) -> list[Letter]:
         pick = self.chance.choice
         right = torch.tensor([0, 10, LAYOUT.workers])
-        extents = [
-            (),
-            (right, right),
-            (right.float(),),
-            (right[:2],),
-            (torch.tensor(3),),
-            (right.view(3, 1),),
-            (BAD,),
-            (right.int(),),
-        ]
+        extents = [right.float(), right[:2], torch.tensor(3), right.view(3, 1), BAD, right.int()]
         data_shards = torch.tensor([0, 10, pick([-1, 0, 2, 4, 2**40, 2**63 - 1])])
-        tensors, wanted = pick(
-            [*((extent, 1) for extent in extents), ((data_shards,), 1), ((right,), 0), ((right,), 2**31 + 1)]
-        )
-        return self.answered(REFUSED, "draw", *tensors, samples=wanted, serial=self.next_serial())
+        if self.chance.random() < 0.2:
+            wanted = DrawWork(right, pick([0, 2**31 + 1]), request_id=self.next_number())
+            return [Letter(self.frames(wanted), DROPPED)]
+        return self.answered(REFUSED, DrawWork(pick([*extents, data_shards]), 1))
 
     def bad_start(self) -> list[Letter]:
-        tensors = self.chance.choice([(), (FINE, FINE), (FINE.long(),), (FINE.view(8, 8),), (FINE[0],), (FINE.bool(),)])
-        return [Letter(self.frames("start", *tensors), REFUSED)]
+        if self.chance.random() < 0.3:
+            return [Letter([self.body("start", [])], DROPPED)]
+        value = self.chance.choice([FINE.long(), FINE.view(8, 8), FINE[0], FINE.bool()])
+        return [Letter(self.frames(Start(value)), NOTHING)]
 
     def bad_join(self) -> list[Letter]:
-        return [
-            Letter(
-                self.frames(
-                    "join", samples=self.chance.choice([LAYOUT.workers, 2**20, *HUGE]), serial=self.next_serial()
-                ),
-                REFUSED,
-            )
-        ]
+        data_shard = self.chance.choice([LAYOUT.workers, 2**20, *HUGE])
+        frames = self.frames(self.numbered(Join(data_shard)))
+        return [Letter(frames, REFUSED if 0 <= data_shard <= 2**31 else DROPPED)]
 
     # What makes sense.
 
     def twice(self) -> list[Letter]:
-        serial, kind = self.next_serial(), self.chance.choice(["push", "exchange"])
-        first = self.answered(("heard", "refused") if kind == "push" else REFUSED, kind, BAD, samples=1, serial=serial)
-        again = self.answered(("heard",) if kind == "push" else NOTHING, kind, BAD, samples=1, serial=serial)
-        return first + again
+        cls = self.chance.choice([Push, Exchange])
+        first = self.answered(("arrived", "refused") if cls is Push else REFUSED, cls(BAD, samples=1))
+        again = REFUSED if self.has_left else ("arrived",) if cls is Push else NOTHING
+        self.last_update = self.number
+        return [*first, Letter(first[0].frames, again)]
 
     def harmless(self) -> list[Letter]:
-        serial = self.next_serial()
         match self.chance.randrange(8):
             case 0:
-                kind = self.chance.choice(["rest", "wake", "bye"])
-                outcome = REFUSED if self.has_left and kind == "rest" else NOTHING
-                return [Letter(self.frames(kind, *[BAD] * self.chance.randrange(3)), outcome)]
-            case 1:
-                return self.answered(NOTHING, "start", self.chance.choice([BAD, FINE, FINE[:3].double()]))
-            case 2:
-                return self.answered(("again",), self.chance.choice(["ask push", "ask exchange"]), serial=10**9)
-            case 3:
-                return self.answered(("heard",), "ask push")
-            case 4:
-                return self.answered(("value",), "ask exchange")
-            case 5:
-                return self.answered(("value",), "join", samples=self.chance.randrange(LAYOUT.workers), serial=serial)
-            case 6:
-                return self.answered(("value",), "exchange", self.chance.choice([BAD, FINE]), serial=serial)
-            case _:
-                version = self.chance.choice([0, 5, 2**62])
-                return self.answered(
-                    ("value",), "pull", *[BAD] * self.chance.randrange(4), version=version, serial=serial
+                return self.chance.choice(
+                    [
+                        self.answered(NOTHING, Idle()),
+                        self.answered(NOTHING, Wake()),
+                        [Letter(self.frames(Bye()), NOTHING)],
+                    ]
                 )
+            case 1:
+                value = self.chance.choice([BAD, FINE, FINE[:3].double()])
+                return [Letter(self.frames(Start(value)), NOTHING)]
+            case 2:
+                probe = self.chance.choice([ProbePush, ProbeExchange])(request_id=10**9)
+                return [Letter(self.frames(probe), REFUSED if self.has_left else ("send again",))]
+            case 3 | 4 as which if self.last_update:
+                probe = (ProbePush if which == 3 else ProbeExchange)(request_id=self.last_update)
+                answer = ("arrived",) if which == 3 else ("value",)
+                return [Letter(self.frames(probe), REFUSED if self.has_left else answer)]
+            case 5:
+                return self.answered(("value",), Join(self.chance.randrange(LAYOUT.workers)))
+            case 6:
+                letters = self.answered(("value",), Exchange(self.chance.choice([BAD, FINE])))
+                self.last_update = self.number
+                return letters
+            case _:
+                return self.answered(("value",), Pull())
 
     def draw(self) -> list[Letter]:
         """Take some parts, or say that those it has are done."""
         if self.parts and self.chance.random() < 0.5:
             parts, self.parts = self.parts, 0
-            return self.answered(("value",), "exchange", BAD, steps=parts, serial=self.next_serial())
+            letters = self.answered(("value",), Exchange(BAD, steps=parts))
+            self.last_update = self.number
+            return letters
         wanted = self.chance.choice([1, 2, 3])
         self.parts += wanted
-        first = self.chance.choice([0, 5, 2**62, -1])  # Whoever was first has said what there is to do.
-        return self.answered(
-            ("tickets",),
-            "draw",
-            torch.tensor([first, 2**62, LAYOUT.workers]),
-            samples=wanted,
-            serial=self.next_serial(),
-        )
+        first = self.chance.choice([0, 5, 2**62, -1])  # The first worker has said what there is to do.
+        return self.answered(("work",), DrawWork(torch.tensor([first, 2**62, LAYOUT.workers]), wanted))
 
     def join(self) -> list[Letter]:
-        return self.answered(("value",), "join", serial=self.next_serial())
+        return self.answered(("value",), Join(0))
 
     def leave(self) -> list[Letter]:
         self.has_left = True
-        return [Letter(self.frames("leave", serial=self.next_serial()), NOTHING)]
+        return [Letter(self.frames(self.numbered(Leave())), NOTHING)]
 
     def wild(self) -> list[Letter]:
-        """A kind that there is, with anything; but never an update, or work, that makes sense."""
+        """A type that there is, with anything; but never an update, or work, that makes sense."""
         pick = self.chance.choice
-        kinds = [
-            "push",
-            "exchange",
-            "exchange",
-            "pull",
-            "join",
-            "ask push",
-            "ask exchange",
-            "draw",
-            "start",
-            "rest",
-            "wake",
-            "bye",
-        ]
         wrong = [BAD, BAD[:4], FINE[:3], FINE.long(), torch.tensor(2), torch.tensor([0, 9, 2])]
         wrong += [torch.tensor([[0, 4]]), torch.tensor([[60, 8]])]
-        numbers = {
-            "version": pick([0, 0, 1, 9]),
-            "samples": pick([0, 1, 2]),
-            "serial": pick([0, self.serial, self.next_serial(), 10**9]),
-        }
-        if self.chance.random() < 0.2:
-            name = pick(["version", "samples", "serial", "steps"])
-            # A serial of 2**40 would begin another life, and all that it says in this would be void.
-            numbers[name] = pick([n for n in HUGE if name != "serial" or n != 2**40])
-        return [
-            Letter(self.frames(pick(kinds), *(pick(wrong) for _ in range(pick([0, 1, 1, 2, 2, 3]))), **numbers), ANY)
-        ]
+        number = pick([1, max(1, self.number), self.next_number()])
+        cls: Any = pick(
+            [Push, Exchange, Exchange, Pull, Join, ProbePush, ProbeExchange, DrawWork, Start, Idle, Wake, Bye]
+        )
+        fields: dict[str, Any] = {} if cls in (Start, Bye) else {"request_id": number}
+        if cls in (Push, Exchange):
+            fields |= {"update": pick(wrong), "version": pick([0, 0, 1, 9]), "samples": pick([0, 1, 2])}
+            fields["runs"] = pick([None, None, pick(wrong)])
+        elif cls in (ProbePush, ProbeExchange):
+            fields["request_id"] = pick([number, 10**9])
+        elif cls is Join:
+            fields["data_shard"] = pick([0, 1, 2])
+        elif cls is DrawWork:
+            fields |= {"extent": pick(wrong), "wanted": pick([1, 2])}
+        elif cls is Start:
+            fields["value"] = pick(wrong)
+        if self.chance.random() < 0.1 and (names := [name for name, value in fields.items() if type(value) is int]):
+            fields[pick(names)] = pick([-(2**63), -1, 2**63, 2**64 - 1])
+        return [Letter(self.frames(cls(**fields)), ANY)]
 
 
 class Books:
@@ -402,9 +432,9 @@ class Books:
         self.due.update(letter.outcome or ())
 
     def check(self) -> None:
-        """Once all was heard: nothing is missing, nothing is too much, and who was refused was told."""
+        """Once all has arrived: nothing is missing, nothing is too much, and every refused request was answered."""
         seen = sum((rogue.answers for rogue in self.rogues), Counter(dropped=self.server.box.refused))
-        assert seen["refused"] == self.server.shard.refused
+        assert seen["refused"] == self.server.shard.refused - self.server.silent
         assert not self.due - seen, "there is an answer missing"
         assert (seen - self.due).total() == self.open
 
@@ -437,7 +467,8 @@ def test_each_message_is_dropped_refused_or_answered_and_counted(name: str):
                 if i % 300 == 0:
                     good.exchange()
             for fuzz in fuzzes:
-                books.send(fuzz.rogue, *fuzz.answered(("value",), "pull", serial=LAST + batch))
+                last = Letter(fuzz.frames(Pull(request_id=LAST + batch)), REFUSED if fuzz.has_left else ("value",))
+                books.send(fuzz.rogue, last)
             for rogue in rogues:
                 rogue.take(until=LAST + batch)
             books.check()
@@ -455,13 +486,14 @@ def test_whatever_waits_at_a_gate_the_server_serves_on(name: str):
             for _ in range(BATCH // 2 - 3):
                 for fuzz in fuzzes:
                     books.send(fuzz.rogue, *fuzz.wild())
-            for fuzz in fuzzes:  # Nobody waits for one who rests.
-                for kind, serial in (("rest", 0), ("pull", LAST + batch), ("rest", 0)):
-                    books.send(fuzz.rogue, Letter(fuzz.frames(kind, serial=serial), ANY))
+            for fuzz in fuzzes:  # No worker waits for an idle one.
+                for request in (Idle(request_id=1), Pull(request_id=LAST + batch), Idle(request_id=1)):
+                    books.send(fuzz.rogue, Letter(fuzz.frames(request), ANY))
             good.exchange()
             for rogue in rogues:
                 rogue.take(until=LAST + batch)
             good.exchange()
             books.weigh()
-        assert sum(rogue.answers["refused"] for rogue in rogues) == server.shard.refused > BATCH
+        refused = server.shard.refused - server.silent
+        assert sum(rogue.answers["refused"] for rogue in rogues) == refused > BATCH
         assert books.sent == SHARES[name] * BATCH

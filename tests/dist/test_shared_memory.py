@@ -1,4 +1,4 @@
-"""Shared memory: sums exact to the last bit, awaited in any order, and clear errors when a peer is lost or disagrees."""
+"""Shared memory: sums are exact, awaited in any order, and errors are clear when a peer is lost or disagrees."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def test_killed_peer_is_named_at_once(tmp_path: Path, leaves_a_child: bool) -> N
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 @pytest.mark.parametrize("numel", [600_000, 6_000_000])
 def test_peer_killed_in_a_relayed_sum_is_named_at_once(tmp_path: Path, victim: int, numel: int) -> None:
-    """With few blocks some ranks have done their part and wait for the last one only; with many all wait for each other."""
+    """With few blocks some ranks have done their part and wait for the last one; with many all wait for each other."""
 
     def body(group: SharedMemory, store: Store) -> tuple[int, float]:
         x = torch.ones(numel)

@@ -10,43 +10,30 @@ from typing import Literal
 import torch
 from torch import nn
 
+from examples.scaffold import Scaffold
 from paceline import (
     ASGD,
     EAMSGD,
     EASGD,
     AdaComm,
-    Adagrad,
-    Adam,
     AdaptiveAveraging,
     AllReduceSGD,
     AsyncDiLoCo,
     AsyncEASGD,
     AsyncMomentum,
-    Attract,
     BlockMomentum,
-    Compensated,
     DecreasingAveraging,
     DelayCompensated,
     DiLoCo,
     Downpour,
     EAWild,
-    Every,
-    Exponential,
-    Fp16,
-    Fp32,
     Gossip,
     Hogwild,
-    Momentum,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
-    Quorum,
-    RandomPairs,
     Replicated,
     RoundRobinEASGD,
     Sandblaster,
-    Scaled,
-    Sgd,
     SlowMo,
     SoftSync,
     StaleSynchronous,
@@ -62,7 +49,10 @@ from paceline.codecs import (
     Codec,
     Entropy,
     Fp8,
+    Fp16,
+    Fp32,
     NBit,
+    OneBit,
     PerTensor,
     PowerSGD,
     TernGrad,
@@ -70,10 +60,22 @@ from paceline.codecs import (
     TopK,
 )
 from paceline.collectives import VOTE_NBYTES, packed_nbytes
+from paceline.families.topology import Exponential, RandomPairs
 from paceline.server import Rule
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Attract,
+    Compensated,
+    Every,
+    Momentum,
+    Quorum,
+    Scaled,
+    Sgd,
+)
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
-from tests.laws.ranks import Ranks, on_gloo, on_gloo_by_lane, on_shared_memory, on_simulator
+from tests.laws.ranks import Ranks, on_gloo, on_gloo_in_comm_thread, on_shared_memory, on_simulator
 
 CODECS: dict[str, Codec] = {
     "fp32": Fp32(),
@@ -152,13 +154,16 @@ RULES: dict[str, Rule] = {
 class Case:
     """A strategy, and what the laws must know of it.
 
-    `alone` says how closely one worker equals plain training with `plain`, by default the task's own optimizer.
+    `alone` says how closely one worker equals plain training with `plain`, by default the task's own optimizer.  It is None for a
+    method that differs from plain training on one worker too: an outer optimizer with a momentum or rate of its own (its reference is the
+    outer loop in test_lattice), elastic averaging (the model is the centre, which a single worker pulls along), Sandblaster (its
+    reference is in test_sandblaster).
     `nbytes(numel, workers, steps, rank)` is what a worker sends in a run of float32; None if that depends on the values.
     """
 
     strategy: Strategy
     nbytes: Callable[[int, int, int, int], int] | None
-    alone: Literal["bits", "rounding"] = "bits"
+    alone: Literal["bits", "rounding"] | None = "bits"
     plain: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     agrees: bool = True  # All ranks end with the same bits.
     least: int = 1  # What a run must have, in steps.
@@ -174,6 +179,11 @@ def ring(nbytes: int, workers: int) -> int:
 def summed(period: int) -> Callable[[int, int, int, int], int]:
     """A ring all-reduce of all parameters and of a vote, every `period` steps and at the end."""
     return lambda numel, workers, steps, rank: -(-steps // period) * ring(4 * numel + VOTE_NBYTES, workers)
+
+
+def two_means(period: int) -> Callable[[int, int, int, int], int]:
+    """Two ring all-reduces of all parameters, each with a vote, every `period` steps and at the end."""
+    return lambda numel, workers, steps, rank: 2 * summed(period)(numel, workers, steps, rank)
 
 
 def averaged(period: int) -> Callable[[int, int, int, int], int]:
@@ -241,22 +251,19 @@ STRATEGIES: dict[str, Case] = {
     ),
     "decreasing-averaging": Case(DecreasingAveraging(periods=(5, 2, 1)), None),
     "ada-comm": Case(AdaComm(period=4, steps=5), None),
-    "block-momentum": Case(BlockMomentum(period=4), averaged(4), alone="rounding"),
+    "block-momentum": Case(BlockMomentum(period=4), averaged(4), alone=None),
     "block-momentum, kept": Case(BlockMomentum(period=4, optimizer_state="keep"), averaged(4), alone="rounding"),
     "block-momentum, classical": Case(
-        BlockMomentum(period=3, momentum=0.5, rate=0.8, nesterov=False), averaged(3), alone="rounding"
+        BlockMomentum(period=3, momentum=0.5, rate=0.8, nesterov=False), averaged(3), alone=None
     ),
-    "block-momentum of CNTK": Case(BlockMomentum(period=4, form="cntk", momentum=0.75), averaged(4), alone="rounding"),
-    "block-momentum by samples and time constant": Case(
-        BlockMomentum(samples=9, time_constant=40.0), None, alone="rounding"
-    ),
-    "block-momentum by one-bit, delayed": Case(
-        BlockMomentum(period=4, codec=OneBit(), delay=2), None, alone="rounding"
-    ),
-    "slow-mo": Case(SlowMo(period=4), averaged(4), alone="rounding"),
-    "diloco": Case(DiLoCo(period=4), averaged(4), alone="rounding"),
-    "diloco, streaming": Case(DiLoCo(period=4, fragments=2, delay=1), None, alone="rounding"),
-    "diloco, streaming by fp16": Case(DiLoCo(period=6, fragments=3, codec=Fp16()), None, alone="rounding"),
+    "block-momentum of CNTK": Case(BlockMomentum(period=4, form="cntk", momentum=0.75), averaged(4), alone=None),
+    "block-momentum by samples and time constant": Case(BlockMomentum(samples=9, time_constant=40.0), None, alone=None),
+    "block-momentum by one-bit, delayed": Case(BlockMomentum(period=4, codec=OneBit(), delay=2), None, alone=None),
+    "slow-mo": Case(SlowMo(period=4), averaged(4), alone=None),
+    "diloco": Case(DiLoCo(period=4), averaged(4), alone=None),
+    "diloco, streaming": Case(DiLoCo(period=4, fragments=2, delay=1), None, alone=None),
+    "diloco, streaming by fp16": Case(DiLoCo(period=6, fragments=3, codec=Fp16()), None, alone=None),
+    "scaffold": Case(Scaffold(period=4), two_means(4), alone="rounding"),  # examples/scaffold.py
     "replicated": Case(Replicated(), None, alone="bits"),
     "then": Case(Then(AllReduceSGD(), PeriodicAveraging(period=3), steps=3), None, least=3),
     "then, from averaging to one-bit": Case(
@@ -265,7 +272,7 @@ STRATEGIES: dict[str, Case] = {
     "then, delayed to delayed": Case(
         Then(DiLoCo(period=4, fragments=2, delay=1), BlockMomentum(period=3, delay=2), steps=5),
         None,
-        alone="rounding",
+        alone=None,
         least=5,
     ),
     "parameter-server": Case(
@@ -284,7 +291,7 @@ STRATEGIES: dict[str, Case] = {
         agrees=False,
     ),
     "asgd": Case(ASGD(period=2), None, alone="rounding", agrees=False),
-    "asgd, pipelined": Case(ASGD(period=2, pipeline=True, ramp=3), None, agrees=False),
+    "asgd, pipelined": Case(ASGD(period=2, pipeline=True, ramp=3), None, agrees=False, alone=None),
     "downpour": Case(
         Downpour(local_lr=0.0),
         None,
@@ -292,7 +299,7 @@ STRATEGIES: dict[str, Case] = {
         alone="rounding",
         agrees=False,
     ),
-    "downpour, seldom": Case(Downpour(push=3, fetch=2), None, agrees=False),
+    "downpour, seldom": Case(Downpour(push=3, fetch=2), None, agrees=False, alone=None),
     "soft-sync": Case(SoftSync(lr=0.05), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False),
     "stale-synchronous": Case(
         StaleSynchronous(lr=0.05, bound=1), served, plain=lambda params: torch.optim.SGD(params, lr=0.05), agrees=False
@@ -307,23 +314,23 @@ STRATEGIES: dict[str, Case] = {
         alone="rounding",
         agrees=False,
     ),
-    "async-diloco": Case(AsyncDiLoCo(period=4, delay=1), None, agrees=False),
-    "easgd": Case(EASGD(period=3), summed(3)),
-    "easgd of a strong force": Case(EASGD(period=1, alpha=0.3), summed(1)),
-    "round-robin-easgd": Case(RoundRobinEASGD(period=2), None, agrees=False),
-    "async-easgd": Case(AsyncEASGD(period=2), None, agrees=False),
-    "eamsgd": Case(EAMSGD(period=2, momentum=0.3), None, agrees=False),
-    "ea-wild": Case(EAWild(), None, agrees=False),
-    "ea-wild on shards": Case(EAWild(period=2, servers=2), None, agrees=False),
-    "ea-wild in groups": Case(EAWild(group=2), None, agrees=False, group=2),
+    "async-diloco": Case(AsyncDiLoCo(period=4, delay=1), None, agrees=False, alone=None),
+    "easgd": Case(EASGD(period=3), summed(3), alone=None),
+    "easgd of a strong force": Case(EASGD(period=1, alpha=0.3), summed(1), alone=None),
+    "round-robin-easgd": Case(RoundRobinEASGD(period=2), None, agrees=False, alone=None),
+    "async-easgd": Case(AsyncEASGD(period=2), None, agrees=False, alone=None),
+    "eamsgd": Case(EAMSGD(period=2, momentum=0.3), None, agrees=False, alone=None),
+    "ea-wild": Case(EAWild(), None, agrees=False, alone=None),
+    "ea-wild on shards": Case(EAWild(period=2, servers=2), None, agrees=False, alone=None),
+    "ea-wild in groups": Case(EAWild(group=2), None, agrees=False, group=2, alone=None),
     "ea-wild in random groups, on a shard": Case(
-        EAWild(group=2, groups="random", regroup=3, servers=1), None, agrees=False, group=2
+        EAWild(group=2, groups="random", regroup=3, servers=1), None, agrees=False, group=2, alone=None
     ),
-    "ea-wild in random groups of one": Case(EAWild(groups="random", regroup=3), None, agrees=False),
+    "ea-wild in random groups of one": Case(EAWild(groups="random", regroup=3), None, agrees=False, alone=None),
     "hogwild": Case(Hogwild(), None),
-    "sandblaster": Case(Sandblaster(), None, least=4, whole=True, doubles=True),
+    "sandblaster": Case(Sandblaster(), None, least=4, whole=True, doubles=True, alone=None),
     "sandblaster by wolfe, without backups": Case(
-        Sandblaster(search="wolfe", backups=0, push=2), None, least=4, whole=True
+        Sandblaster(search="wolfe", backups=0, push=2), None, least=4, whole=True, alone=None
     ),
     "strom": Case(
         Strom(Threshold(tau=0.01, limit=math.inf), lr=0.05),
@@ -340,15 +347,7 @@ STRATEGIES: dict[str, Case] = {
     "gossip in rounds": Case(Gossip(Exponential(), rounds=2, overlap=False), None),
     "gossip, seldom": Case(Gossip(RandomPairs(), period=2), None),
 }
-# Block momentum that resets the optimizer, or with eta and rate of its own, is another method on one worker too: its reference
-# is the outer loop in test_lattice; Sandblaster's is in test_sandblaster.  With elastic averaging the model is the centre, which even a
-# single worker only pulls along.
-ELASTIC = ("easgd", "round-robin-easgd", "async-easgd", "eamsgd", "ea-wild")
-OUTER = ("block-momentum", "slow-mo", "diloco", "then, delayed", "asgd, pipelined", "downpour, seldom", "async-diloco")
-OTHER = (*OUTER, *ELASTIC, "sandblaster")
-ALONE = {
-    name: case for name, case in STRATEGIES.items() if not name.startswith(OTHER) or name == "block-momentum, kept"
-}
+ALONE = {name: case for name, case in STRATEGIES.items() if case.alone is not None}
 ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.needs.ordered}
 
 ENDPOINTS: dict[str, Ranks] = {
@@ -356,5 +355,5 @@ ENDPOINTS: dict[str, Ranks] = {
     "shared memory": Ranks(on_shared_memory, is_ordered=True),
     "gloo, ordered": Ranks(on_gloo, is_ordered=True),
     "gloo, native": Ranks(on_gloo, is_ordered=False),
-    "gloo, by lane": Ranks(on_gloo_by_lane, is_ordered=False),
+    "gloo, in a thread": Ranks(on_gloo_in_comm_thread, is_ordered=False),
 }

@@ -68,15 +68,19 @@ def on_gloo(path: Path, workers: int, law: Law, ordered: bool) -> list[Any]:
     return _forked(path, workers, law, ordered, shares=False)
 
 
-def on_gloo_by_lane(path: Path, workers: int, law: Law, ordered: bool) -> list[Any]:
-    return _forked(path, workers, law, ordered, shares=False, has_lane=True)
+def on_gloo_in_comm_thread(path: Path, workers: int, law: Law, ordered: bool) -> list[Any]:
+    return _forked(path, workers, law, ordered, shares=False, has_comm_thread=True)
 
 
-def _forked(path: Path, workers: int, law: Law, ordered: bool, *, shares: bool, has_lane: bool = False) -> list[Any]:
+def _forked(
+    path: Path, workers: int, law: Law, ordered: bool, *, shares: bool, has_comm_thread: bool = False
+) -> list[Any]:
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
     processes = [
-        context.Process(target=_child, args=(path, rank, workers, law, ordered, shares, has_lane, pipes[rank][1]))
+        context.Process(
+            target=_child, args=(path, rank, workers, law, ordered, shares, has_comm_thread, pipes[rank][1])
+        )
         for rank in range(workers)
     ]
     results: dict[int, Any] = {}
@@ -111,7 +115,7 @@ def _forked(path: Path, workers: int, law: Law, ordered: bool, *, shares: bool, 
 
 
 def _child(
-    path: Path, rank: int, workers: int, law: Law, ordered: bool, shares: bool, has_lane: bool, pipe: Connection
+    path: Path, rank: int, workers: int, law: Law, ordered: bool, shares: bool, has_comm_thread: bool, pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
     result: tuple[str, Any] = ("failed", "it did not begin")
@@ -121,7 +125,8 @@ def _child(
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=workers, timeout=limit
         )
-        lane, clock = CommThread() if has_lane else None, Clock(time.time())
+        comm_thread = CommThread() if has_comm_thread else None
+        clock = Clock(time.time())
         mail = cache(lambda: Mailbox(dist.PrefixStore("mail", store), rank, workers, timeout_s=TIMEOUT_S))
 
         def endpoint_of(ranks: tuple[int, ...]) -> ProcessEndpoint:
@@ -139,7 +144,7 @@ def _child(
                     if shares and len(ranks) > 1
                     else None,
                     process_group=group,
-                    comm_thread=lane,
+                    comm_thread=comm_thread,
                     is_ordered=ordered,
                 ),
                 open_mailbox=mail,

@@ -300,7 +300,8 @@ def test_one_worker_with_plain_sgd_may_reset_its_optimizer():
 def test_block_momentum_warns_if_there_are_fewer_samples_than_its_updates_take(strategy: Strategy):
     """Blocks of 6 samples, with momentum 0.75 on 4 workers, take 4 * 6 / log(4 / 3) = 83.4."""
     with pytest.warns(
-        TooFewSamples, match=r"momentum 0\.75 and blocks of 6 samples on 4 workers .* over 83 samples, but there are only 83"
+        TooFewSamples,
+        match=r"momentum 0\.75 and blocks of 6 samples on 4 workers .* over 83 samples, but there are only 83",
     ):
         simulate(regression(steps=3, batch=8, samples=83), strategy, FOUR)
     with warnings.catch_warnings():

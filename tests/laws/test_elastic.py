@@ -182,6 +182,7 @@ def curved(model: Any, batch: Sequence[Tensor]) -> Tensor:
     return batch[1].mean() * squared_distance(model, batch[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvatures", [(1.0, 1.0, 1.0), (0.5, 1.0, 3.0)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("rho", [0.5, 2.0])
 def test_the_fixed_point_of_parabolas_with_different_minima(
@@ -396,6 +397,7 @@ def test_nobody_waits_for_a_lock():
 # Where it is stable.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [0.1, 0.5, 1.5])
 @pytest.mark.parametrize("kind", ["async", "together"])
 def test_the_bound_on_alpha_is_where_a_parabola_diverges(kind: str, lr: float):

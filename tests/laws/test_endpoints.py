@@ -1,4 +1,4 @@
-"""What every endpoint does, whether its ranks are coroutines in virtual time or processes of this machine."""
+"""What every endpoint does, whether its ranks are coroutines in virtual time or real processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from paceline.codecs import Fp32, OneBit
 from paceline.codecs.codec import ErrorFeedback
 from paceline.collectives import SyncVote, mean, mean_by_gather, mean_by_stripes
-from paceline.endpoint import SUMMABLE, Message
+from paceline.endpoint import SUMMABLE
 from paceline.stripes import stripe_of
 from tests.laws.every import ENDPOINTS
 from tests.laws.ranks import Ranks
 from tests.laws.tasks import close, numbers, same
+from tests.messages import Note
 
 KINDS = [
     pytest.param(ranks, marks=pytest.mark.dist if ranks.is_real else (), id=name) for name, ranks in ENDPOINTS.items()
@@ -62,7 +63,8 @@ def test_all_reduce_leaves_the_sum_on_every_rank(ranks: Ranks, workers: int, tmp
     for x, total in zip(results[0], expected, strict=True):
         if ranks.is_ordered or not x.dtype.is_floating_point or workers < 3:
             assert same(x, total), f"{x.dtype} of {x.numel()}"
-        else:  # A ring adds up in another order: each of its additions rounds by half an ulp of what are at most 3 numbers up to 400.
+        else:
+            # A ring adds in another order: each of its additions rounds by half an ulp of at most 3 numbers up to 400.
             assert (
                 (x.double() - total.double()).abs().max().item() <= 400 * workers * torch.finfo(x.dtype).eps
                 if x.numel()
@@ -83,7 +85,7 @@ def test_a_matrix_is_summed_in_its_shape(ranks: Ranks, workers: int, tmp_path: P
 
 @every_endpoint
 @every_size
-def test_the_tail_is_summed_too(ranks: Ranks, workers: int, tmp_path: Path):
+def test_the_extras_are_summed_too(ranks: Ranks, workers: int, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         x, extras = mine(endpoint.rank, 9), torch.tensor([1.0, endpoint.rank, 2.0**-30], dtype=torch.float64)
         await endpoint.all_reduce(x, extras)
@@ -96,12 +98,12 @@ def test_the_tail_is_summed_too(ranks: Ranks, workers: int, tmp_path: Path):
 
 @every_endpoint
 @every_size
-def test_all_gather_gives_everyones_in_the_order_of_ranks(ranks: Ranks, workers: int, tmp_path: Path):
+def test_all_gather_returns_the_data_of_all_in_the_order_of_ranks(ranks: Ranks, workers: int, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         data = torch.tensor([[endpoint.rank, 7], [250, endpoint.rank]], dtype=torch.uint8)
         parts = await endpoint.all_gather(data)
         parts[endpoint.rank][0, 1] = (
-            9  # They are the receiver's own: neither what was given nor anybody else's changes.
+            9  # The results are this rank's own: neither its input nor another rank's result changes.
         )
         assert data.tolist() == [[endpoint.rank, 7], [250, endpoint.rank]]
         return [*parts, *await endpoint.all_gather(torch.zeros(0))]
@@ -114,7 +116,7 @@ def test_all_gather_gives_everyones_in_the_order_of_ranks(ranks: Ranks, workers:
 @every_endpoint
 @every_size
 def test_all_to_all_delivers_parts_of_any_size(ranks: Ranks, workers: int, tmp_path: Path):
-    """From i to j go (i + 2j) % 4 bytes of value 10i + j: some parts are empty, and the sizes tell nobody what to expect."""
+    """Rank i sends (i + 2j) % 4 bytes of value 10i + j to rank j: some are empty, and no rank knows the sizes."""
 
     async def law(endpoint: Any) -> Any:
         i = endpoint.rank
@@ -129,7 +131,7 @@ def test_all_to_all_delivers_parts_of_any_size(ranks: Ranks, workers: int, tmp_p
 
 
 @every_endpoint
-def test_all_to_all_wants_a_part_for_everyone(ranks: Ranks, tmp_path: Path):
+def test_all_to_all_needs_a_part_for_every_rank(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         with pytest.raises(ValueError, match="3 parts"):
             endpoint.all_to_all([torch.zeros(1, dtype=torch.uint8)] * 3)
@@ -139,7 +141,7 @@ def test_all_to_all_wants_a_part_for_everyone(ranks: Ranks, tmp_path: Path):
 
 @every_endpoint
 @every_size
-def test_broadcast_gives_everyone_what_the_source_has(ranks: Ranks, workers: int, tmp_path: Path):
+def test_broadcast_gives_every_rank_the_values_of_the_source(ranks: Ranks, workers: int, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         copies: list[Tensor] = []
         for src in range(workers):
@@ -154,8 +156,8 @@ def test_broadcast_gives_everyone_what_the_source_has(ranks: Ranks, workers: int
 
 
 @every_endpoint
-@pytest.mark.parametrize("order", ["first begun first", "last begun first", "otherwise on every rank"])
-def test_several_may_be_under_way_and_be_awaited_in_any_order(ranks: Ranks, order: str, tmp_path: Path):
+@pytest.mark.parametrize("order", ["first started first", "last started first", "different on every rank"])
+def test_several_collectives_may_be_in_flight_and_awaited_in_any_order(ranks: Ranks, order: str, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         rank = endpoint.rank
         xs = [mine(rank, numel, seed=numel) for numel in (5, 700, 1)]
@@ -164,9 +166,9 @@ def test_several_may_be_under_way_and_be_awaited_in_any_order(ranks: Ranks, orde
         ops = [endpoint.all_reduce(x, extras) for x, extras in zip(xs, tails, strict=True)]
         ops += [endpoint.all_to_all(parts), endpoint.all_gather(mine(rank, 3)), endpoint.broadcast(mine(rank, 4), 1)]
         places = list(range(len(ops)))
-        if order == "last begun first" or (order == "otherwise on every rank" and rank == 1):
+        if order == "last started first" or (order == "different on every rank" and rank == 1):
             places.reverse()
-        elif order == "otherwise on every rank" and rank == 2:
+        elif order == "different on every rank" and rank == 2:
             places = places[3:] + places[:3]
         results: list[Any] = [None] * len(ops)
         for place in places:
@@ -183,7 +185,7 @@ def test_several_may_be_under_way_and_be_awaited_in_any_order(ranks: Ranks, orde
 
 
 @every_endpoint
-def test_ranks_may_wait_at_different_moments_for_what_they_start_in_the_same_order(ranks: Ranks, tmp_path: Path):
+def test_ranks_may_await_at_different_moments_what_they_start_in_the_same_order(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         xs = [torch.full((numel,), endpoint.rank + 1.0) for numel in (5, 6, 7)]
         tails = [torch.full((numel,), endpoint.rank + 1.0, dtype=torch.float64) for numel in (1, 2, 3)]
@@ -262,7 +264,7 @@ def test_a_mean_of_lossy_codes_is_the_same_on_every_rank(ranks: Ranks, name: str
 
 @every_endpoint
 @every_mean
-def test_where_nobody_has_weight_everything_stays_as_it_was(ranks: Ranks, name: str, tmp_path: Path):
+def test_without_any_weight_nothing_changes(ranks: Ranks, name: str, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         x = mine(endpoint.rank, 1025)
         total = await any_mean(name, endpoint, x, SyncVote(0.0), OneBit())
@@ -274,8 +276,8 @@ def test_where_nobody_has_weight_everything_stays_as_it_was(ranks: Ranks, name: 
 
 @every_endpoint
 @pytest.mark.parametrize("name", ["mean_by_gather", "mean_by_stripes"])
-def test_a_mean_that_somebodys_nan_spoils_is_none_and_costs_nobody_its_memory(ranks: Ranks, name: str, tmp_path: Path):
-    """Up to float64's rounding: what was encoded is subtracted again."""
+def test_a_nan_makes_the_mean_nan_and_changes_no_residual(ranks: Ranks, name: str, tmp_path: Path):
+    """Up to the rounding of float64: the encoded values are subtracted again."""
 
     async def law(endpoint: Any) -> Any:
         by = mean_by_gather if name == "mean_by_gather" else mean_by_stripes
@@ -292,7 +294,7 @@ def test_a_mean_that_somebodys_nan_spoils_is_none_and_costs_nobody_its_memory(ra
 
 
 @every_endpoint
-def test_what_the_stripes_say_and_all_remember_is_what_was_meant(ranks: Ranks, tmp_path: Path):
+def test_decoded_stripes_plus_residuals_equal_the_exact_means(ranks: Ranks, tmp_path: Path):
     """For the weighted mean, over 20 rounds of 1 bit; float64 throughout, but for codes that are float32 exactly."""
     numel, rounds = 1500, 20
 
@@ -310,8 +312,8 @@ def test_what_the_stripes_say_and_all_remember_is_what_was_meant(ranks: Ranks, t
     for rank, (_, _, owner) in enumerate(results):
         own = stripe_of(rank, numel, 4, unit=512)
         owners[own] = owner[own]
-        assert owner.count_nonzero() == owner[own].count_nonzero(), "a rank remembers sums of its own stripe only"
-    # Residuals may be of gradients (and weigh as those do) or of gradients times weights (CNTK's way): either is conserved.
+        assert owner.count_nonzero() == owner[own].count_nonzero(), "only its own stripe has residuals of sums"
+    # Residuals may be of gradients (weighted as those are) or of gradients times weights (as CNTK does): both conserve.
     of_means = sum(w * residual for w, (_, residual, _) in zip(WEIGHTS, results, strict=True)) / 16 + owners
     of_sums = (sum(residual for _, residual, _ in results) + owners) / 16
     meant = sum(w * mine(r, numel, torch.float64, seed=t) for r, w in enumerate(WEIGHTS) for t in range(rounds)) / 16
@@ -320,10 +322,11 @@ def test_what_the_stripes_say_and_all_remember_is_what_was_meant(ranks: Ranks, t
 
 
 @every_endpoint
-def test_a_rank_without_data_loses_nothing_that_it_remembers(ranks: Ranks, tmp_path: Path):
-    """Delayed, not lost (B0): in a round in which its weight is 0 a rank's residual is either kept or counted.
+def test_a_rank_without_data_loses_nothing_of_its_residual(ranks: Ranks, tmp_path: Path):
+    """Delayed, not lost: in a round in which its weight is 0 a rank's residual is either kept or counted.
 
-    Two of four ranks have data in each round, with weight 1; x is 0 for the others, as gradients are.  All rounds weigh 2.
+    Two of four ranks have data in each round, with weight 1; x is 0 for the others, as gradients are.  Every round has
+    the weight 2.
     """
     numel, rounds = 600, 12
 
@@ -350,66 +353,63 @@ def test_a_rank_without_data_loses_nothing_that_it_remembers(ranks: Ranks, tmp_p
 def test_messages_between_two_ranks_keep_their_order(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         if endpoint.rank == 0:
-            sends = [
-                endpoint.send(1, Message("note", (torch.full((3,), float(i)),), version=i, samples=-i))
-                for i in range(20)
-            ]
+            sends = [endpoint.send(1, Note(i, -i, values=(torch.full((3,), float(i)),))) for i in range(20)]
             for send in sends:
                 await send
             return None
         came = [await endpoint.recv() for _ in range(20)]
-        return [[m.kind, m.src, m.version, m.samples, m.tensors[0].tolist()] for m in came]
+        return [[m.tag, m.src, m.number, m.other, m.values[0].tolist()] for m in came]
 
     assert ranks(tmp_path, 2, law)[1] == [["note", 0, i, -i, [i, i, i]] for i in range(20)]
 
 
 @every_endpoint
-def test_a_receiver_may_choose_from_whom_to_hear_first(ranks: Ranks, tmp_path: Path):
+def test_a_receiver_may_choose_which_sender_to_receive_from_first(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         if endpoint.rank > 0:
             for i in range(3):
-                await endpoint.send(0, Message(f"{i}"))
+                await endpoint.send(0, Note(i))
             return None
         last = [await endpoint.recv(src=2) for _ in range(3)]
         first = [await endpoint.recv(src=1) for _ in range(2)]
         rest = await endpoint.recv()
-        return [f"{m.kind} from {m.src}" for m in [*last, *first, rest]]
+        return [f"{m.number} from {m.src}" for m in [*last, *first, rest]]
 
     assert ranks(tmp_path, 3, law)[0] == ["0 from 2", "1 from 2", "2 from 2", "0 from 1", "1 from 1", "2 from 1"]
 
 
 @every_endpoint
-def test_waiting_for_a_message_ends_with_the_time_given_for_it(ranks: Ranks, tmp_path: Path):
+def test_waiting_for_a_message_ends_at_the_timeout(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         if endpoint.rank == 0:
             with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.01 s for a message from .*1"):
                 await endpoint.recv(src=1, timeout=0.01)
-            await endpoint.send(1, Message("go"))
-            return (await endpoint.recv(src=1)).kind
+            await endpoint.send(1, Note())
+            return (await endpoint.recv(src=1)).number
         await endpoint.recv(src=0)
-        await endpoint.send(0, Message("late"))
+        await endpoint.send(0, Note(7))
         return None
 
-    assert ranks(tmp_path, 2, law)[0] == "late"
+    assert ranks(tmp_path, 2, law)[0] == 7
 
 
 @every_endpoint
 def test_a_sent_tensor_may_be_overwritten_once_it_was_awaited(ranks: Ranks, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         if endpoint.rank == 0:
-            for numel in (5, 300_000):  # Small ones are copied on the way, large ones are lent.
+            for numel in (5, 300_000):  # Small ones are copied, large ones are read from the sender's memory.
                 x = torch.ones(numel)
-                await endpoint.send(1, Message("value", (x,)))
+                await endpoint.send(1, Note(values=(x,)))
                 x.zero_()
             return None
-        return [bool((await endpoint.recv()).tensors[0].all()) for _ in range(2)]
+        return [bool((await endpoint.recv()).values[0].all()) for _ in range(2)]
 
     assert ranks(tmp_path, 2, law)[1] == [True, True]
 
 
 @every_endpoint
-def test_bytes_and_spans_are_written_down(ranks: Ranks, tmp_path: Path):
-    """A ring all-reduce of 100 float32 and a tail of 32 bytes over 4 ranks: 2 * 3/4 of 432 bytes; gathered, 3 times 432."""
+def test_bytes_and_spans_are_in_the_trace(ranks: Ranks, tmp_path: Path):
+    """A ring all-reduce of 100 float32 and 32 bytes of extras over 4 ranks: 2 * 3/4 of 432 bytes; gathered, 3 * 432."""
     summed = 1296 if ranks is ENDPOINTS["gloo, ordered"] else 648
 
     async def law(endpoint: Any) -> Any:

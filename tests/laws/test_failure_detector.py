@@ -98,7 +98,7 @@ events = st.lists(st.tuples(st.floats(0.0, 3.0), st.sampled_from([None, 0, 1, 2]
 @given(events=events)
 @settings(deadline=None)
 def test_a_suspected_rank_was_silent_and_every_silent_rank_is_found(events: list[tuple[float, int | None]]):
-    """Of three ranks, with a limit of 4 s and a check at every event; the checking process itself is never stopped for long."""
+    """Three ranks, a limit of 4 s, and a check at every event; the checking process is never stopped for long."""
     detector = FailureDetector(0.0, silent_s=4.0)
     last: dict[int, float] = {}
     now = 0.0

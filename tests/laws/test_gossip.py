@@ -1,4 +1,4 @@
-"""Gossip: what pairwise averages keep, whoever asks whom and when, and what a topology must be."""
+"""Gossip: invariants of pairwise averages, for any order of offers, and what a topology must be."""
 
 from __future__ import annotations
 
@@ -15,39 +15,37 @@ from torch import Tensor, nn
 from paceline import (
     AllReduceSGD,
     Cluster,
-    Exponential,
     Faults,
     Gossip,
     Link,
     LogNormal,
-    RandomPairs,
     Replica,
-    Ring,
     Strategy,
     Task,
     simulate,
 )
-from paceline.families.topology import Topology, check_connected, peer_of
+from paceline.families.pairing import Pairing
+from paceline.families.peers import Peers
+from paceline.families.run_end import RunEnd
+from paceline.families.topology import Exponential, RandomPairs, Ring, Topology, check_connected, peer_of
 from paceline.needs import Needs
-from paceline.strategies.gossip import Pairing
+from paceline.strategies.gossip import half_difference
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone, values
 
 PAIRED: dict[str, Topology] = {"ring": Ring(), "exponential": Exponential(), "random": RandomPairs(seed=3)}
-# Whoever asks is not asked in return: what a user's own topology may look like at its worst.
+# Not pairs: the partner of a worker has another partner.  A user's own topology may look like these.
 ONE_SIDED: dict[str, Topology] = {
-    "everybody asks the next": lambda rank, size, step: (rank + 1) % size,
-    "everybody asks the first": lambda rank, size, step: 0 if rank else None,
-    "the first asks everybody": lambda rank, size, step: None if rank else 1 + step % (size - 1),
-    "anybody asks anybody": lambda rank, size, step: Random(f"{rank}/{step}").choice(
-        [r for r in range(size) if r != rank]
-    ),
+    "each asks the next": lambda rank, size, step: (rank + 1) % size,
+    "all ask the first": lambda rank, size, step: 0 if rank else None,
+    "the first asks all": lambda rank, size, step: None if rank else 1 + step % (size - 1),
+    "random": lambda rank, size, step: Random(f"{rank}/{step}").choice([r for r in range(size) if r != rank]),
 }
 every_topology = pytest.mark.parametrize("topology", [*PAIRED.values(), *ONE_SIDED.values()], ids=[*PAIRED, *ONE_SIDED])
 
 
 @dataclass(frozen=True)
 class Mixing(Strategy):
-    """Gossip without gradients, from models that `start` with other values on each worker, and no agreement in the end."""
+    """Gossip without gradients and without the mean at the end.  Each worker starts with its own values."""
 
     topology: Topology
     start: Callable[[int], Tensor]
@@ -57,26 +55,28 @@ class Mixing(Strategy):
 
     async def worker(self, w: Replica) -> None:
         w.params.copy_(self.start(w.rank))
-        pair = Pairing(w)
+        peers = Peers(w)
+        pairing = Pairing(peers, w.params, half_difference)
+        end = RunEnd(peers)
         for i in range(self.rounds):
-            await pair.ask(peer_of(self.topology, w.rank, w.cursor.shards, i))
-            await w.gradient()  # Time passes, a different one for each worker.
-            await pair.take_all()
+            await pairing.offer(peer_of(self.topology, w.rank, w.cursor.shards, i))
+            await w.gradient()  # Takes a different time on each worker.
+            await peers.handle_all()
             if self.waits:
-                await pair.until_free()
-        await pair.until_free()
-        await pair.finish()
+                await pairing.wait()
+        await pairing.wait()
+        await end.wait_for_all()
 
 
 def mixed(topology: Topology, cluster: Cluster, start: Callable[[int], Tensor], rounds: int, **more: Any) -> Tensor:
-    """The models of all workers after so many rounds, a row each."""
+    """The models of all workers after these rounds, one row for each worker."""
     waits = more.pop("waits", True)
     task = quadratic(steps=rounds, batch=cluster.workers, numel=len(start(0)))
     return torch.stack(params(simulate(task, Mixing(topology, start, rounds, waits), cluster, **more)))
 
 
 def uneven(workers: int, seed: int) -> Cluster:
-    """Workers of other speeds, one of them at the end of a slow line."""
+    """Workers of different speeds; one has a slow link."""
     return Cluster(workers, compute=LogNormal("10ms", 1.0), links={(0, workers - 1): Link("1MB/s", "7ms")}, seed=seed)
 
 
@@ -85,7 +85,7 @@ def uneven(workers: int, seed: int) -> Cluster:
 
 @pytest.mark.parametrize("topology", PAIRED.values(), ids=PAIRED)
 @pytest.mark.parametrize("size", range(2, 18))
-def test_our_topologies_pair_workers_up_and_connect_all(topology: Topology, size: int):
+def test_built_in_topologies_form_pairs_and_are_connected(topology: Topology, size: int):
     check_connected(topology, size)
     for step in range(40):
         for rank in range(size):
@@ -97,7 +97,7 @@ def test_our_topologies_pair_workers_up_and_connect_all(topology: Topology, size
 
 @dataclass(frozen=True)
 class Halves:
-    """Each half of the workers keeps to itself."""
+    """Each half of the workers averages only within itself."""
 
     def __call__(self, rank: int, size: int, step: int) -> int | None:
         half = size // 2
@@ -105,26 +105,26 @@ class Halves:
 
 
 WRONG: dict[str, Topology] = {
-    r"Halves\(\) on 5 workers is not connected: it consists of the parts \[0, 1\], \[2, 3, 4\], which never average with each other": Halves(),
-    r"not connected: it consists of the parts \[0\], \[1\], \[2\], \[3\], \[4\]": lambda rank, size, step: None,
-    r"in round 0 worker 0 of 5 would average with itself; return None for no peer": lambda rank, size, step: rank,
-    r"in round 0 worker 4 would average with 5, but workers are 0 to 4": lambda rank, size, step: rank + 1,
-    r"would average with -1, but workers are 0 to 4": lambda rank, size, step: -1,
+    r"Halves\(\) on 5 workers is not connected: no average links the parts \[0, 1\], \[2, 3, 4\]": Halves(),
+    r"not connected: no average links the parts \[0\], \[1\], \[2\], \[3\], \[4\]": lambda rank, size, step: None,
+    r"in round 0 worker 0 of 5 averages with itself; return None for no partner": lambda rank, size, step: rank,
+    r"in round 0 worker 4 averages with 5; workers are 0 to 4": lambda rank, size, step: rank + 1,
+    r"averages with -1; workers are 0 to 4": lambda rank, size, step: -1,
 }
 
 
 @pytest.mark.parametrize(("said", "topology"), WRONG.items())
-def test_a_topology_that_cannot_be_is_refused(said: str, topology: Topology):
+def test_an_invalid_topology_is_refused(said: str, topology: Topology):
     with pytest.raises(ValueError, match=said):
         simulate(quadratic(steps=3, batch=5), Gossip(topology), Cluster(workers=5))
 
 
-def test_a_rank_that_is_wrong_later_on_is_refused_when_it_comes_up():
-    def astray(rank: int, size: int, step: int) -> int:
+def test_an_invalid_rank_in_a_later_round_is_refused_in_that_round():
+    def invalid_later(rank: int, size: int, step: int) -> int:
         return (rank + 1) % size if step < 4 else size
 
-    with pytest.raises(ValueError, match=r"in round 4 worker [0-3] would average with 4, but workers are 0 to 3"):
-        simulate(quadratic(steps=9, batch=4), Gossip(astray), Cluster(workers=4))
+    with pytest.raises(ValueError, match=r"in round 4 worker [0-3] averages with 4; workers are 0 to 3"):
+        simulate(quadratic(steps=9, batch=4), Gossip(invalid_later), Cluster(workers=4))
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_a_rank_that_is_wrong_later_on_is_refused_when_it_comes_up():
     [
         ({"period": 0}, "period=0"),
         ({"rounds": 0, "overlap": False}, "rounds=0"),
-        ({"rounds": 2}, r"Gossip\(rounds=2\): one average is under way while the next gradient is; give overlap=False"),
+        ({"rounds": 2}, r"Gossip\(rounds=2\): with overlap there is one average for each gradient; give overlap=False"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str):
+def test_invalid_settings_are_refused(settings: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):
         Gossip(**settings)
 
@@ -147,7 +147,8 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_averages_keep_the_sum_of_all_models_exactly(topology: Topology, waits: bool, seed: int):
-    """F2.1: of numbers with few bits, halves of halves are exact in float64; whoever asks whom, and whatever is lost or doubled."""
+    """F2.1: with numbers of few bits, halves of halves are exact in float64.  Also with messages that are lost and
+    doubled."""
     faults = Faults(lost=0.1, doubled=0.1, retransmit_s=0.05) if seed % 2 else Faults()
     start = {
         rank: torch.randint(-99, 99, (5,), generator=torch.Generator().manual_seed(rank)).double() for rank in range(5)
@@ -160,7 +161,7 @@ def test_averages_keep_the_sum_of_all_models_exactly(topology: Topology, waits: 
 @every_topology
 @pytest.mark.parametrize("seed", range(4))
 def test_averages_are_doubly_stochastic(topology: Topology, seed: int):
-    """F2.2: from unit vectors on, row i says what worker i has of everybody, and column j who has what of worker j."""
+    """F2.2: started from unit vectors, entry (i, j) is the share of worker j's model that worker i has."""
     matrix = mixed(topology, uneven(4, seed), lambda rank: torch.eye(4, dtype=torch.float64)[rank], rounds=7)
     assert matrix.sum(0).tolist() == [1.0] * 4 and matrix.sum(1).tolist() == [1.0] * 4
     assert (matrix >= 0).all()
@@ -168,7 +169,7 @@ def test_averages_are_doubly_stochastic(topology: Topology, seed: int):
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
-def test_as_many_rounds_as_the_logarithm_of_the_workers_make_all_equal(workers: int):
+def test_log2_of_the_workers_rounds_make_all_models_equal(workers: int):
     rounds = workers.bit_length() - 1
     matrix = mixed(
         Exponential(), instant(workers), lambda rank: torch.eye(workers, dtype=torch.float64)[rank], rounds=rounds
@@ -177,8 +178,9 @@ def test_as_many_rounds_as_the_logarithm_of_the_workers_make_all_equal(workers: 
 
 
 @every_topology
-def test_without_gradients_models_come_together_geometrically(topology: Topology):
-    """F2.3: every so many rounds take at least as large a part of the spread; on a ring of 6 in step it is known how large."""
+def test_without_gradients_models_converge_geometrically(topology: Topology):
+    """F2.3: every 12 rounds reduce the spread by a constant factor.  For a synchronous ring of 6 the factor is
+    known."""
     start = torch.arange(6.0, dtype=torch.float64)[:, None].expand(6, 2).clone()
 
     def spread(rounds: int) -> float:
@@ -189,17 +191,17 @@ def test_without_gradients_models_come_together_geometrically(topology: Topology
     assert all(after < 0.6 * before + 1e-12 for before, after in pairwise(spreads)), spreads
     if isinstance(
         topology, Ring
-    ):  # Two rounds average pairs and then the pairs between: the slowest mode keeps cos(pi / 3)**2 of itself.
+    ):  # Two rounds average all neighbours: the slowest mode is multiplied by cos(pi / 3)**2.
         assert abs(spread(26) / spread(24) - 0.25) < 1e-6
 
 
-# Simultaneous requests.
+# Simultaneous offers.
 
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("seed", range(60))
-def test_no_requests_however_they_cross_hold_anybody_up(waits: bool, seed: int):
-    """F2.5: the simulator names a deadlock.  In step, and not; asked by whom chance will."""
+def test_crossing_offers_never_deadlock(waits: bool, seed: int):
+    """F2.5: the simulator raises an error at a deadlock.  Random partners, on synchronous and on uneven workers."""
     chance = Random(seed)
     workers = chance.randrange(2, 7)
     asked = {
@@ -212,16 +214,16 @@ def test_no_requests_however_they_cross_hold_anybody_up(waits: bool, seed: int):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 5])
-def test_of_workers_that_ask_each_other_in_a_circle_at_once_some_average(workers: int):
-    """Were all of them to refuse, or all to wait, nothing would ever be averaged."""
+def test_when_all_offer_in_a_circle_at_the_same_time_some_average(workers: int):
+    """If all refused or all waited, there would be no average."""
     start = torch.eye(workers, dtype=torch.float64)
     models = mixed(lambda rank, size, step: (rank + 1) % size, instant(workers), start.__getitem__, rounds=1)
     assert not torch.equal(models, start)
     assert torch.equal(models.sum(0), start.sum(0)) and (models >= 0).all()
 
 
-def test_nobody_waits_for_a_slow_peer():
-    """One worker is 20 times slower than the others, which gossip with it: they are done when their own gradients are."""
+def test_workers_do_not_wait_for_a_slow_peer():
+    """One worker is 20 times slower than the others.  They finish when their own gradients are done."""
     cluster = Cluster(workers=4, compute=["10ms", "10ms", "10ms", "200ms"])
     run = simulate(regression(steps=30, batch=8), Gossip(), cluster)
     ends = {rank: max(s.stop for s in run.trace.spans if s.rank == rank and s.kind == "gradient") for rank in range(4)}
@@ -234,7 +236,7 @@ def test_nobody_waits_for_a_slow_peer():
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov"])
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_complete_averages_after_each_step_equal_all_reduce_sgd(optimizer: str, workers: int):
-    """In step, with equal parts of each minibatch: an average of two counts both alike."""
+    """Synchronous, with equal data shards: an average of two has equal weights."""
     task = regression(steps=20, batch=2 * workers, optimizer=OPTIMIZERS[optimizer])
     gossip = Gossip(Exponential(), rounds=workers.bit_length() - 1, overlap=False)
     run = simulate(task, gossip, Cluster(workers))
@@ -243,8 +245,8 @@ def test_complete_averages_after_each_step_equal_all_reduce_sgd(optimizer: str, 
 
 @every_topology
 @pytest.mark.parametrize("seed", range(3))
-def test_the_mean_of_all_models_moves_by_gradients_alone(topology: Topology, seed: int):
-    """On a slope, whose gradients depend on the data alone, it ends where all gradients lead: exactly, as all numbers have few bits."""
+def test_the_mean_of_all_models_is_moved_by_gradients_only(topology: Topology, seed: int):
+    """The loss is linear, so gradients depend on the data only.  Exact, because all numbers have few bits."""
 
     def slope(model: nn.Module, batch: Any) -> Tensor:
         return (model.w * batch[0]).sum(1).mean()
@@ -263,12 +265,13 @@ def test_the_mean_of_all_models_moves_by_gradients_alone(topology: Topology, see
     assert torch.equal(run.params, trained_alone(task))
 
 
-def test_a_peer_that_vanishes_in_mid_exchange_leaves_the_other_with_its_own_model():
-    """It dies with the first copy of the other's model in its hands: that one trains on as if it had been alone with its data."""
+def test_when_a_peer_dies_during_an_exchange_the_other_keeps_its_own_model():
+    """It dies after it has received the other's first offer.  The other continues as if it were alone with its data
+    shard."""
     task = regression(steps=12, batch=8)
     run = simulate(task, Gossip(), Cluster(workers=2, compute=["10ms", "30ms"]), faults=Faults({1: 0.029}))
     asks = [s for s in run.trace.spans if s.kind == "send" and s.rank == 0 and s.stop < 0.029]
-    assert asks, "the copy was out"
+    assert asks, "the offer was sent"
     model = task.build()
     optimizer = task.optimizer(model.parameters())
     for k in range(12):
@@ -279,19 +282,19 @@ def test_a_peer_that_vanishes_in_mid_exchange_leaves_the_other_with_its_own_mode
     assert run.seconds < 0.13
 
 
-def test_who_joins_begins_with_a_living_peers_model_at_its_step():
+def test_a_new_worker_starts_with_the_model_and_step_of_a_peer():
     faults = Faults(deaths={1: 0.1}, joins=[0.15])
     task = quadratic(steps=60, batch=6)
     far = Task(task.model, task.loss, [task.data[0] + 10], 6, task.optimizer, steps=60)
     run = simulate(far, Gossip(), Cluster(workers=3, compute="10ms"), faults=faults)
     mine = sorted((p for p in run.trace.points if p.rank == 3), key=lambda p: p.step)
-    assert 13 <= mine[0].step <= 16 and mine[-1].step == 59, "what the dead one would have done until then is lost"
+    assert 13 <= mine[0].step <= 16 and mine[-1].step == 59, "the steps between the death and the join are left out"
     first = min(p.loss for p in run.trace.points if p.step == 0 and p.loss is not None)
     assert mine[0].loss is not None and mine[0].loss < 0.5 * first
     assert all(same(values(run.states[rank], "model")["params"], run.params) for rank in (0, 2, 3))
 
 
-def test_who_joins_waits_until_there_is_a_place():
+def test_a_new_worker_waits_until_a_worker_has_died():
     run = simulate(
         quadratic(steps=40, batch=6),
         Gossip(),

@@ -113,6 +113,7 @@ def check(
         assert same(summed.cpu() + 0.0, into + 0.0) if codec.nbytes(numel) is None else same(summed.cpu(), into)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.skipif(HAS_GPU or IS_INTERPRETED, reason="the tests below run here")
 def test_these_tests_pass_in_the_triton_interpreter():
@@ -124,6 +125,7 @@ def test_these_tests_pass_in_the_triton_interpreter():
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="runs where no Triton is needed")
 def test_without_triton_a_gpu_uses_plain_torch_and_warns_once():
     program = """

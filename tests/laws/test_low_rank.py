@@ -79,6 +79,7 @@ def in_numpy(steps: int, weights: Sequence[float]) -> tuple[list[np.ndarray], li
 # The mean over workers.
 
 
+@pytest.mark.slow
 def test_the_mean_equals_the_papers(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         codec_state = factor_state()

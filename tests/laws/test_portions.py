@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -13,13 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline import Cluster, ClusterError, Faults, Link, Replica, Run, Sandblaster, Shard, Task, simulate
-from paceline.endpoint import Message
+from paceline import (
+    Cluster,
+    ClusterError,
+    Faults,
+    Link,
+    Replica,
+    Run,
+    Sandblaster,
+    Shard,
+    Task,
+    simulate,
+)
+from paceline.protocol.messages import Request
+from paceline.protocol.requests import Refusal, Requests
+from paceline.server.messages import End, Enlist, PushSum, Report, RunProgram, SetValue, Value
 from paceline.server.portions import Portions
-from paceline.server.requests import answered
-from paceline.server.shard_state import Refused
 from paceline.server.vectors import Vectors
 from tests.laws.tasks import instant, numbers, same
+from tests.messages import Dance
 
 WORKERS, STEPS, BATCH, PASSES = 4, 5, 8, 4
 SAMPLES = STEPS * BATCH
@@ -230,7 +242,7 @@ def slices(numel: int = 6) -> Vectors:
             pass
 
     simulate(counting(), Holding(), instant(1))
-    found[0].begin(Message("start", (numbers(numel),)))
+    found[0].begin(numbers(numel))
     return found[0]
 
 
@@ -245,11 +257,11 @@ def test_operations_do_what_they_say():
 def test_a_push_counts_when_it_is_taken_and_once():
     v, update = slices(), numbers(6, seed=1)
     v.run("zero g")
-    v.hold(Message("push", (update,), version=1, steps=3, src=7))
+    v.hold(PushSum(update, 1, 3, src=7))
     assert not v["g"].any()
     v.run("take 7 1 3 g")
     assert same(v["g"], update)
-    with pytest.raises(Refused, match="'take 7 1 3 g': worker 7 has pushed no such sum"):
+    with pytest.raises(Refusal, match="'take 7 1 3 g': worker 7 has pushed no such sum"):
         v.run("take 7 1 3 g")
 
 
@@ -267,24 +279,24 @@ def test_a_push_counts_when_it_is_taken_and_once():
 )
 def test_a_program_with_a_mistake_is_not_begun(program: str, named: str):
     v = slices()
-    with pytest.raises(Refused, match=named):
+    with pytest.raises(Refusal, match=named):
         v.run(program)
-    with pytest.raises(Refused, match="there is no vector 'x'"):
+    with pytest.raises(Refusal, match="there is no vector 'x'"):
         v["x"]
 
 
-GARBAGE: list[tuple[int, Message, str]] = [  # To the how-manieth server, what, and what is said to it.
-    (1, Message("do", (torch.zeros(3, dtype=torch.uint8),)), "only the coordinator says what to do"),
-    (1, Message("end"), "only the coordinator says what to do"),
-    (1, Message("start", (torch.zeros(2, 2),)), "a value is one vector of real numbers"),
-    (1, Message("dance"), "there is no request of the kind 'dance'"),
-    (0, Message("dance"), "there is no request of the kind 'dance'"),
-    (0, Message("report", (torch.zeros(2),)), "a 'report' has"),
-    (0, Message("draw", (torch.tensor([0, 0, 5, 4]),)), "epochs 0 to 0 of 5 minibatches in 4 parts, and there is none"),
-    (1, Message("push", (torch.zeros(3, dtype=torch.float64),)), "for a shard of torch.float64"),
-    (1, Message("push", (torch.zeros(SAMPLES // 2),)), "for a shard of torch.float64"),
-    (1, Message("push", (torch.full((SAMPLES // 2,), torch.nan, dtype=torch.float64),)), "it holds NaN or infinity"),
-    (0, Message("draw", (torch.tensor([0, 9, 5, 4]),)), "and they are"),
+GARBAGE: list[tuple[int, Request, str]] = [  # To which server, what, and why it is refused.
+    (1, RunProgram(torch.zeros(3, dtype=torch.uint8)), "only the coordinator says what to do"),
+    (1, End(), "only the coordinator says what to do"),
+    (1, SetValue(torch.zeros(2, 2)), "a value is one vector of real numbers"),
+    (1, Dance(), "there is no request of the type 'dance'"),
+    (0, Dance(), "there is no request of the type 'dance'"),
+    (0, Report(torch.zeros(2)), "it must hold 2 numbers of torch.int64, not torch.float32"),
+    (0, Enlist(torch.tensor([0, 0, 5, 4])), "epochs 0 to 0 of 5 minibatches in 4 parts, and there is none"),
+    (1, PushSum(torch.zeros(3, dtype=torch.float64), 0, 0), "for a shard of torch.float64"),
+    (1, PushSum(torch.zeros(SAMPLES // 2), 0, 0), "for a shard of torch.float64"),
+    (1, PushSum(torch.full((SAMPLES // 2,), torch.nan, dtype=torch.float64), 0, 0), "it holds NaN or infinity"),
+    (0, Enlist(torch.tensor([0, 9, 5, 4])), "and they are"),
 ]
 
 
@@ -298,11 +310,10 @@ class Provoked(Sandblaster):
     async def worker(self, w: Replica) -> None:
         if w.rank == 1:
             await w.endpoint.busy(1.0)  # pyright: ignore
-            for i, (server, message, _) in enumerate(GARBAGE):
-                rank, asked = w.endpoint.layout.server_ranks[server], replace(message, serial=1000 + i)
-                await w.endpoint.send(rank, asked)
+            requests = Requests(w.endpoint)
+            for server, request, _ in GARBAGE:
                 with pytest.raises(ClusterError) as told:
-                    await answered(w.endpoint, rank, asked, ("value",))
+                    await requests.ask(w.endpoint.layout.server_ranks[server], request, Value)
                 self.said.append(str(told.value))
         await super().worker(w)
 

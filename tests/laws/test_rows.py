@@ -12,21 +12,23 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline import (
-    Adagrad,
-    Adam,
     Cluster,
     Downpour,
-    Every,
-    Momentum,
-    OneBit,
     ParameterServer,
-    Rule,
     Run,
-    Scaled,
-    Sgd,
     SoftSync,
     Task,
     simulate,
+)
+from paceline.codecs import OneBit
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Every,
+    Momentum,
+    Rule,
+    Scaled,
+    Sgd,
 )
 from paceline.worker.rows import positions, refusal, rows, union, within
 from tests.laws.tasks import close

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline import AllReduceSGD, Cluster, Constant, Sandblaster, Shard, Stragglers, Task, Then, attach, simulate
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    Constant,
+    Sandblaster,
+    Shard,
+    Stragglers,
+    Task,
+    Then,
+    attach,
+    simulate,
+)
 from paceline.families.line_search import Point, armijo, strong_wolfe
 from paceline.op import Op, Ready, drive
 from paceline.server.coordinator import Coordinator
@@ -304,7 +315,7 @@ def test_a_model_whose_loss_is_not_finite_is_refused():
     poisoned = Task(
         bad.model, lambda model, batch: bad.loss(model, batch) * float("nan"), bad.data, 24, bad.optimizer, epochs=3
     )
-    with pytest.raises(FloatingPointError, match="not finite as it is at the beginning"):
+    with pytest.raises(FloatingPointError, match="loss of the initial model is not finite"):
         simulate(poisoned, Sandblaster(), Cluster(workers=2), nonfinite="pass")
 
 
@@ -352,7 +363,7 @@ def test_after_a_warm_start_it_begins_with_the_next_epoch():
         ({"history": 0}, r"history=0"),
         ({"push": 0}, r"push=0"),
         ({"backups": -1}, r"backups=-1\): it must be at least 0"),
-        ({"search": "exact"}, r"search='exact'\): it is 'armijo' or 'wolfe'"),
+        ({"search": "exact"}, r"search='exact'\): give 'armijo' or 'wolfe'"),
         ({"c1": 0.9, "c2": 0.1}, r"c1=0.9, c2=0.1\): a line search needs 0 < c1 < c2 < 1"),
     ],
 )

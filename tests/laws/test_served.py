@@ -9,38 +9,35 @@ import torch
 
 from paceline import (
     ASGD,
-    QSGD,
-    Adagrad,
-    Adam,
     AllReduceSGD,
     AsyncDiLoCo,
     AsyncMomentum,
-    Bound,
     Cluster,
-    Compensated,
     DelayCompensated,
     DiLoCo,
     Downpour,
-    Every,
-    Fp32,
-    Memory,
-    Momentum,
-    OneBit,
     ParameterServer,
-    PowerSGD,
-    Push,
     Replicated,
-    RoundRobin,
-    Rule,
-    Scaled,
-    Sgd,
+    Slot,
     SoftSync,
     StaleSynchronous,
     Strategy,
     Then,
     simulate,
 )
-from paceline.codecs import kernels
+from paceline.codecs import QSGD, Fp32, OneBit, PowerSGD, kernels
+from paceline.server.gates import Bound, RoundRobin
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Compensated,
+    Every,
+    Momentum,
+    Push,
+    Rule,
+    Scaled,
+    Sgd,
+)
 from tests.laws.every import RULES
 from tests.laws.tasks import (
     OPTIMIZERS,
@@ -63,8 +60,8 @@ def on_three(strategy: Strategy, compute: Any = UNEQUAL, steps: int = 12, **more
     return simulate(regression(steps=steps, batch=9, **more), strategy, instant(3, compute=compute))
 
 
-def memory(rule: Rule, value: torch.Tensor) -> Memory:
-    return Memory(**rule.memory(value))
+def memory(rule: Rule, value: torch.Tensor) -> Slot:
+    return Slot(**rule.memory(value))
 
 
 # Rules alone.
@@ -214,6 +211,7 @@ def test_diloco_without_a_barrier_is_diloco_when_all_are_in_the_quorum_and_equal
 # Staleness and clocks.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2, 4])
 @pytest.mark.parametrize("compute", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.3, 2.1, 3.7]], ids=["equal", "unequal"])
 def test_mean_staleness_is_others_over_updates(updates: int, compute: list[float]):
@@ -264,6 +262,7 @@ def test_in_fp32_it_is_the_same_up_to_rounding(pushes: Any, pulls: Any):
     assert close(coded.params, plain.params, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "pulls"), [(OneBit(), None), (QSGD(), QSGD()), (OneBit(), OneBit())], ids=str)
 def test_codecs_train_and_save_bytes(codec: Any, pulls: Any):
     task = quadratic(steps=600, batch=6, numel=2000, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Memory that workers have in common, and Hogwild! on it."""
+"""Vectors in shared memory, and Hogwild! on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, Cluster, ClusterError, EAWild, Hogwild, LogNormal, Task, Then, simulate, train
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    ClusterError,
+    EAWild,
+    Hogwild,
+    LogNormal,
+    Task,
+    Then,
+    simulate,
+    train,
+)
 from paceline.endpoint import Layout
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
@@ -27,15 +38,15 @@ from tests.laws.tasks import OPTIMIZERS, Point, close, instant, numbers, regress
 LR = 0.125  # A power of two, so that sums of small integers are exact.
 
 
-def in_common(workers: int, **more: Any) -> tuple[Simulator, list[SimEndpoint]]:
+def sharing(workers: int, **more: Any) -> tuple[Simulator, list[SimEndpoint]]:
     layout = Layout(workers)
     simulator = Simulator(layout.name)
     world = World(simulator, instant(workers, **more), layout, strict=True)
     return simulator, [SimEndpoint(world, rank) for rank in range(workers)]
 
 
-def test_all_have_the_first_one_s_values_and_see_each_other_s_changes():
-    simulator, endpoints = in_common(3)
+def test_all_start_with_the_first_ranks_values_and_see_the_changes_of_others():
+    simulator, endpoints = sharing(3)
     found: list[Tensor] = []
 
     async def role(endpoint: SimEndpoint) -> None:
@@ -50,7 +61,7 @@ def test_all_have_the_first_one_s_values_and_see_each_other_s_changes():
 
 
 def test_a_reader_may_get_parts_of_different_ages_and_a_change_may_be_lost():
-    simulator, endpoints = in_common(3, memory_bandwidth="64B/s")
+    simulator, endpoints = sharing(3, memory_bandwidth="64B/s")
     read, left = torch.empty(16), torch.empty(16)
 
     async def role(endpoint: SimEndpoint) -> None:
@@ -84,13 +95,13 @@ def halfway(task: Task) -> float:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_one_process_is_plain_training_bit_for_bit(optimizer: Any):
+def test_one_process_trains_as_without_paceline_bit_for_bit(optimizer: Any):
     task = regression(steps=12, batch=5, samples=22, optimizer=optimizer)
     assert same(train(task, Hogwild(), workers=1).params, trained_alone(task))
 
 
 def slope(model: Any, batch: Sequence[Tensor]) -> Tensor:
-    """The same gradient everywhere, so that it is known what all steps come to."""
+    """The same gradient everywhere, so that the sum of all steps is known."""
     return (model.w * batch[0]).sum(1).mean()
 
 
@@ -98,33 +109,33 @@ def walk(data: Tensor, steps: int = 12) -> Task:
     return Task(lambda: Point(data.shape[1]), slope, [data], 4, lambda p: torch.optim.SGD(p, lr=LR), steps=steps)
 
 
-def come_to(task: Task, workers: int) -> Tensor:
+def after_all_steps(task: Task, workers: int) -> Tensor:
     parts = [task.part(k, j, workers)[0].mean(0) for k in range(task.total_steps) for j in range(workers)]
     return vector(task.build()) - LR * torch.stack(parts).sum(0)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_lost_where_writes_take_no_time(seed: int):
+def test_no_step_is_lost_where_writes_take_no_time(seed: int):
     task = walk(numbers(16, 24, seed=seed))
     run = simulate(task, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), seed=seed))
-    assert close(run.params, come_to(task, 4))
+    assert close(run.params, after_all_steps(task, 4))
 
 
-def test_dense_steps_are_lost_where_they_take_long_and_training_still_descends():
+def test_dense_steps_are_lost_where_writes_take_long_and_the_loss_still_falls():
     task = walk(numbers(16, 24))
     run = simulate(task, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), memory_bandwidth="100B/s"))
-    assert not close(run.params, come_to(task, 4), rtol=1e-3)
+    assert not close(run.params, after_all_steps(task, 4), rtol=1e-3)
     learning = regression(steps=60, batch=8, optimizer=OPTIMIZERS["sgd"])
     slow = simulate(learning, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), memory_bandwidth="5kB/s"))
     assert loss_of(learning, slow.params) < halfway(learning)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_steps_that_touch_different_values_are_as_in_any_order(seed: int):
-    """However long writes take: each sample has its own values, and a worker writes to no others."""
+def test_steps_that_change_different_values_give_the_same_result_in_any_order(seed: int):
+    """However long writes take: each sample has its own values, and its gradient changes no others."""
     task = walk(torch.eye(16, dtype=torch.float64) * numbers(16, seed=seed), steps=4)
     run = simulate(task, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), memory_bandwidth="20B/s", seed=seed))
-    assert close(run.params, come_to(task, 4))
+    assert close(run.params, after_all_steps(task, 4))
 
 
 class Words(nn.Module):
@@ -138,8 +149,8 @@ def of_words(model: Any, batch: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("how", ["simulated", pytest.param("real", marks=pytest.mark.dist)])
-def test_sparse_steps_touch_only_their_rows(how: str):
-    """And take no longer than these."""
+def test_sparse_steps_change_only_their_rows(how: str):
+    """And their time is that of these rows."""
     words = torch.arange(0, 64).view(32, 2)
     task = Task(Words, of_words, [words], 8, lambda p: torch.optim.SGD(p, lr=LR), steps=4)
     before = vector(task.build()).view(1000, 4)
@@ -147,7 +158,7 @@ def test_sparse_steps_touch_only_their_rows(how: str):
     run = simulate(task, Hogwild(), cluster) if how == "simulated" else train(task, Hogwild(), workers=2)
     moved = (run.params.view(1000, 4) != before).any(1)
     assert moved[:64].all() and not moved[64:].any()
-    # Every row is in one of four samples' means, whoever took that.
+    # Every row is in the mean of one of four minibatches, whichever worker drew it.
     assert torch.allclose(run.params.view(1000, 4)[:64], before[:64] - LR / 8, atol=1e-6)
     if how == "simulated":
         dense = Task(
@@ -161,7 +172,7 @@ def test_sparse_steps_touch_only_their_rows(how: str):
         assert simulate(dense, Hogwild(), cluster).seconds > 10 * run.seconds
 
 
-def test_what_comes_after_has_parameters_of_its_own():
+def test_a_strategy_after_hogwild_has_parameters_of_its_own():
     def task(steps: int) -> Task:
         return regression(steps=steps, batch=9, optimizer=OPTIMIZERS["sgd"])
 
@@ -180,14 +191,15 @@ def test_what_comes_after_has_parameters_of_its_own():
 
 
 @pytest.mark.dist
-def test_who_is_stopped_in_the_middle_of_its_write_holds_up_nobody(tmp_path: Path):
-    """Half of the centre is as it was before then, and the other meets that again and again."""
+def test_a_worker_stopped_within_a_write_does_not_delay_the_others(tmp_path: Path):
+    """Half of the centre is still as before the write, and the other worker averages with it all the same."""
 
     async def law(endpoint: ProcessEndpoint) -> list[float]:
-        common, told = await endpoint.shared_vector(torch.zeros(1 << 20)), await endpoint.shared_vector(torch.zeros(1))
+        common = await endpoint.shared_vector(torch.zeros(1 << 20))
+        is_over = await endpoint.shared_vector(torch.zeros(1))
         writer = int((await endpoint.broadcast(torch.tensor([os.getpid()]), 0))[0])
         if endpoint.rank == 0:
-            while not told.values:
+            while not is_over.values:
                 await common.draw(torch.ones(1 << 20), 1e-3)
             return []
         seen, is_amid = torch.empty(1 << 20), False
@@ -199,7 +211,7 @@ def test_who_is_stopped_in_the_middle_of_its_write_holds_up_nobody(tmp_path: Pat
             is_amid = bool(common.values[0] != common.values[-1])
         for _ in range(3):
             await InMemory(common, endpoint).meet(torch.full((1 << 20,), 8.0), 0.5, seen)
-        told.values.fill_(1.0)
+        is_over.values.fill_(1.0)
         os.kill(writer, signal.SIGCONT)
         return [float(seen[0]), float(seen[-1])]
 
@@ -211,7 +223,7 @@ def test_who_is_stopped_in_the_middle_of_its_write_holds_up_nobody(tmp_path: Pat
 @pytest.mark.parametrize(
     "strategy", [Hogwild(), EAWild(), EAWild(group=2), EAWild(group=2, groups="random", regroup=5)], ids=str
 )
-def test_real_processes_learn_on_memory_in_common(strategy: Any):
+def test_real_processes_learn_in_shared_memory(strategy: Any):
     task = regression(steps=80, batch=8, optimizer=OPTIMIZERS["sgd"])
     run = train(task, strategy, workers=4)
     assert loss_of(task, run.params) < halfway(task)

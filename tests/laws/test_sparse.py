@@ -346,6 +346,7 @@ def test_the_kernel_chooses_as_the_definition_does_for_any_distribution(ratio: f
     assert same(fast, slow)
 
 
+@pytest.mark.slow
 def test_top_k_stays_within_its_buffers_when_denormals_count_as_zeros():
     """In a separate process, which a write out of bounds may crash."""
     program = """

@@ -1,4 +1,4 @@
-"""Strom: everybody applies the same messages, once, and no gradient is lost but what the residuals hold."""
+"""Strom: all workers apply the same messages, each once, and no gradient is lost except the residuals."""
 
 from __future__ import annotations
 
@@ -13,26 +13,21 @@ from torch import Tensor, nn
 from paceline import (
     AllReduceSGD,
     Cluster,
-    Codec,
     Faults,
     Gossip,
     Link,
     LogNormal,
-    OneBit,
-    PowerSGD,
-    RandomPairs,
     Replicated,
     Run,
     Strategy,
     Strom,
     Task,
     Then,
-    Threshold,
-    TopK,
     simulate,
 )
-from paceline.families.peers import Peers
-from paceline.strategies.strom import Flood
+from paceline.codecs import Codec, OneBit, PowerSGD, Threshold, TopK
+from paceline.families.broadcast import BroadcastLog
+from paceline.families.topology import RandomPairs
 from paceline.study.demo import CLUSTER, Demo
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone, values
 
@@ -53,14 +48,14 @@ def slope(model: nn.Module, batch: Any) -> Tensor:
 
 
 def dyadic(steps: int = STEPS, numbers: int = 12, **more: Any) -> Task:
-    """Gradients that do not depend on the model, in float32 and of so few bits that all sums of them are exact."""
+    """Gradients that do not depend on the model, in float32, with few bits: all sums of them are exact."""
     generator = torch.Generator().manual_seed(5)
     data = [torch.randint(-numbers, numbers, (64, NUMEL), generator=generator) / 4]
     return Task(Sum, slope, data, BATCH, lambda p: torch.optim.SGD(p, lr=LR), steps=steps, **more)
 
 
 def gradients(task: Task, workers: int) -> Tensor:
-    """The sum of all workers' gradients of a slope."""
+    """The sum of all workers' gradients of the linear loss."""
     parts = [task.part(k, rank, workers)[0] for k in range(task.total_steps) for rank in range(workers)]
     return torch.stack([part.mean(0) for part in parts if len(part)]).sum(0)
 
@@ -78,16 +73,16 @@ def residuals(run: Run) -> Tensor:
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("lr", [0.02, None], ids=["gradients", "steps of sgd"])
-def test_dense_and_in_step_it_is_all_reduce_sgd_with_the_sum(workers: int, lr: float | None):
-    """The sum of N means over equal parts is N times the mean: as many times the learning rate."""
+def test_dense_and_synchronous_it_equals_all_reduce_sgd_with_the_sum(workers: int, lr: float | None):
+    """The sum of N means over equal shards is N times the mean: N times the learning rate."""
     task = regression(steps=20, batch=3 * workers, optimizer=lambda p: torch.optim.SGD(p, lr=0.02))
     summed = regression(steps=20, batch=3 * workers, optimizer=lambda p: torch.optim.SGD(p, lr=0.02 * workers))
     run = simulate(task, Strom(None, lr), instant(workers))
     assert close(run.params, simulate(summed, AllReduceSGD(), Cluster(workers)).params)
 
 
-def test_of_local_steps_momentum_stays_its_owners():
-    """In step and dense, momentum is linear: the sum of everybody's steps is the step of everybody's sum."""
+def test_with_local_steps_each_worker_keeps_its_own_momentum():
+    """Momentum is linear: synchronous and dense, the sum of all steps is the step of the sum of all gradients."""
     task = regression(steps=20, batch=8, optimizer=OPTIMIZERS["nesterov"])
     summed = regression(steps=20, batch=8, optimizer=lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, nesterov=True))
     assert close(simulate(task, Strom(None), instant(4)).params, simulate(summed, AllReduceSGD(), Cluster(4)).params)
@@ -101,9 +96,11 @@ def test_of_local_steps_momentum_stays_its_owners():
 )
 @pytest.mark.parametrize("lr", [LR, None], ids=["gradients", "local steps"])
 @pytest.mark.parametrize("seed", range(6))
-def test_all_apply_the_same_messages_and_no_mass_is_lost(codec: Codec | None, lr: float | None, seed: int):
-    """To the bit, as everything is a power of two: w = w_0 - lr * (all gradients - all residuals), on every worker; whatever the
-    speeds, and with messages lost and doubled too."""
+def test_all_apply_the_same_messages_and_no_gradient_is_lost(codec: Codec | None, lr: float | None, seed: int):
+    """On every worker w = w_0 - lr * (all gradients - all residuals).
+
+    To the bit, because all numbers have few bits.  At any speeds, and with messages that are lost and doubled.
+    """
     task = dyadic()
     if lr is None and codec is not None:
         codec = Threshold(TAU * LR, entropy=codec.entropy, limit=math.inf)  # pyright: ignore
@@ -112,19 +109,19 @@ def test_all_apply_the_same_messages_and_no_mass_is_lost(codec: Codec | None, lr
     left = residuals(run) * (LR if lr is not None else 1.0) if codec is not None else torch.zeros(NUMEL)
     assert torch.equal(run.params, torch.arange(float(NUMEL)) - (LR * gradients(task, 4) - left))
     if codec is not None:
-        assert left.abs().max() > 0, "something waits"
+        assert left.abs().max() > 0, "a residual is not zero"
 
 
-def test_what_is_sent_is_the_threshold_or_nothing():
-    """Every model is the first one, moved by whole numbers of lr * tau."""
+def test_each_value_sent_is_plus_or_minus_the_threshold():
+    """Every model has moved by integer multiples of lr * tau."""
     run = simulate(dyadic(), Strom(Threshold(TAU, limit=math.inf), LR), uneven(4, 0))
     moved = (torch.arange(float(NUMEL)) - run.params) / (LR * TAU)
     assert torch.equal(moved, moved.round()) and moved.abs().max() >= 1
 
 
 @pytest.mark.parametrize("codec", [OneBit(), TopK(ratio=0.1)], ids=str)
-def test_any_codec_will_do(codec: Codec):
-    """Up to rounding, as what they send has many bits."""
+def test_it_works_with_any_codec(codec: Codec):
+    """Up to rounding, because their values have many bits."""
     task = dyadic()
     run = simulate(task, Strom(codec, LR), uneven(4, 0))
     expected = torch.arange(float(NUMEL)) - LR * (gradients(task, 4) - residuals(run))
@@ -134,52 +131,51 @@ def test_any_codec_will_do(codec: Codec):
 # F1.4
 
 
-def test_a_lost_message_that_nobody_asks_for_again_leaves_a_replica_behind_for_ever(monkeypatch: pytest.MonkeyPatch):
-    """What the numbers are for: without them the same losses end in different models."""
+def test_without_retransmission_a_lost_message_leaves_models_different(monkeypatch: pytest.MonkeyPatch):
+    """Shows that the laws above depend on retransmission."""
 
-    async def never(self: Flood, done: Any) -> None:
-        pass
+    def nothing_missing(self: BroadcastLog, src: int, count: int, of_dead: Tensor | None) -> list[tuple[int, int]]:
+        return []
 
     strategy = Strom(Threshold(TAU, limit=math.inf), LR)
     whole = simulate(dyadic(), strategy, uneven(4, 1), faults=LOSSY)
     assert all(same(p, whole.params) for p in params(whole))
-    monkeypatch.setattr(Flood, "want", never)
-    monkeypatch.setattr(Flood, "has_all", Peers.has_all)
+    monkeypatch.setattr(BroadcastLog, "missing", nothing_missing)
     broken = simulate(dyadic(), strategy, uneven(4, 1), faults=LOSSY)
     assert any(not same(p, broken.params) for p in params(broken))
 
 
-def test_nothing_is_asked_for_again_where_nothing_is_lost():
+def test_without_losses_there_is_no_retransmission():
     run = simulate(dyadic(), Strom(None, LR), uneven(4, 0))
     assert [run.trace.bytes_sent(rank) for rank in range(4)] == [3 * STEPS * 4 * NUMEL] * 4
 
 
-def test_what_all_have_is_forgotten():
-    """A worker keeps its messages, and others', only until everybody has them: also those of one that says nothing itself."""
+def test_the_log_drops_messages_that_all_workers_have():
+    """Also if one worker sends no more messages of its own: it acknowledges all the same."""
     kept: list[int] = []
     task = dyadic(steps=60)
 
-    class Watched(Flood):
-        async def spread(self, update: Tensor) -> None:
-            await super().spread(update)
-            kept.append(len(self._said) + sum(map(len, self._kept.values())))
+    class Watched(BroadcastLog):
+        async def broadcast(self, data: Tensor) -> None:
+            await super().broadcast(data)
+            kept.append(len(self._sent) + sum(map(len, self._kept.values())))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.strategies.strom.Flood", Watched)
+        patch.setattr("paceline.strategies.strom.BroadcastLog", Watched)
         simulate(task, Strom(None, LR), Cluster(workers=3, compute=["10ms", "10ms", "11ms"]))
         assert max(kept) < 20
         kept.clear()
-        simulate(task, Strom(None, LR), Cluster(workers=2, compute=["1ms", "10ms"]))  # The first is done early.
+        simulate(task, Strom(None, LR), Cluster(workers=2, compute=["1ms", "10ms"]))  # The first finishes early.
         assert max(kept[len(kept) // 2 :]) < 40
 
 
-# Who dies and who joins.
+# Workers that die and join.
 
 
 @pytest.mark.parametrize("lossy", [False, True], ids=["", "lossy"])
 @pytest.mark.parametrize("seed", range(15))
-def test_all_that_live_have_the_same_messages_whoever_dies(lossy: bool, seed: int):
-    """Of a dead worker's last words as well, whoever has heard them; and who joins has all of what was before."""
+def test_all_living_workers_apply_the_same_messages_when_others_die(lossy: bool, seed: int):
+    """Including the last messages of a dead worker that only one peer has received, and for workers that join."""
     chance = Random(seed)
     dead = chance.sample(range(4), chance.randrange(1, 4))
     faults = Faults(
@@ -196,7 +192,7 @@ def test_all_that_live_have_the_same_messages_whoever_dies(lossy: bool, seed: in
     assert living and all(same(p, living[0]) for p in living)
 
 
-def test_what_a_dead_worker_has_said_stays_and_its_residual_is_lost():
+def test_updates_of_a_dead_worker_stay_and_its_residual_is_lost():
     task = dyadic(steps=40)
     died = 0.155
     run = simulate(task, Strom(None, LR), Cluster(workers=4, compute="10ms"), faults=Faults({3: died}))
@@ -206,34 +202,35 @@ def test_what_a_dead_worker_has_said_stays_and_its_residual_is_lost():
     assert torch.equal(run.params, torch.arange(float(NUMEL)) - LR * torch.stack(said).sum(0))
 
 
-def test_nobody_waits_for_a_slow_or_dead_peer():
+def test_workers_do_not_wait_for_a_slow_or_dead_peer():
     cluster = Cluster(workers=4, compute=["10ms", "10ms", "200ms", "10ms"])
     run = simulate(dyadic(steps=30), Strom(None, LR), cluster, faults=Faults({3: 0.1}))
     last = {rank: max(s.stop for s in run.trace.spans if s.rank == rank and s.kind == "gradient") for rank in range(4)}
     assert last[0] < 0.31 and last[1] < 0.31
 
 
-# What is learnt.
+# Training.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [Strom(Threshold(tau=0.05, limit=math.inf), lr=0.2 / 8), Gossip(RandomPairs()), Gossip()],
     ids=["strom", "gossip", "on a ring"],
 )
 def test_digits_are_learnt_almost_as_well_as_by_all_reduce_sgd(strategy: Strategy):
-    """On eight unequal workers; see docs/results/strom.md for more of them."""
+    """On eight workers of different speeds; docs/results/strom.md has more."""
     reference, run = (simulate(Demo(10).task(), s, CLUSTER, strict=False) for s in (AllReduceSGD(), strategy))
     assert reference.final["accuracy"] > 0.93
     assert run.final["accuracy"] > reference.final["accuracy"] - 0.03
     assert run.trace.bytes_sent(0) < 0.25 * reference.trace.bytes_sent(0) and run.seconds < 0.4 * reference.seconds
 
 
-# The beginning.
+# The first steps.
 
 
 @pytest.mark.parametrize("few", [1, 2, 3])
-def test_few_workers_begin_and_nothing_is_left_out(few: int):
+def test_few_workers_start_and_no_data_is_left_out(few: int):
     task = dyadic()
     run = simulate(task, Strom(None, LR, few=few, few_steps=5), Cluster(workers=4, compute="10ms"))
     assert {p.rank for p in run.trace.points if p.step < 5} == set(range(few))
@@ -242,7 +239,7 @@ def test_few_workers_begin_and_nothing_is_left_out(few: int):
     assert all(same(p, run.params) for p in params(run))
 
 
-def test_it_may_begin_after_a_warm_start():
+def test_it_can_follow_another_strategy():
     task = dyadic()
     run = simulate(task, Then(Replicated(), Strom(Threshold(TAU, limit=math.inf), LR), steps=4), Cluster(workers=4))
     assert all(same(p, run.params) for p in params(run))
@@ -251,7 +248,7 @@ def test_it_may_begin_after_a_warm_start():
     } == {4}
 
 
-# What cannot be.
+# Invalid settings and values.
 
 
 @pytest.mark.parametrize(
@@ -266,11 +263,11 @@ def test_it_may_begin_after_a_warm_start():
             lambda: simulate(
                 quadratic(steps=3, batch=4), Strom(None), Cluster(workers=2), faults=Faults(suspicions=[(1, 0.1)])
             ),
-            "Strom has none",
+            "Strom has no servers",
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make: Any, said: str):
+def test_invalid_settings_are_refused(make: Any, said: str):
     with pytest.raises(ValueError, match=said):
         make()
 

@@ -17,8 +17,6 @@ from paceline import (
     BlockMomentum,
     Cluster,
     DiLoCo,
-    Fp32,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
@@ -28,6 +26,7 @@ from paceline import (
     Then,
     simulate,
 )
+from paceline.codecs import Fp32, OneBit
 from paceline.strategy import Strategy
 from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, values, vector
 from tests.laws.test_strategies import assert_same_states, restless
@@ -182,7 +181,10 @@ def test_a_run_is_resumed_just_before_at_and_after_the_switch(first: Strategy, a
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: Then(Replicated(), AllReduceSGD()), r"Then\(\): give the length of the first method once.*steps, samples or epochs"),
+        (
+            lambda: Then(Replicated(), AllReduceSGD()),
+            r"Then\(\): give the length of the first method once.*steps, samples or epochs",
+        ),
         (lambda: Then(Replicated(), AllReduceSGD(), steps=3, epochs=1), r"Then\(steps=3, epochs=1\): give the length"),
         (lambda: Then(Replicated(), AllReduceSGD(), samples=-1), r"Then\(samples=-1\).*at least 0"),
         (lambda: Then(ParameterServer(), AllReduceSGD(), steps=3), "servers run to the end of a job"),

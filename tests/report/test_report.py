@@ -251,6 +251,7 @@ def test_long_line_is_thinned_to_five_hundred_points_with_both_ends():
     assert len(xs) == 500 and xs[0] == 0.0 and xs[-1] == 440.0
 
 
+@pytest.mark.slow
 def test_page_of_sixty_methods_is_below_a_megabyte(tmp_path: Path):
     stale = dict.fromkeys(range(3000), 2)
     rows = [

@@ -24,11 +24,12 @@ from paceline import (
     units,
 )
 from paceline import costs as network
-from paceline.endpoint import Layout, Message
+from paceline.endpoint import Layout
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
 from tests.laws.tasks import OPTIMIZERS, instant, quadratic
+from tests.messages import Goodbye, Note
 
 Role = Callable[[SimEndpoint], Coroutine[Any, Any, Any]]
 
@@ -79,7 +80,7 @@ def test_receiver_gets_two_messages_one_after_the_other():
     arrivals: list[tuple[float, int]] = []
 
     async def sender(e: SimEndpoint) -> None:
-        await e.send(2, Message("hello", (torch.zeros(25),)))
+        await e.send(2, Note(values=(torch.zeros(25),)))
 
     async def receiver(e: SimEndpoint) -> None:
         for _ in range(2):
@@ -93,7 +94,7 @@ def test_receiver_gets_two_messages_one_after_the_other():
 
 def test_network_card_sends_and_receives_at_the_same_time():
     async def role(e: SimEndpoint) -> None:
-        send = e.send(1 - e.rank, Message("hello", (torch.zeros(25),)))
+        send = e.send(1 - e.rank, Note(values=(torch.zeros(25),)))
         await e.recv()
         assert e.now() == 1.5
         await send
@@ -106,7 +107,7 @@ def test_slow_link_slows_its_pair_and_every_collective_over_it():
 
     async def role(e: SimEndpoint) -> None:
         if e.rank < 2:
-            await e.send(2, Message("hello", (torch.zeros(25),)))
+            await e.send(2, Note(values=(torch.zeros(25),)))
         else:
             assert [(await e.recv()).src for _ in range(2)] == [0, 1]
             assert e.now() == 11.0
@@ -242,7 +243,7 @@ def test_buckets_are_exchanged_during_backward():
 
 def test_encoding_takes_time():
     """A codec processes 100 plain bytes a second."""
-    from paceline import OneBit
+    from paceline.codecs import OneBit
 
     cluster = instant(2, codec_bandwidth=100.0)
     run = simulate(quadratic(steps=1, batch=4, dtype=torch.float32), AllReduceSGD(codec=OneBit()), cluster)
@@ -331,7 +332,7 @@ def test_broadcasts_from_different_sources_do_not_match():
 def test_writing_to_a_buffer_in_flight_is_an_error(how: str):
     def begin(e: SimEndpoint, x: torch.Tensor) -> Any:
         if how == "send":
-            return e.send(1 - e.rank, Message("hello", (x,)))
+            return e.send(1 - e.rank, Note(values=(x,)))
         if how == "extras":
             return e.all_reduce(torch.ones(2), x.double() if e.rank else x)
         if how == "all_to_all":
@@ -407,22 +408,22 @@ def test_recv_times_out_in_virtual_time():
             await e.recv(src=1, timeout=2.0)
         except TimeoutError as error:
             seen.append((e.now(), str(error)))
-        seen.append((await e.recv(src=1, timeout=10.0)).kind)
+        seen.append((await e.recv(src=1, timeout=10.0)).tag)
         seen.append(e.now())
 
     async def sends(e: SimEndpoint) -> None:
         await e.busy(4.0)
-        await e.send(0, Message("late"))
+        await e.send(0, Goodbye())
 
     play(slow(2), {0: waits, 1: sends})
-    assert seen == [(3.0, "rank 0 waited 2 s for a message from worker 1"), "late", 4.5]
+    assert seen == [(3.0, "rank 0 waited 2 s for a message from worker 1"), "goodbye", 4.5]
 
 
 def test_send_to_itself_or_to_a_missing_rank_is_an_error():
     async def role(e: SimEndpoint) -> None:
         for dst in (0, 2, -1):
             with pytest.raises(ValueError, match=f"rank 0 sent 'note' to rank {dst}"):
-                e.send(dst, Message("note"))
+                e.send(dst, Note(values=(torch.zeros(25),)))
 
     async def nothing(e: SimEndpoint) -> None:
         pass

@@ -1,10 +1,12 @@
-"""Wire formats, one a file.  A new one joins `CODECS` here and is then listed, parsed and put under the laws."""
+"""Wire formats, one a file."""
+
+# Written by `python -m tools.exports`, which `make format` runs.  Do not edit.
 
 from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Unencodable
 from paceline.codecs.combine import Chunked, PerTensor
 from paceline.codecs.dgc import DGC
 from paceline.codecs.entropy import Entropy
-from paceline.codecs.floats import BFloat16, Fp8, Fp16, Fp32
+from paceline.codecs.floats import BFloat16, Cast, Fp8, Fp16, Fp32
 from paceline.codecs.n_bit import NBit
 from paceline.codecs.one_bit import OneBit
 from paceline.codecs.power_sgd import PowerSGD
@@ -13,22 +15,23 @@ from paceline.codecs.threshold import AdaptiveThreshold, Threshold
 from paceline.codecs.top_k import TopK
 
 CODECS: tuple[type[Codec], ...] = (
+    PerTensor,
+    Chunked,
+    DGC,
+    Entropy,
     Fp32,
+    Cast,
     Fp16,
     BFloat16,
     Fp8,
-    OneBit,
     NBit,
+    OneBit,
+    PowerSGD,
     QSGD,
     TernGrad,
     Threshold,
     AdaptiveThreshold,
     TopK,
-    DGC,
-    Entropy,
-    PowerSGD,
-    PerTensor,
-    Chunked,
 )
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "QSGD",
     "AdaptiveThreshold",
     "BFloat16",
+    "Cast",
     "Chunked",
     "Codec",
     "CodecState",

@@ -16,7 +16,9 @@ from paceline.codecs.codec import Codec, CodecState, Unencodable
 from paceline.codecs.layout import is_finite
 from paceline.collectives.reductions import reduction, reduction_of
 from paceline.collectives.vote import SyncVote, packed_nbytes
-from paceline.endpoint import Endpoint, Message, check_summable
+from paceline.endpoint import Endpoint, check_summable
+from paceline.errors import ClusterError
+from paceline.protocol.messages import Message
 from paceline.stripes import stripe_of
 
 Groups = Sequence[Sequence[int]]
@@ -82,6 +84,12 @@ async def _mean_in(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec: Codec, 
     return total
 
 
+class RingChunk(Message):
+    """A part of the vector, on its way round the ring."""
+
+    values: Tensor
+
+
 async def ring_sum(endpoint: Endpoint, x: Tensor) -> Tensor:
     """The sum of `x`, in place, by messages in a ring of the ranks: for groups without a collective.
 
@@ -95,13 +103,15 @@ async def ring_sum(endpoint: Endpoint, x: Tensor) -> Tensor:
     right = endpoint.ranks[(me + 1) % ranks]
     left = endpoint.ranks[me - 1]
     for s in range(2 * (ranks - 1)):
-        sent = endpoint.send(right, Message("ring", (chunks[(me - s) % ranks],)))
-        (received,) = (await endpoint.recv(src=left)).tensors
+        sent = endpoint.send(right, RingChunk(chunks[(me - s) % ranks]))
+        received = await endpoint.recv(src=left)
+        if not isinstance(received, RingChunk):
+            raise ClusterError(f"rank {left} sent '{received.tag}' within a sum round a ring")
         chunk = chunks[(me - s - 1) % ranks]
         if s < ranks - 1:
-            chunk.add_(received)
+            chunk.add_(received.values)
         else:
-            chunk.copy_(received)
+            chunk.copy_(received.values)
         await sent
     return x
 

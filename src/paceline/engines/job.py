@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
 
 LAUNCHER_PIPE = "PACELINE_LAUNCHER_PIPE"  # The variable with the file descriptor of the launcher's pipe.
+# Servers watch the first process of each rank.  Its replacement joins them as a new rank and publishes this id, which
+# is above every id that Linux gives.
+DEAD_PID = 2**30
 
 _joined = itertools.count()  # Jobs that this process has joined.  All ranks count the same, so it names the job's keys.
 
@@ -81,7 +84,8 @@ class Job:
             self.layout = Layout(self.workers, servers)
             if served is not None and servers:
                 # Before this process has threads, so that it can be forked.
-                settings = self._server_settings(epoch, takes_nonfinite, may_lose_starter=launcher_pipe is not None)
+                pid = os.getpid() if incarnation == 1 else DEAD_PID
+                settings = self._server_settings(epoch, pid, takes_nonfinite, launcher_pipe is not None)
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation)
@@ -108,8 +112,8 @@ class Job:
         self._base = _unwrapped(place.meet(self._timeout_s))
         self.store = dist.PrefixStore(self._prefix, self._base)
 
-    def _server_settings(self, epoch: float, takes_nonfinite: bool, *, may_lose_starter: bool) -> ServerSettings:
-        pids = gather(self.store, self.rank, self.workers, "pid", str(os.getpid()))
+    def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
+        pids = gather(self.store, self.rank, self.workers, "pid", str(pid))
         return ServerSettings.of(
             self.layout,
             self._base,

@@ -1,8 +1,9 @@
-"""Topology: which workers average with each other in gossip, by rank, number of workers and round.
+"""Topology: which workers average with each other in gossip.
 
-A topology is any callable of (rank, size, step) that returns the rank of the peer, or None for no peer in that round.
-The topologies here form pairs: in one round each worker is its peer's peer.  Over all rounds a topology must be
-connected: the values of every worker reach every other worker.
+A topology is any function of (rank, size, step) that returns the rank of the partner, or None for no partner.  Here
+`rank` counts data shards, `size` is their number, and `step` counts rounds.  The topologies in this file form pairs: in
+a round each worker is the partner of its partner.  Any topology must be connected: over many rounds, every worker
+reaches every other, directly or through others.
 """
 
 from __future__ import annotations
@@ -14,21 +15,20 @@ from random import Random
 
 Topology = Callable[[int, int, int], int | None]
 
-ROUNDS_PER_WORKER = 16  # A topology must be connected after this many rounds times the number of workers.
+ROUNDS_A_WORKER = 16  # So many rounds for each worker are checked before a topology is said to be not connected.
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Average with the two neighbours on a ring in turn: few connections, slow consensus.
+    """Pairs of neighbours on a circle, left and right in turn: few connections, slow consensus.
 
     >>> [[Ring()(rank, 4, step) for rank in range(4)] for step in (0, 1)]
     [[1, 0, 3, 2], [3, 2, 1, 0]]
     """
 
     def __call__(self, rank: int, size: int, step: int) -> int | None:
-        place = (
-            rank - step
-        ) % size  # The first pair moves by one worker in every round.  Of an odd number one is left.
+        # In every round the pairs start one place further.  If the number is odd, one worker has no partner.
+        place = (rank - step) % size
         if place == size - 1 and size % 2:
             return None
         return (rank + (-1 if place % 2 else 1)) % size
@@ -36,7 +36,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Exponential:
-    """Average with the workers at distance 1, 2, 4, ... in turn: n synchronous rounds make 2**n workers equal.
+    """Pairs at the distances 1, 2, 4, ... in turn: with 2**n workers, n synchronous rounds make all models equal.
 
     >>> [[Exponential()(rank, 4, step) for rank in range(4)] for step in (0, 1)]
     [[1, 0, 3, 2], [2, 3, 0, 1]]
@@ -49,7 +49,7 @@ class Exponential:
 
 @dataclass(frozen=True)
 class RandomPairs:
-    """Average with a random worker: every round has new random pairs, which are the same on all workers."""
+    """Random pairs, new in each round.  All workers compute the same ones."""
 
     seed: int = 0
 
@@ -65,25 +65,25 @@ def _shuffled(seed: int, size: int, step: int) -> list[int]:
 
 
 def peer_of(topology: Topology, rank: int, size: int, step: int) -> int | None:
-    """The peer of a worker in a round, or None; ValueError if the topology returns no valid peer."""
+    """The partner of a worker in a round; ValueError if the topology returns no valid rank."""
     peer = topology(rank, size, step)
     if peer is None:
         return None
     if peer == rank:
         raise ValueError(
-            f"{topology}: in round {step} worker {rank} of {size} would average with itself; return None for no peer"
+            f"{topology}: in round {step} worker {rank} of {size} averages with itself; return None for no partner"
         )
     if peer not in range(size):
         raise ValueError(
-            f"{topology}: in round {step} worker {rank} would average with {peer!r}, but workers are 0 to {size - 1}"
+            f"{topology}: in round {step} worker {rank} averages with {peer!r}; workers are 0 to {size - 1}"
         )
     return peer
 
 
 def check_connected(topology: Topology, size: int) -> None:
-    """Raise ValueError for a topology in which the values of some workers never reach others."""
-    part = list(range(size))  # For each worker the lowest rank that it is connected to.
-    for step in range(ROUNDS_PER_WORKER * size):
+    """Refuse a topology in which some workers never reach others."""
+    part = list(range(size))  # For each worker, the lowest rank that it reaches.
+    for step in range(ROUNDS_A_WORKER * size):
         for rank in range(size):
             if (peer := peer_of(topology, rank, size, step)) is not None and part[rank] != part[peer]:
                 low, high = sorted((part[rank], part[peer]))
@@ -92,6 +92,5 @@ def check_connected(topology: Topology, size: int) -> None:
             return
     parts = [[rank for rank in range(size) if part[rank] == p] for p in sorted(set(part))]
     raise ValueError(
-        f"{topology} on {size} workers is not connected: it consists of the parts {', '.join(map(str, parts))}, "
-        "which never average with each other"
+        f"{topology} on {size} workers is not connected: no average links the parts {', '.join(map(str, parts))}"
     )

@@ -1,23 +1,46 @@
-"""Contributor: a worker's part in a pass over all of the data.
+"""BatchWorker: a worker's part in a pass over all of the data.
 
-It works on the portions that the coordinator gives it, adds up their gradients, and pushes the sum to the shards now and then.
+It works on the portions that the coordinator gives it, adds up their gradients, and pushes the sum to the shards now
+and then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import torch
 
-from paceline.endpoint import Message
-from paceline.server.requests import HasEnded, answered
+from paceline.protocol.messages import Away, Reply, Request
+from paceline.protocol.requests import PeerFinished, Requests
+from paceline.server.messages import (
+    BringOrder,
+    Brought,
+    Enlist,
+    GetValue,
+    Held,
+    Order,
+    OverOrder,
+    PassOrder,
+    Pushed,
+    PushOrder,
+    PushSum,
+    Report,
+    RunEnded,
+    SetValue,
+    SignOff,
+    Value,
+    WorkOrder,
+)
 from paceline.strategy import MissedEnd
 from paceline.stripes import stripe_of
 from paceline.worker.replica import Replica
 
-ORDERS = ("bring", "work", "push", "over", "away", "bye", "late")
+R = TypeVar("R", bound=Reply)
 
 
 class BatchWorker:
-    """A worker without a will of its own: it does what the coordinator tells it."""
+    """A worker that does what the coordinator tells it."""
 
     def __init__(self, w: Replica) -> None:
         self.w, self.endpoint = w, w.endpoint
@@ -33,9 +56,10 @@ class BatchWorker:
         self._first, self._last = -(-w.cursor.step // self._steps), end // self._steps
         if self._first >= self._last:
             raise ValueError(
-                f"Sandblaster from step {w.cursor.step} to {end}: it works on whole epochs, of {self._steps} steps, and there is none"
+                f"Sandblaster from step {w.cursor.step} to {end}: it works on whole epochs, of {self._steps} "
+                f"steps, and there is none"
             )
-        self._serial = 0
+        self._requests = Requests(self.endpoint)
         self._number, self._sum = 0, 0  # The pass that it is in, and which of its sums it is adding to.
         self._total = torch.zeros_like(w.params)
         self._loss, self._samples = 0.0, 0  # What is behind the sum.
@@ -43,81 +67,79 @@ class BatchWorker:
     async def work(self) -> None:
         """Until the coordinator says that all is done; then the parameters are what the shards hold."""
         try:
-            order = await self._draw()
-            while order.kind != "over":
-                if order.kind == "work":
+            order = await self._enlist()
+            while not isinstance(order, OverOrder):
+                if isinstance(order, WorkOrder):
                     order = await self._compute(order)
-                elif order.kind == "push":
+                elif isinstance(order, PushOrder):
                     order = await self._push()
-                elif order.kind == "bring":
-                    await self._ask_shards("start", "begun", self.w.params)
-                    order = await self._ask(Message("brought"))
-                else:  # It was taken for dead, and others do its work.
-                    order = await self._draw()
+                elif isinstance(order, BringOrder):
+                    await self._ask_shards([SetValue(self.w.params[where]) for where in self.slices], Held)
+                    order = await self._ask(Brought())
+                else:  # It was declared dead, and others do its work.
+                    order = await self._enlist()
             await self._pull()
-            await self._ask(Message("bye"))
-        except HasEnded:
+            await self._ask(SignOff())
+        except PeerFinished:
             raise MissedEnd from None
 
-    async def _draw(self) -> Message:
+    async def _enlist(self) -> Order | Away:
         self._number = 0
-        return await self._ask(
-            Message("draw", (torch.tensor([self._first, self._last, self._steps, self.w.cursor.shards]),))
-        )
+        return await self._ask(Enlist(torch.tensor([self._first, self._last, self._steps, self.w.cursor.shards])))
 
-    async def _compute(self, order: Message) -> Message:
+    async def _compute(self, order: WorkOrder) -> Order | Away:
         """Add the gradient of a portion to the sum, unless another worker has done it meanwhile."""
-        w, number, portion = self.w, self._number, int(order.tensors[0][3])
+        w, portion = self.w, order.portion
+        number = self._number
         step, data_shard = divmod(portion, w.cursor.shards)
         w.cursor.seek((self._first + number - 1) * self._steps + step, data_shard)
         g, samples = await w.gradient(), int(w.batch.samples)
-        order = await self._ask(Message("report", (torch.tensor([number, portion]),)))
-        if order.kind in ("work", "push") and order.tensors[0][2] and samples:
+        answer = await self._ask(Report(torch.tensor([number, portion])))
+        if isinstance(answer, PassOrder) and answer.counts and samples:
             assert w.learner.loss is not None
             self._total.add_(g, alpha=samples)
             self._loss, self._samples = self._loss + samples * w.learner.loss, self._samples + samples
-        return order
+        return answer
 
-    async def _push(self) -> Message:
+    async def _push(self) -> Order | Away:
         """Let the shards have the sum, and the coordinator know that all of them do."""
-        await self._ask_shards("push", "held", self._total)
+        await self._ask_shards([PushSum(self._total[where], self._number, self._sum) for where in self.slices], Held)
         numbers, loss = torch.tensor([self._number, self._sum]), torch.tensor([self._loss], dtype=torch.float64)
-        return await self._ask(Message("pushed", (numbers, loss), samples=self._samples))
+        return await self._ask(Pushed(numbers, loss, self._samples))
 
     async def _pull(self) -> None:
         """The parameters as the shards hold them now."""
-        for where, value in zip(self.slices, await self._ask_shards("get", "value"), strict=True):
-            self.w.params[where] = value.tensors[0]
+        for where, value in zip(
+            self.slices, await self._ask_shards([GetValue() for _ in self.slices], Value), strict=True
+        ):
+            self.w.params[where] = value.value
 
     # Messages.
 
-    async def _ask(self, message: Message) -> Message:
-        """What the coordinator says to a request; in a new pass the parameters are others, and the sum is empty."""
-        await self.endpoint.send(self.coordinator, self._numbered(message))
-        order = await answered(self.endpoint, self.coordinator, message, ORDERS)
-        if order.kind == "late":
-            raise HasEnded("all work was done before")
-        if order.kind in ("work", "push"):
-            number, which = order.tensors[0][:2].tolist()
+    async def _ask(self, request: Request) -> Order | Away:
+        """What the coordinator replies to a request; in a new pass the parameters are others, and the sum is empty."""
+        order = await self._requests.ask(self.coordinator, request, Order, Away, RunEnded)
+        if isinstance(order, RunEnded):
+            raise PeerFinished("all work was done before")
+        if isinstance(order, PassOrder):
+            number, which = order.pass_number, order.sum_number
             if number != self._number:
                 await self._pull()
             if (number, which) != (self._number, self._sum):
-                self._number, self._sum, self._loss, self._samples = number, which, 0.0, 0
+                self._number, self._sum = number, which
+                self._loss, self._samples = 0.0, 0
                 self._total.zero_()
         return order
 
-    async def _ask_shards(self, kind: str, answer: str, vector: torch.Tensor | None = None) -> list[Message]:
-        parts = [() if vector is None else (vector[where],) for where in self.slices]
-        asked = [self._numbered(Message(kind, part, self._number, steps=self._sum)) for part in parts]
-        sends = [self.endpoint.send(rank, message) for rank, message in zip(self.shards, asked, strict=True)]
+    async def _ask_shards(self, requests: Sequence[Request], reply: type[R]) -> list[R]:
+        """Ask each shard, and wait for the replies of all."""
+        sends = [
+            self.endpoint.send(rank, self._requests.number(request))
+            for rank, request in zip(self.shards, requests, strict=True)
+        ]
         for send in sends:
             await send
         return [
-            await answered(self.endpoint, rank, message, (answer,))
-            for rank, message in zip(self.shards, asked, strict=True)
+            await self._requests.reply(rank, request, reply)
+            for rank, request in zip(self.shards, requests, strict=True)
         ]
-
-    def _numbered(self, message: Message) -> Message:
-        self._serial += 1
-        message.serial = self._serial
-        return message

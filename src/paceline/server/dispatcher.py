@@ -1,90 +1,102 @@
-"""Desk: where the first shard gives out work and notes what is done."""
+"""Dispatcher: the first shard gives out work and notes what is done."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
 
 import torch
 
-from paceline.endpoint import Endpoint, Message
-from paceline.server.shard_state import Refused
+from paceline.endpoint import Endpoint
+from paceline.protocol.messages import Reply, Request, reply_to
+from paceline.protocol.requests import Refusal
+from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, NoWork, Update, Work
 from paceline.server.work_queue import WorkItem, WorkQueue
 
 MOST_DRAWN = 64  # Parts of minibatches that a worker is given at once.
 
 
 class Dispatcher:
-    """Workers draw tickets; in a user's own loop, where each has data of its own, it is counted how far each part of them has come."""
+    """Workers draw work items.  In a user's own loop each worker has its own data, and it is counted how many steps are
+    done of each."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._tickets: WorkQueue | None = None
-        self._drawn: dict[int, tuple[int, list[WorkItem]]] = {}  # What each was given last, and for which request.
-        self.drawing: list[Message] = []  # Who wants a ticket, and there was none.
-        self._later: dict[int, Message] = {}  # What each wanted in advance when there was little left.
-        self._data_shards: dict[
-            int, int
-        ] = {}  # Whose part of the data those work on who have taken a dead one's place,
-        self._done: dict[int, int] = {}  # and how many minibatches were done of each part.
+        self._queue: WorkQueue | None = None
+        self._drawn: dict[int, tuple[DrawWork, list[WorkItem]]] = {}  # What each was given last, and for which request.
+        self.drawing: list[DrawWork] = []  # Requests for which there was no work.
+        self._deferred: dict[int, DrawWork] = {}  # What each wanted in advance when there was little left.
+        self._data_shards: dict[int, int] = {}  # The data shards of workers that have replaced a dead one,
+        self._done: dict[int, int] = {}  # and how many minibatches were done of each.
 
-    async def draw(self, message: Message, workers: int) -> None:
-        """A worker wants to know what to do next, now (`steps`) or in advance."""
-        src, serial = message.src, message.serial
-        if src in self._drawn and self._drawn[src][0] == serial:  # Its answer was lost.
-            return await self._give(src, *self._drawn[src])
-        if any(m.src == src and m.serial == serial for m in self.drawing):
-            return await self.endpoint.send(src, Message("idle", serial=serial))
-        if message.samples < 1 or [(t.dtype, t.shape) for t in message.tensors] != [(torch.int64, (3,))]:
-            told = ", ".join(f"{t.dtype} of shape {tuple(t.shape)}" for t in message.tensors) or "nothing"
-            raise Refused(
-                f"it wants {message.samples} parts, of which three int64 numbers say of what, and at least 1: it gave {told}"
-            )
-        first, last, data_shards = message.tensors[0].tolist()
-        if data_shards != self.endpoint.layout.workers:
-            raise Refused(
-                f"it wants minibatches cut into {data_shards} parts, and they are cut into {self.endpoint.layout.workers}"
-            )
-        if self._tickets is None:
-            try:
-                self._tickets = WorkQueue(first, last, data_shards)
-            except ValueError as error:
-                raise Refused(str(error)) from error
+    async def draw(self, request: DrawWork, workers: int) -> None:
+        """A worker wants work, now or in advance."""
+        src, drawn = request.src, self._drawn.get(request.src)
+        if drawn is not None and _is_same(drawn[0], request):  # Its reply was lost.
+            return await self._give(*drawn)
+        if any(_is_same(other, request) for other in self.drawing):
+            return await self._reply(request, NoWork())
+        queue = self._opened(request)
         # Few at the end, and none in advance, so that all end at the same time.
-        left, workers = self._tickets.left, max(1, workers)
-        if left <= workers and not message.steps and self._tickets.held(src):
-            self._later[src] = message
-            return await self.endpoint.send(src, Message("later", serial=serial))
+        left, workers = queue.left, max(1, workers)
+        if left <= workers and not request.now and queue.held(src):
+            self._deferred[src] = request
+            return await self._reply(request, Deferred())
         fair = max(1, left // (2 * workers))
-        if taken := self._tickets.take(src, min(message.samples, fair, MOST_DRAWN)):
-            await self._give(src, serial, taken)
-        elif self._tickets.is_over:
-            await self.endpoint.send(src, Message("over", serial=serial))
+        if taken := queue.take(src, min(request.wanted, fair, MOST_DRAWN)):
+            await self._give(request, taken)
+        elif queue.is_over:
+            await self._reply(request, AllDone())
         else:
-            self.drawing = [*(m for m in self.drawing if m.src != src), message]
-            await self.endpoint.send(src, Message("idle", serial=serial))
+            self.drawing = [*(other for other in self.drawing if other.src != src), request]
+            await self._reply(request, NoWork())
 
-    async def hurry(self, message: Message, workers: int) -> None:
+    def _opened(self, request: DrawWork) -> WorkQueue:
+        """The queue of work, which the first request begins."""
+        extent = request.extent
+        if (extent.dtype, tuple(extent.shape)) != (torch.int64, (3,)):
+            raise Refusal(
+                f"the extent of work is three int64 numbers, not {extent.dtype} of shape {tuple(extent.shape)}"
+            )
+        first, last, data_shards = extent.tolist()
+        if data_shards != self.endpoint.layout.workers:
+            raise Refusal(
+                f"it wants minibatches cut into {data_shards} parts, and they are cut into "
+                f"{self.endpoint.layout.workers}"
+            )
+        if self._queue is None:
+            try:
+                self._queue = WorkQueue(first, last, data_shards)
+            except ValueError as error:
+                raise Refusal(str(error)) from error
+        return self._queue
+
+    async def draw_now(self, request: DrawNow, workers: int) -> None:
         """A worker needs now what it has wanted in advance."""
-        wanted = self._later.get(message.src)
-        if wanted is None or wanted.serial != message.serial:
-            raise Refused("it has not wanted anything before")
-        await self.draw(replace(wanted, steps=1), workers)
+        deferred = self._deferred.get(request.src)
+        if deferred is None or not _is_same(deferred, request):
+            raise Refusal("it has not drawn work in advance with this request_id")
+        wanted = copy.copy(deferred)
+        wanted.now = True
+        await self.draw(wanted, workers)
 
-    async def _give(self, src: int, serial: int, tickets: list[WorkItem]) -> None:
-        self._drawn[src] = serial, tickets
-        await self.endpoint.send(src, Message("tickets", (torch.tensor(tickets, dtype=torch.int64),), serial=serial))
+    async def _give(self, request: DrawWork, items: list[WorkItem]) -> None:
+        self._drawn[request.src] = request, items
+        await self._reply(request, Work(torch.tensor(items, dtype=torch.int64)))
 
-    def check(self, push: Message) -> None:
+    async def _reply(self, request: Request, reply: Reply) -> None:
+        await self.endpoint.send(request.src, reply_to(request, reply))
+
+    def check(self, push: Update) -> None:
         """Refuse an update that claims more work than its sender was given."""
-        if self._tickets is not None and push.steps > self._tickets.held(push.src):
-            raise Refused(f"it says that it has done {push.steps} parts, and was given {self._tickets.held(push.src)}")
+        if self._queue is not None and push.steps > self._queue.held(push.src):
+            raise Refusal(f"it says that it has done {push.steps} parts, and was given {self._queue.held(push.src)}")
 
-    async def note(self, push: Message) -> None:
+    async def note(self, push: Update) -> None:
         """What an update says is done."""
         if not push.steps:
             return
-        if self._tickets is not None:
-            self._tickets.do(push.src, push.steps)
+        if self._queue is not None:
+            self._queue.do(push.src, push.steps)
             await self._say_if_over()
         else:
             data_shard = self._data_shards.get(push.src, push.src)
@@ -97,21 +109,24 @@ class Dispatcher:
 
     def leave(self, worker: int) -> None:
         """A worker that has gone wants nothing more."""
-        self.drawing = [m for m in self.drawing if m.src != worker]
-        self._later.pop(worker, None)
+        self.drawing = [request for request in self.drawing if request.src != worker]
+        self._deferred.pop(worker, None)
 
     async def hand_on(self, dead: int) -> None:
         """What a dead worker has not done is for those who have nothing to do."""
-        if self._tickets is not None:
-            self._tickets.lose(dead)
+        if self._queue is not None:
+            self._queue.lose(dead)
             self._drawn.pop(dead, None)
-            while self.drawing and self._tickets.left:
-                message = self.drawing.pop(0)
-                await self._give(message.src, message.serial, self._tickets.take(message.src))
+            while self.drawing and self._queue.left:
+                request = self.drawing.pop(0)
+                await self._give(request, self._queue.take(request.src))
             await self._say_if_over()
 
     async def _say_if_over(self) -> None:
-        if self._tickets is not None and self._tickets.is_over:
+        if self._queue is not None and self._queue.is_over:
             while self.drawing:
-                message = self.drawing.pop(0)
-                await self.endpoint.send(message.src, Message("over", serial=message.serial))
+                await self._reply(self.drawing.pop(0), AllDone())
+
+
+def _is_same(a: Request, b: Request) -> bool:
+    return (a.src, a.incarnation, a.request_id) == (b.src, b.incarnation, b.request_id)

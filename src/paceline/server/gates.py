@@ -19,7 +19,8 @@ class Gate(ABC):
 
     @abstractmethod
     def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
-        """Whether a worker may have its answer, and so begin its next iteration; its own clock counts the push that it made."""
+        """Whether a worker may have its answer, and so begin its next iteration; its own clock counts the push that it
+        made."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Fused kernels for rules, compiled by numba: one pass over the value, the update and what a rule remembers; no GIL meanwhile.
+"""Fused kernels for rules, compiled by numba: one pass over the value, the update and what a rule remembers; no GIL
+meanwhile.
 
-Each says of one element what its rule's docstring says of all; rounding may differ from plain torch's in the last bit, as torch
-multiplies and adds in one operation where it can.
+Each says of one element what its rule's docstring says of all; rounding may differ from plain torch's in the last bit,
+as torch multiplies and adds in one operation where it can.
 """
 
 from __future__ import annotations

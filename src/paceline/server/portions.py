@@ -1,7 +1,8 @@
 """Portions: which worker works on which part of a batch, and whose result is counted.
 
-A worker that has finished a portion claims it, adds it to a sum of its own, and hands the sum in now and then.  A portion counts once it
-was handed in.  Towards the end idle workers do again what others are slow to finish: the first result wins.
+A worker that has finished a portion claims it, adds it to a sum of its own, and hands the sum in now and then.  A
+portion counts once it was handed in.  Towards the end idle workers do again what others are slow to finish: the first
+result wins.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Portions:
         return self.free.popleft()
 
     def back_up(self, worker: int) -> int | None:
-        """What another is slow to finish, for a worker that has nothing to do: first what nobody has finished, longest ago given out,
-        then what is in the sum of one that is still at work, and so cannot hand it in."""
+        """What another is slow to finish, for a worker that has nothing to do: first what nobody has finished, longest
+        ago given out, then what is in the sum of one that is still at work, and so cannot hand it in."""
         taken = self._done | self._owner.keys()
         unfinished = [
             p for p, at in self._at.items() if p not in taken and worker not in at and len(at) <= self.backups

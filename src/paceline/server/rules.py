@@ -1,7 +1,8 @@
 """Rules: what an arriving update does to the value that a shard holds.
 
-A rule is a frozen dataclass of settings; what it remembers lies in the shard's memory, so that one rule serves many shards.  Some
-wrap another: `Scaled(Every(4, Momentum()))` shrinks stale updates, takes the mean of every four and gives that to a momentum.
+A rule is a frozen dataclass of settings; what it remembers lies in the shard's memory, so that one rule serves many
+shards.  Some wrap another: `Scaled(Every(4, Momentum()))` shrinks stale updates, takes the mean of every four and gives
+that to a momentum.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def fused_for(value: Tensor, update: Tensor) -> ModuleType | None:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a shard knows of an update: who sent it, how many samples are behind it, and how many versions have been made since the
-    sender read the value."""
+    """What a shard knows of an update: who sent it, how many samples are behind it, and how many versions have been
+    made since the sender read the value."""
 
     src: int = 0
     samples: float = 1.0
@@ -49,7 +50,8 @@ class Push:
 
 
 class Rule(ABC):
-    """How a shard's value changes by an update; see `Adagrad` for one that remembers and `Scaled` for one that wraps another."""
+    """How a shard's value changes by an update; see `Adagrad` for one that remembers and `Scaled` for one that wraps
+    another."""
 
     def memory(self, value: Tensor) -> dict[str, Any]:
         """What it remembers at the beginning."""
@@ -68,7 +70,8 @@ class Rule(ABC):
         return None
 
     def tick(self, value: Tensor, m: Memory, now: float, workers: int) -> bool:
-        """Apply what was held back, if its time has come or as many workers as are there now make it complete; whether it was."""
+        """Apply what was held back, if its time has come or as many workers as are there now make it complete; whether
+        it was."""
         return False
 
     def pulled(self, value: Tensor, m: Memory, src: int) -> None:  # noqa: B027 (most rules have nothing to do)
@@ -124,8 +127,8 @@ class Attract(Rule):
 class Momentum(Rule):
     """One velocity for all workers, which every push advances: v = momentum * v + gradient; value -= lr * v.
 
-    With `unit_gain` v = momentum * v + (1 - momentum) * gradient.  Asynchrony is like a momentum of 1 - 1/workers by itself, so
-    many workers want less of it.
+    With `unit_gain` v = momentum * v + (1 - momentum) * gradient.  Asynchrony is like a momentum of 1 - 1/workers by
+    itself, so many workers want less of it.
     """
 
     lr: float = 0.1
@@ -215,9 +218,11 @@ class Wrapper(Rule):
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {"inner": Memory(**self.rule.memory(value))}
 
+    works_elementwise: ClassVar[bool] = False  # Whether what this class adds to its rule works on some values alone.
+
     @property
     def is_elementwise(self) -> bool:
-        return isinstance(self, Scaled) and self.rule.is_elementwise
+        return self.works_elementwise and self.rule.is_elementwise
 
     def flush(self, value: Tensor, m: Memory) -> bool:
         return self.rule.flush(value, m.inner)
@@ -237,9 +242,11 @@ SCALES: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Scaled(Wrapper):
-    """An update counts for the less the staler it is: 1/staleness, from a staleness of 1 on (Zhang et al. 2016), or 1/(staleness + 1)."""
+    """An update counts for the less the staler it is: 1/staleness, from a staleness of 1 on (Zhang et al. 2016), or
+    1/(staleness + 1)."""
 
     by: Literal["1/tau", "1/(tau+1)"] = "1/tau"
+    works_elementwise: ClassVar[bool] = True
     NEEDS: ClassVar[str] = f"the scale is one of {', '.join(map(repr, SCALES))}"
 
     def __post_init__(self) -> None:
@@ -252,7 +259,8 @@ class Scaled(Wrapper):
 
 @dataclass(frozen=True)
 class Every(Wrapper):
-    """Only the mean of every `n` updates, whoever they are from, is applied: softsync.  At the end, that of those there are."""
+    """Only the mean of every `n` updates, whoever they are from, is applied: softsync.  At the end, that of those there
+    are."""
 
     n: int = 1
     NEEDS: ClassVar[str] = "at least 1 update makes a new value"
@@ -283,8 +291,9 @@ class Every(Wrapper):
 
 @dataclass(frozen=True)
 class Quorum(Wrapper):
-    """Updates are gathered until `least` are there (a majority of the workers, unless given) and `grace` seconds more have passed, or
-    all workers' are; their mean, weighted by samples, is applied, and only then are their senders answered."""
+    """Updates are gathered until `least` are there (a majority of the workers, unless given) and `grace` seconds more
+    have passed, or all workers' are; their mean, weighted by samples, is applied, and only then are their senders
+    answered."""
 
     least: int | None = None
     grace: float = 0.0
@@ -322,7 +331,9 @@ class Quorum(Wrapper):
     def _apply_mean(self, value: Tensor, m: Memory) -> bool:
         applied = self.rule.apply(value, m.sum.div_(m.weight), m.inner, Push())
         m.sum.zero_()
-        m.weight, m.srcs, m.until = 0.0, [], None
+        m.weight = 0.0
+        m.srcs = []
+        m.until = None
         return applied
 
 
@@ -330,7 +341,8 @@ class Quorum(Wrapper):
 class Compensated(Wrapper):
     """DC-ASGD (Zheng et al. 2017): a late gradient, corrected for how far the value has moved since its sender read it.
 
-    g + lam * g * g * (value - value read).  With `adaptive`, lam is divided by the root of a moving mean of g * g, value by value.
+    g + lam * g * g * (value - value read).  With `adaptive`, lam is divided by the root of a moving mean of g * g,
+    value by value.
     """
 
     lam: float = 0.04

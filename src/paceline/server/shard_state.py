@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch import Tensor
 from paceline.codecs import kernels
 from paceline.codecs.codec import Codec
 from paceline.codecs.layout import is_finite
-from paceline.endpoint import Endpoint, Message
+from paceline.endpoint import Endpoint
+from paceline.protocol.messages import Request
+from paceline.protocol.requests import Refusal
+from paceline.server.messages import Update, Value
 from paceline.server.rules import Push, Rule
 from paceline.state import Memory
 from paceline.worker.rows import positions, refusal, union
@@ -18,23 +22,27 @@ from paceline.worker.rows import positions, refusal, union
 CHANGES = 1024  # So many versions ago it is known what has changed since.
 
 
-class Refused(ValueError):
-    """What a shard will not do, and why."""
-
-    answer = "refused"
-
-
-class Away(Refused):
-    """A worker that is not, or no longer, among the others; it may join them."""
-
-    answer = "away"
+def check_value(value: Tensor) -> None:
+    """Refuse what cannot be a shard's first value."""
+    if not value.dtype.is_floating_point or value.dim() != 1:
+        raise Refusal(f"a value is one vector of real numbers, not {value.dtype} of shape {tuple(value.shape)}")
 
 
-def check_value(message: Message) -> None:
-    """Whether what a worker brings can be a shard's first value."""
-    told = [(t.dtype, tuple(t.shape)) for t in message.tensors]
-    if len(told) != 1 or not told[0][0].is_floating_point or len(told[0][1]) != 1:
-        raise Refused(f"a value is one vector of real numbers, not {told}")
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A worker that wants the value; with `since` only what has changed after that version.  `steps_done` is of its
+    data shard."""
+
+    src: int
+    request_id: int
+    incarnation: int
+    since: int | None = None
+    steps_done: int = 0
+
+    @classmethod
+    def by(cls, request: Request, steps_done: int = 0) -> Wanted:
+        since = request.version if isinstance(request, Update) and request.runs is not None else None
+        return cls(request.src, request.request_id, request.incarnation, since, steps_done)
 
 
 class ShardState:
@@ -64,13 +72,14 @@ class ShardState:
         if rule is not None and self.is_there:
             rule.forget(self._memory(rule), worker)
 
-    async def apply(self, rule: Rule, push: Message, codec: Codec | None, workers: int) -> bool:
-        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes nothing."""
+    async def apply(self, rule: Rule, push: Update, codec: Codec | None, workers: int) -> bool:
+        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes
+        nothing."""
         update = self._update(rule, push, codec)
         if not push.samples:
             return False
         told = Push(push.src, push.samples, self.version - push.version, workers, self.endpoint.now())
-        m, runs = self._memory(rule), push.tensors[1].clone() if len(push.tensors) > 1 else None
+        m, runs = self._memory(rule), None if push.runs is None else push.runs.clone()
         if runs is None:
             work = lambda: rule.apply(self._own_value(), update, m, told)  # noqa: E731
         else:
@@ -112,13 +121,24 @@ class ShardState:
         m = self._memory(rule)
         self.version += await self.endpoint.compute(lambda: rule.flush(self._own_value(), m), kind="apply", nbytes=0)
 
-    def answer(self, request: Message, rule: Rule | None, codec: Codec | None) -> tuple[Tensor, ...]:
-        """What a worker is told of the value; only what has changed and where, if it knows the rest and wants it so."""
+    def answer(self, wanted: Wanted, rule: Rule | None, codec: Codec | None) -> Value:
+        """The reply to a worker: the value; or only what has changed and where, if it knows the rest and wants it
+        so."""
         if rule is not None:
-            rule.pulled(self.value, self._memory(rule), request.src)
-        if request.tensors and (changed := self._changed_since(request.version)) is not None:
-            return self.value[positions(changed)], changed
-        return (self.value if codec is None else self._news(request.src, codec),)
+            rule.pulled(self.value, self._memory(rule), wanted.src)
+        reply = Value(
+            self.value,
+            self.version,
+            steps_done=wanted.steps_done,
+            request_id=wanted.request_id,
+            incarnation=wanted.incarnation,
+        )
+        if wanted.since is not None and (changed := self._changed_since(wanted.since)) is not None:
+            reply.value = self.value[positions(changed)]
+            reply.runs = changed
+        elif codec is not None:
+            reply.value = self._news(wanted.src, codec)
+        return reply
 
     def _changed_since(self, version: int) -> Tensor | None:
         """What has changed after a version; None if that is everything, or too long ago."""
@@ -141,19 +161,18 @@ class ShardState:
         kernels.add(codec, data, told, 1.0, False)
         return data
 
-    def _update(self, rule: Rule, push: Message, codec: Codec | None) -> Tensor:
+    def _update(self, rule: Rule, push: Update, codec: Codec | None) -> Tensor:
         """What is pushed, if it can be applied; where no samples are behind it, only its form counts."""
-        update = push.tensors[0]
+        update, runs = push.update, push.runs
         if push.version > self.version:
-            raise Refused(f"it was computed from version {push.version}, but this shard has made only {self.version}")
-        if len(push.tensors) > 1:
-            runs = push.tensors[1]
+            raise Refusal(f"it was computed from version {push.version}, but this shard has made only {self.version}")
+        if runs is not None:
             if not rule.is_elementwise:
-                raise Refused(f"it is of some values alone, to which {rule} cannot be applied")
+                raise Refusal(f"it is of some values alone, to which {rule} cannot be applied")
             if (why := refusal(runs, self.value.numel())) is not None:
-                raise Refused(why)
+                raise Refusal(why)
             if update.shape != (int(runs[:, 1].sum()),) or update.dtype != self.value.dtype:
-                raise Refused(
+                raise Refusal(
                     f"{update.dtype} values of shape {tuple(update.shape)} for runs of {int(runs[:, 1].sum())} values"
                 )
         elif codec is not None and update.dtype == torch.uint8:
@@ -161,13 +180,14 @@ class ShardState:
                 try:
                     update = codec.decode(update, self.value.numel())
                 except ValueError as error:
-                    raise Refused(str(error)) from error
+                    raise Refusal(str(error)) from error
         elif update.shape != self.value.shape or update.dtype != self.value.dtype:
-            raise Refused(
-                f"{update.dtype} values of shape {tuple(update.shape)} for a shard of {self.value.dtype} and {tuple(self.value.shape)}"
+            raise Refusal(
+                f"{update.dtype} values of shape {tuple(update.shape)} for a shard of {self.value.dtype} and "
+                f"{tuple(self.value.shape)}"
             )
         if push.samples and not self.takes_nonfinite and not is_finite(update):
-            raise Refused("it holds NaN or infinity")
+            raise Refusal("it holds NaN or infinity")
         return update
 
     def _own_value(self) -> Tensor:

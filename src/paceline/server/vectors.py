@@ -1,22 +1,38 @@
-"""Vectors: a shard's slices of named vectors, and the few operations by which a coordinator works on them (Dean et al. 2012).
+"""Vectors: a shard's slices of named vectors, and the few operations by which a coordinator works on them (Dean et al.
+2012).
 
-The coordinator says by name what is to be done, `axpy -0.5 y3 q`, and hears nothing but inner products.  What workers push is held back
-until the coordinator says that it counts, so that an update is taken by all shards or by none.
+The coordinator says by name what is to be done, `axpy -0.5 y3 q`, and hears nothing but inner products.  What workers
+push is held back until the coordinator says that it counts, so that an update is taken by all shards or by none.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.codecs.layout import is_finite
-from paceline.endpoint import Endpoint, Message
+from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
+from paceline.protocol.messages import Message, Numbered, PeerDied, PeerSuspected, Reply, reply_to
+from paceline.protocol.requests import Deduplicator, Refusal, UnknownRequest, Verdict
+from paceline.server.messages import (
+    End,
+    Ended,
+    GetValue,
+    Held,
+    Products,
+    PushSum,
+    RunProgram,
+    SetValue,
+    Value,
+    WorkerLost,
+)
 from paceline.server.shard import Shard
-from paceline.server.shard_state import Refused, check_value
+from paceline.server.shard_state import check_value
 
 # What each operation is told: a number, a count, a vector that there is, or one that may be new.
 OPERATIONS = {
@@ -49,25 +65,28 @@ class Vectors:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._named:
-            raise Refused(f"there is no vector '{name}' here, only {sorted(self._named)}")
+            raise Refusal(f"there is no vector '{name}' here, only {sorted(self._named)}")
         return self._named[name]
 
-    def begin(self, message: Message) -> None:
+    def begin(self, value: Tensor) -> None:
         """Take the first value of `w`, unless there is one."""
-        check_value(message)
+        check_value(value)
         if not self._named:
-            self._named["w"] = self.endpoint.send_buffer(message.tensors[0]).copy_(message.tensors[0])
+            self._named["w"] = self.endpoint.send_buffer(value).copy_(value)
 
-    def hold(self, push: Message) -> None:
+    def hold(self, push: PushSum) -> None:
         """Keep what a worker has pushed, in the place of what it has pushed before."""
-        like, which = self["w"], (push.version, push.steps)
-        told = [(t.dtype, tuple(t.shape)) for t in push.tensors]
-        if told != [(like.dtype, tuple(like.shape))]:
-            raise Refused(f"a push of {told} for a shard of {like.dtype} and {tuple(like.shape)}")
-        if not self.takes_nonfinite and not is_finite(push.tensors[0]):
-            raise Refused("it holds NaN or infinity")
+        like, total = self["w"], push.total
+        which = push.pass_number, push.sum_number
+        if (total.dtype, total.shape) != (like.dtype, like.shape):
+            raise Refusal(
+                f"a sum of {total.dtype} and shape {tuple(total.shape)} for a shard of {like.dtype} and "
+                f"{tuple(like.shape)}"
+            )
+        if not self.takes_nonfinite and not is_finite(total):
+            raise Refusal("it holds NaN or infinity")
         if push.src not in self._pushed or self._pushed[push.src][0] < which:
-            self._pushed[push.src] = which, push.tensors[0].clone()
+            self._pushed[push.src] = which, total.clone()
 
     def run(self, program: str) -> list[float]:
         """Do what each line says, all or nothing; the inner products that are asked for."""
@@ -84,14 +103,15 @@ class Vectors:
         for line in program.splitlines():
             operation, *words = line.split() or [""]
             if operation not in OPERATIONS:
-                raise Refused(f"'{line}': there is no operation '{operation}', only {', '.join(OPERATIONS)}")
+                raise Refusal(f"'{line}': there is no operation '{operation}', only {', '.join(OPERATIONS)}")
             if len(words) != len(OPERATIONS[operation]):
-                raise Refused(
-                    f"'{line}': {operation} takes {len(OPERATIONS[operation])} words, {', '.join(OPERATIONS[operation])}"
+                raise Refusal(
+                    f"'{line}': {operation} takes {len(OPERATIONS[operation])} words, "
+                    f"{', '.join(OPERATIONS[operation])}"
                 )
             given = [_read(line, kind, word, known) for kind, word in zip(OPERATIONS[operation], words, strict=True)]
             if operation == "take" and self._pushed.get(given[0], ((-1, -1),))[0] != (given[1], given[2]):
-                raise Refused(f"'{line}': worker {given[0]} has pushed no such sum")
+                raise Refusal(f"'{line}': worker {given[0]} has pushed no such sum")
             parsed.append((operation, given))
         self["w"]  # Without the first value nobody knows how long a new vector is.
         return parsed
@@ -133,10 +153,10 @@ def _read(line: str, kind: str, word: str, known: set[str]) -> Any:
     if kind == "new":
         known.add(word)
     elif kind == "vector" and word not in known:
-        raise Refused(f"'{line}': there is no vector '{word}' here, only {sorted(known)}")
+        raise Refusal(f"'{line}': there is no vector '{word}' here, only {sorted(known)}")
     elif kind == "count":
         if not word.isdecimal():
-            raise Refused(f"'{line}': '{word}' is no count")
+            raise Refusal(f"'{line}': '{word}' is no count")
         return int(word)
     elif kind == "number":
         try:
@@ -144,74 +164,85 @@ def _read(line: str, kind: str, word: str, known: set[str]) -> Any:
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise Refused(f"'{line}': '{word}' is no finite number")
+            raise Refusal(f"'{line}': '{word}' is no finite number")
         return number
     return word
 
 
 async def serve(s: Shard) -> None:
     """What a shard of vectors does until its coordinator says that it is not needed any longer."""
-    endpoint, coordinator = s.endpoint, s.endpoint.layout.server_ranks[0]
-    held = Vectors(endpoint, takes_nonfinite=s.held.takes_nonfinite)
-    last = Message("done")  # What the coordinator was answered last.
-
-    async def answer(message: Message) -> Message | None:
-        match message.kind:
-            case "start":
-                held.begin(message)
-                return Message("begun")
-            case "get":
-                return Message("value", (held["w"],))
-            case "push":
-                held.hold(message)
-                return Message("held")
-            case "do" | "end" if message.src != coordinator:
-                raise Refused("only the coordinator says what to do")
-            case "do":
-                if message.serial > last.serial:
-                    await run(message)
-                return last if message.serial == last.serial else None
-            case "end":
-                return Message("ended")
-            case "gone":  # The coordinator may be too far away to notice.
-                await endpoint.send(coordinator, Message("lost", samples=message.src))
-            case "silent":
-                pass
-            case kind:
-                raise Refused(f"there is no request of the kind '{kind}'")
-        return None
-
-    async def run(message: Message) -> None:
-        nonlocal last
-        program = _text(message)
-        work = lambda: held.run(program)  # noqa: E731
-        found = await endpoint.compute(work, kind="apply", nbytes=held.nbytes * len(program.splitlines()))
-        last = Message("done", (torch.tensor(found, dtype=torch.float64),), serial=message.serial)
-
-    while True:
+    server = VectorServer(s)
+    while not server.is_over:
         try:
-            message = await endpoint.recv()
-        except TimeoutError:  # Nobody has said anything for very long, and the next may all the same.
+            message = await s.endpoint.recv()
+        except TimeoutError:  # No rank has sent anything for very long, and the next may all the same.
             continue
         try:
-            said = await answer(message)
-        except Refused as error:
+            reply = await server.handle(message)
+        except Refusal as error:
             await s.refuse(message, error)
             continue
-        if said is not None:
-            said.serial = message.serial
-            try:
-                await endpoint.send(message.src, said)
-            except ClusterError:  # It has not taken it in time: nobody else is to wait for it.
-                continue
-            if said.kind == "ended":
-                return
+        if reply is not None:
+            assert isinstance(message, Numbered)
+            # A rank that has not taken its reply in time must not hold up the others.
+            with suppress(ClusterError):
+                await s.endpoint.send(message.src, reply_to(message, reply))
 
 
-def _text(message: Message) -> str:
-    if [t.dtype for t in message.tensors] != [torch.uint8]:
-        raise Refused(f"a program is text, not {[str(t.dtype) for t in message.tensors]}")
+class VectorServer:
+    """Replies to workers and to the coordinator of a batch method."""
+
+    def __init__(self, s: Shard) -> None:
+        self.endpoint = s.endpoint
+        self.coordinator = s.endpoint.layout.server_ranks[0]
+        self.vectors = Vectors(s.endpoint, takes_nonfinite=s.held.takes_nonfinite)
+        self.is_over = False
+        self._programs = Deduplicator()
+
+    async def handle(self, message: Message) -> Reply | None:
+        """Do what a message asks for; the reply to it."""
+        match message:
+            case SetValue():
+                self.vectors.begin(message.value)
+                return Held()
+            case GetValue():
+                return Value(self.vectors["w"])
+            case PushSum():
+                self.vectors.hold(message)
+                return Held()
+            case RunProgram() | End() if message.src != self.coordinator:
+                raise Refusal("only the coordinator says what to do")
+            case RunProgram():
+                return await self._run(message)
+            case End():
+                self.is_over = True
+                return Ended()
+            case PeerDied():  # The coordinator may be too far away to notice.
+                await self.endpoint.send(self.coordinator, WorkerLost(message.src))
+            case PeerSuspected():
+                pass
+            case _:
+                raise UnknownRequest(message)
+        return None
+
+    async def _run(self, request: RunProgram) -> Reply | None:
+        """Run a program once, however often it comes."""
+        verdict = self._programs.judge(request)
+        if verdict is Verdict.REPEATED:
+            return self._programs.reply_again(request)
+        if verdict is not Verdict.NEW:
+            return None
+        program = _text(request.program)
+        nbytes = self.vectors.nbytes * len(program.splitlines())
+        found = await self.endpoint.compute(lambda: self.vectors.run(program), kind="apply", nbytes=nbytes)
+        self._programs.note(request)
+        return self._programs.keep(request.src, Products(torch.tensor(found, dtype=torch.float64)))
+
+
+def _text(program: Tensor) -> str:
+    if program.dtype != torch.uint8:
+        raise Refusal(f"a program is text, not {program.dtype}")
     try:
-        return bytes(message.tensors[0].tolist()).decode()
+        return bytes(program.tolist()).decode()
     except UnicodeDecodeError as error:
-        raise Refused(f"a program is text: {error}") from error
+        raise Refusal(f"a program is text: {error}") from error

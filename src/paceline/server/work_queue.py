@@ -1,8 +1,8 @@
 """Tickets: which worker works on which part of which minibatch.
 
-Workers that run free ask for the next part when they need one: a fast one gets more of them than a slow one, and what a dead one
-had not done is done by another.  Each minibatch is begun before the next, so that whatever their speeds all workers are at about
-the same place of the data.
+Workers that run free ask for the next part when they need one: a fast one gets more of them than a slow one, and what a
+dead one had not done is done by another.  Each minibatch is begun before the next, so that whatever their speeds all
+workers are at about the same place of the data.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ class WorkItem(NamedTuple):
 class WorkQueue:
     """The parts of the minibatches from `first` to before `last`, each cut into `data_shards`.
 
-    >>> tickets = Tickets(0, 2, seats=2)
-    >>> tickets.take(7), tickets.take(1), tickets.take(7)
-    ([Ticket(step=0, seat=0)], [Ticket(step=0, seat=1)], [Ticket(step=1, seat=0)])
-    >>> tickets.lose(7)
-    >>> tickets.take(1, 5)
-    [Ticket(step=0, seat=0), Ticket(step=1, seat=0), Ticket(step=1, seat=1)]
+    >>> queue = WorkQueue(0, 2, data_shards=2)
+    >>> queue.take(7), queue.take(1), queue.take(7)
+    ([WorkItem(step=0, data_shard=0)], [WorkItem(step=0, data_shard=1)], [WorkItem(step=1, data_shard=0)])
+    >>> queue.lose(7)
+    >>> queue.take(1, 5)
+    [WorkItem(step=0, data_shard=0), WorkItem(step=1, data_shard=0), WorkItem(step=1, data_shard=1)]
     """
 
     def __init__(self, first: int, last: int, data_shards: int) -> None:
         if not 0 <= first <= last or data_shards < 1:
             raise ValueError(
-                f"Tickets({first}, {last}, seats={data_shards}): minibatches are counted upwards from 0, and have at least 1 part"
+                f"WorkQueue({first}, {last}, data_shards={data_shards}): minibatches are counted upwards from 0, and "
+                f"have at least 1 part"
             )
-        self.first, self.last, self.data_shards = first, last, data_shards
+        self.first, self.last = first, last
+        self.data_shards = data_shards
         self._row = first  # The last minibatch that was begun,
         self._free = list(range(data_shards)) if first < last else []  # and its parts that nobody has yet.
         self._returned: list[WorkItem] = []  # What was given out and came back, in order.

@@ -21,13 +21,14 @@ from paceline.needs import Length, Offers, check
 from paceline.session.learner import LoopLearner
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
-from paceline.session.same_model import check_like_first, check_same_model, everything
+from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.session import Session
 from paceline.strategy import Strategy
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
 from paceline.worker.run import WorkerRun
+from paceline.worker.tensors import named_tensors
 
 Initial = Literal["equal", "broadcast"]
 
@@ -173,6 +174,6 @@ def _start_from_same_model(job: Job, flat: FlatModel, initial: Initial, *, is_el
         check_like_first(job.rank, flat, job.store, values=initial == "equal")
     elif job.workers > 1:
         if initial == "broadcast":
-            for _, values in everything(flat.model):
+            for _, values in named_tensors(flat.model):
                 job.endpoint.broadcast(values, 0).wait()
         check_same_model(job.endpoint, flat, job.store)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.endpoint import Endpoint, Message, SharedVector, check_summable
+from paceline.endpoint import Endpoint, SharedVector, check_summable
 from paceline.op import Op
+from paceline.protocol.messages import Message
 from paceline.sim.buffers import check_unchanged
 from paceline.sim.shared_vector import SimSharedVector
 from paceline.sim.simulator import SimOp
@@ -96,17 +96,19 @@ class SimEndpoint:
         rank = self.rank
         if not 0 <= dst < len(world.names) or dst == rank:
             raise ValueError(
-                f"rank {rank} sent '{message.kind}' to rank {dst}: it must be another rank, "
+                f"rank {rank} sent '{message.tag}' to rank {dst}: it must be another rank, "
                 f"from 0 to {len(world.names) - 1}"
             )
         nbytes = message.nbytes
         start, stop = world.machines.send(rank, dst, simulator.now, nbytes)
         simulator.trace.span(rank, "send", start, stop, nbytes)
-        op = simulator.op("send", rank, " of '", message.kind, "' to ", world.names[dst])
-        snapshot = [t.clone() for t in message.tensors]
-        sent = replace(message, tensors=tuple(snapshot), src=rank)
+        op = simulator.op("send", rank, " of '", message.tag, "' to ", world.names[dst])
+        given = message.tensors()
+        snapshot = [t.clone() for t in given]
+        sent = message.with_tensors(snapshot)
+        sent.src = rank
         # The check comes before the receiver gets the snapshot, because the receiver may write to it.
-        simulator.at(stop, self._sent, op, message.tensors, snapshot)
+        simulator.at(stop, self._sent, op, given, snapshot)
         arrival = stop + world.machines.link(rank, dst).latency
         for _ in range(world.copies()):
             simulator.at(arrival, world.arrive, dst, sent, stop)
@@ -118,13 +120,13 @@ class SimEndpoint:
         self._simulator.finish(op)
 
     def recv(
-        self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None
+        self, *, src: int | None = None, types: tuple[type[Message], ...] | None = None, timeout: float | None = None
     ) -> Op[Message]:
         simulator = self._simulator
         inbox = self.world.inboxes[self.rank]
         detail = () if src is None else (" from ", self.world.names[src])
         op = simulator.op("a message", self.rank, *detail)
-        receiver = Receiver(src, kinds, op)
+        receiver = Receiver(src, types, op)
         for i, message in enumerate(inbox):
             if receiver.wants(message):
                 del inbox[i]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from random import Random
 from typing import NamedTuple
 
-from paceline.endpoint import Layout, Message
+from paceline.endpoint import Layout
+from paceline.protocol.messages import Message, PeerDied, PeerSuspected
 from paceline.sim.cluster import Cluster
 from paceline.sim.collectives import Group
 from paceline.sim.faults import Faults
@@ -16,14 +16,14 @@ from paceline.sim.simulator import SimOp, Simulator
 
 
 class Receiver(NamedTuple):
-    """A pending `recv`: the sender and the kinds of message that it accepts, None for any."""
+    """A pending `recv`: the sender and the types of message that it accepts, None for any."""
 
     src: int | None
-    kinds: Collection[str] | None
+    types: tuple[type[Message], ...] | None
     op: SimOp[Message]
 
     def wants(self, message: Message) -> bool:
-        return self.src in (None, message.src) and (self.kinds is None or message.kind in self.kinds)
+        return self.src in (None, message.src) and (self.types is None or isinstance(message, self.types))
 
 
 class World:
@@ -74,7 +74,7 @@ class World:
     def suspect(self, rank: int) -> None:
         """Make the servers believe that a worker is dead."""
         for server in self.layout.server_ranks:
-            self.deliver(server, Message("silent", src=rank))
+            self.deliver(server, PeerSuspected(src=rank))
 
     def _report_lost(self, dst: int, lost: int) -> None:
         """Tell a rank, after the notice time, that another one no longer answers."""
@@ -82,7 +82,7 @@ class World:
 
     def _deliver_lost(self, dst: int, lost: int) -> None:
         if dst not in self.dead:
-            self.deliver(dst, Message("gone", src=lost))
+            self.deliver(dst, PeerDied(src=lost))
 
     def copies(self) -> int:
         """How many copies of a message arrive: 1, or 0 or 2 by a fault of the network."""
@@ -111,7 +111,7 @@ class World:
         may_be_late = self.faults.suspicions or self.faults.joins
         if may_be_late and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
             # A worker that joined, or came back, finds that the server has finished.
-            return self.deliver(message.src, Message("gone", src=dst))
+            return self.deliver(message.src, PeerDied(src=dst))
         receivers = self.receivers[dst]
         for i, receiver in enumerate(receivers):
             if receiver.wants(message):

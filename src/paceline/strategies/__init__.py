@@ -1,4 +1,6 @@
-"""Training methods, one paper a file.  A new one joins `STRATEGIES` here and is then listed, parsed and put under the laws."""
+"""Training methods, one paper a file."""
+
+# Written by `python -m tools.exports`, which `make format` runs.  Do not edit.
 
 from paceline.strategies.adaptive_averaging import AdaptiveAveraging
 from paceline.strategies.all_reduce_sgd import AllReduceSGD
@@ -11,7 +13,7 @@ from paceline.strategies.delay_compensated import DelayCompensated
 from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.downpour import Downpour
 from paceline.strategies.ea_wild import EAWild
-from paceline.strategies.easgd import EAMSGD, EASGD, AsyncEASGD, RoundRobinEASGD
+from paceline.strategies.easgd import EAMSGD, EASGD, AsyncEASGD, ElasticServer, RoundRobinEASGD
 from paceline.strategies.gossip import Gossip
 from paceline.strategies.hogwild import Hogwild
 from paceline.strategies.parameter_server import ParameterServer
@@ -25,33 +27,34 @@ from paceline.strategies.then import Replicated, Then
 from paceline.strategy import Strategy
 
 STRATEGIES: tuple[type[Strategy], ...] = (
-    AllReduceSGD,
-    PeriodicAveraging,
     AdaptiveAveraging,
+    AllReduceSGD,
+    ASGD,
+    AsyncDiLoCo,
+    AsyncMomentum,
+    BlockMomentum,
     DecreasingAveraging,
     AdaComm,
-    BlockMomentum,
-    SlowMo,
+    DelayCompensated,
     DiLoCo,
-    ParameterServer,
-    ASGD,
     Downpour,
+    EAWild,
+    EASGD,
+    ElasticServer,
+    AsyncEASGD,
+    RoundRobinEASGD,
+    EAMSGD,
+    Gossip,
+    Hogwild,
+    ParameterServer,
+    PeriodicAveraging,
+    Sandblaster,
+    SlowMo,
     SoftSync,
     StaleSynchronous,
-    DelayCompensated,
-    AsyncMomentum,
-    AsyncDiLoCo,
-    EASGD,
-    RoundRobinEASGD,
-    AsyncEASGD,
-    EAMSGD,
-    EAWild,
-    Hogwild,
-    Sandblaster,
     Strom,
-    Gossip,
-    Replicated,
     Then,
+    Replicated,
 )
 
 __all__ = [
@@ -71,6 +74,7 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "EAWild",
+    "ElasticServer",
     "Gossip",
     "Hogwild",
     "ParameterServer",
@@ -81,6 +85,7 @@ __all__ = [
     "SlowMo",
     "SoftSync",
     "StaleSynchronous",
+    "Strategy",
     "Strom",
     "Then",
 ]

@@ -1,8 +1,8 @@
-"""Sandblaster L-BFGS (Dean et al. 2012): batch optimisation whose vectors no single machine holds.
+"""Sandblaster L-BFGS (Dean et al. 2012): batch optimisation with vectors that no single machine holds.
 
-The parameters and the history lie on shards; a coordinator says in a few words what these do with them, and hears inner products alone.
-The data is worked on in small portions, each by whichever worker is free, the last ones by two.  Whatever the numbers of workers and
-shards, it is L-BFGS on one machine.
+The parameters and the history are on shards.  A coordinator sends the shards short commands and receives only inner
+products.  The data is cut into small portions; each free worker takes the next one, and the last ones are given to two
+workers.  With any number of workers and shards the result is that of L-BFGS on one machine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.server.shard import Shard
 from paceline.strategy import Strategy
 from paceline.worker.replica import Replica
 
-CURVED = 1e-10  # A pair tells nothing of the curvature whose s and y are nearer than that to being at right angles.
+CURVED = 1e-10  # A pair is dropped if the cosine of the angle between s and y is below this: it has no curvature.
 
 
 class Pair(NamedTuple):
-    """A step s and the change y of the gradient over it, as the shards name them; rho = 1 / (y.s), gamma = y.s / y.y."""
+    """The names of the vectors s (a step) and y (the change of the gradient); rho = 1 / (y.s), gamma = y.s / y.y."""
 
     s: str
     y: str
@@ -36,11 +36,12 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Sandblaster(Strategy):
-    """Minimise the mean loss over all of the data by L-BFGS, with vectors on `shards` and a `history` of so many steps.
+    """Minimise the mean loss over all data by L-BFGS, with vectors on `shards` and a `history` of that many steps.
 
-    Each try of the line `search`, "armijo" or "wolfe", is one pass over the data, and takes an epoch of the budget.  The data comes in as
-    many portions as there are steps in an epoch, times workers; a worker pushes what it has added up after every `push` of them.  The
-    last ones are given to up to `backups` workers more, that have nothing else to do.
+    Each trial of the line `search`, "armijo" or "wolfe", is one pass over the data and uses one epoch of the
+    budget.  The number of portions is the number of steps in an epoch times the number of workers.  A worker pushes its
+    sum of gradients after every `push` portions.  The last portions are also given to up to `backups` more workers that
+    are idle.
     """
 
     shards: int = 2
@@ -59,7 +60,7 @@ class Sandblaster(Strategy):
             if getattr(self, name) < least:
                 raise ValueError(f"Sandblaster({name}={getattr(self, name)}): it must be at least {least}")
         if self.search not in ("armijo", "wolfe"):
-            raise ValueError(f"Sandblaster(search={self.search!r}): it is 'armijo' or 'wolfe'")
+            raise ValueError(f"Sandblaster(search={self.search!r}): give 'armijo' or 'wolfe'")
         if not 0 < self.c1 < self.c2 < 1:
             raise ValueError(f"Sandblaster(c1={self.c1}, c2={self.c2}): a line search needs 0 < c1 < c2 < 1")
 
@@ -68,7 +69,7 @@ class Sandblaster(Strategy):
         return self.shards + 1
 
     async def worker(self, w: Replica) -> None:
-        w.published = w.params  # What is evaluated is the point that is being tried, not a mean of this and the last.
+        w.published = w.params  # Evaluate the point that is being tried, not a mean over workers.
         await BatchWorker(w).work()
 
     async def server(self, s: Shard) -> None:
@@ -80,11 +81,11 @@ class Sandblaster(Strategy):
         await c.finish()
 
     async def minimise(self, c: Coordinator) -> None:
-        """L-BFGS until the budget is spent, or no step leads further down."""
+        """L-BFGS until the budget is spent or no step lowers the loss."""
         await c.begin()
         value = await c.evaluate()
         if value == inf:
-            raise FloatingPointError("Sandblaster: the loss of the model is not finite as it is at the beginning")
+            raise FloatingPointError("Sandblaster: the loss of the initial model is not finite")
         pairs = deque[Pair](maxlen=self.history)
         while True:
             c.then("copy", "w", "w0")
@@ -102,10 +103,10 @@ class Sandblaster(Strategy):
             c.then("copy", "g0", "g")
             if not pairs:
                 return
-            pairs.clear()  # What they say of the curvature is wrong here: begin anew.
+            pairs.clear()  # They do not describe the curvature here: restart with steepest descent.
 
     async def find(self, c: Coordinator, start: Point) -> Point | None:
-        """The next point along d; `w` and `g` are then there."""
+        """Search along d.  Afterwards `w` and `g` are those of the point that is returned."""
 
         async def value_at(t: float) -> Point:
             c.then("copy", "w0", "w")
@@ -120,7 +121,7 @@ class Sandblaster(Strategy):
         return await strong_wolfe(point_at, start, c1=self.c1, c2=self.c2)
 
     async def remember(self, c: Coordinator, pairs: deque[Pair]) -> None:
-        """The step s = w - w0 and the change y = g - g0 of the gradient; the oldest pair is dropped for it."""
+        """Store the step s = w - w0 and the change y = g - g0 of the gradient.  The oldest pair is dropped."""
         names = ((f"s{i}", f"y{i}") for i in range(self.history + 1))
         s, y = next(pair for pair in names if pair not in [(p.s, p.y) for p in pairs])
         for new, old, difference in (("w", "w0", s), ("g", "g0", y)):
@@ -132,9 +133,9 @@ class Sandblaster(Strategy):
 
 
 async def direction(c: Coordinator, pairs: deque[Pair]) -> float:
-    """Let d be minus the product of g and of what the pairs say of the inverse Hessian, by two loops; its slope.
+    """Set d to minus the approximate inverse Hessian times g, by the two-loop recursion; return its slope.
 
-    Without pairs it is steepest descent, by a step of length 1.
+    Without pairs it is steepest descent, with a step of length 1.
     """
     c.then("copy", "g", "d")
     if not pairs:

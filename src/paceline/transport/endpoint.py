@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from paceline import costs as network
 from paceline.collectives import sum_by_groups
-from paceline.endpoint import Endpoint, Layout, Message, SharedVector, check_summable
+from paceline.endpoint import Endpoint, Layout, SharedVector, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Op, Ready, Routine, drive
+from paceline.protocol.messages import Message
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.shared_memory import SharedMemory
@@ -187,9 +188,9 @@ class ProcessEndpoint:
         return Recorded(self.mailbox.send(dst, message), self, message.nbytes)
 
     def recv(
-        self, *, src: int | None = None, kinds: Collection[str] | None = None, timeout: float | None = None
+        self, *, src: int | None = None, types: tuple[type[Message], ...] | None = None, timeout: float | None = None
     ) -> Op[Message]:
-        return Recorded(self.mailbox.recv(src, timeout, kinds), self, 0)
+        return Recorded(self.mailbox.recv(src, timeout, types), self, 0)
 
     def has_ended(self, rank: int) -> bool:
         return self._membership.has_ended(rank)

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -23,15 +23,16 @@ import zmq
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from paceline.endpoint import Message
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op, Ready
+from paceline.protocol.messages import Beat, Message, PeerDied, PeerSuspected, UnknownType, decode
+from paceline.protocol.requests import Reason, Refusals
 from paceline.transport.connections import Connections
 from paceline.transport.heartbeat import MAX_UNSENT, HeartbeatSender
 from paceline.transport.outbox import Outbox, PendingSend
 from paceline.transport.peer_monitor import PeerMonitor
 from paceline.transport.segments import Location, SegmentReader, memory_domain
-from paceline.transport.wire import DTYPES, NAMES, Header, Name, check_form, in_frame, typed
+from paceline.transport.wire import DTYPES, NAMES, Header, Name, check_form, header_of, in_frame, typed
 
 
 class Mailbox:
@@ -39,9 +40,9 @@ class Mailbox:
 
     `store` has one mailbox for each rank: give each job a PrefixStore of its own.  `bind` is this machine's address or
     interface.  `timeout_s` limits every wait without a limit of its own, and `max_nbytes` every tensor, the same on
-    all ranks.  If it `is_open`, other ranks may join the first ones, and the last message of a process of this host is
-    of the kind "gone".  A message of the kind "silent" says that a rank has sent no heartbeat for `silent_s` seconds.
-    With `beat_s` the mailbox sends heartbeats to all ranks that it sends messages to.
+    all ranks.  If it `is_open`, other ranks may join the first ones, and the last message from a process of this host
+    is `PeerDied`.  `PeerSuspected` says that a rank has sent no heartbeat for `silent_s` seconds.  With `beat_s` the
+    mailbox sends heartbeats to all ranks that it sends messages to.
     """
 
     def __init__(
@@ -64,8 +65,7 @@ class Mailbox:
         self.timeout_s = timeout_s
         self.max_nbytes = max_nbytes
         self.is_open = is_open
-        self.refused = 0
-        self.last_refusal: str | None = None
+        self.refusals = Refusals()
         self._refusing = threading.Lock()
         self._pid = os.getpid()
         self._arrived: deque[Message] = deque()
@@ -78,29 +78,30 @@ class Mailbox:
         )
         self.address = self._connections.address
         self._inbox = self._connections.inbox
-        self._outbox = Outbox(rank, self._connect)
+        self._outbox = Outbox(self._connect)
         self._monitor = PeerMonitor(self._inbox, self.address, self._receive, silent_s=silent_s)
 
     def send(self, dst: int, message: Message) -> Op[None]:
         """Start to send.  Once this was awaited the tensors may be overwritten; for send buffers see `in_use`."""
         self._check_call("send", dst)
-        for tensor in message.tensors:
+        tensors = message.tensors()
+        for tensor in tensors:
             self._check_tensor(tensor)
         if dst in self._monitor.dead:
             return Ready("send", None)
-        pending = self._outbox.send(dst, message, is_local=self._reader(dst) is not None)
-        return Begun("send", partial(self._wait_for_send, pending, message.kind, time.monotonic() + self.timeout_s))
+        pending = self._outbox.send(dst, message, tensors, is_local=self._reader(dst) is not None)
+        return Begun("send", partial(self._wait_for_send, pending, message.tag, time.monotonic() + self.timeout_s))
 
     def recv(
-        self, src: int | None = None, timeout: float | None = None, kinds: Collection[str] | None = None
+        self, src: int | None = None, timeout: float | None = None, types: tuple[type[Message], ...] | None = None
     ) -> Op[Message]:
-        """The next message when this is awaited, from `src` and of one of `kinds` if given.
+        """The next message when this is awaited, from `src` and of one of `types` if given.
 
         Its tensors may be written to, except those in their sender's send buffers.
         """
         self._check_call("recv", src)
         limit = self.timeout_s if timeout is None else timeout
-        return Begun("recv", partial(self._next, src, kinds, limit, time.monotonic() + limit))
+        return Begun("recv", partial(self._next, src, types, limit, time.monotonic() + limit))
 
     def send_buffer(self, like: Tensor) -> Tensor:
         """Memory for a tensor that ranks of this host read without a copy, and that no send waits for: see `in_use`."""
@@ -122,7 +123,7 @@ class Mailbox:
         sockets = [self._connections.connect(rank, max_unsent=MAX_UNSENT) for rank in ranks]
         if self._heartbeats is not None:
             return self._heartbeats.add(sockets)
-        frame = msgspec.msgpack.encode(Header("beat", self.rank, 0, 0, 0, 0, ()))
+        frame = header_of(Beat(), ())
         self._heartbeats = HeartbeatSender(sockets, frame, f"mailbox-{self.rank}-heartbeat", every_s=every_s)
         self._heartbeats.start()
 
@@ -161,10 +162,18 @@ class Mailbox:
                 f"send of a tensor of {tensor.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
             )
 
-    def _refuse(self, reason: str) -> None:
+    @property
+    def refused(self) -> int:
+        """How many connections and messages were refused."""
+        return self.refusals.total
+
+    @property
+    def last_refusal(self) -> str | None:
+        return self.refusals.last
+
+    def _refuse(self, text: str, reason: Reason = "stranger") -> None:
         with self._refusing:  # The authenticator's thread refuses too.
-            self.refused += 1
-            self.last_refusal = reason
+            self.refusals.add(reason, text)
 
     def _connect(self, dst: int) -> zmq.SyncSocket:
         # send() must not block: two ranks that both send first would wait for each other.  The socket queues any number
@@ -184,13 +193,13 @@ class Mailbox:
                 self.watch(rank, peer.pid)
         return self._readers[rank]
 
-    def _wait_for_send(self, pending: PendingSend, kind: str, deadline: float) -> None:
+    def _wait_for_send(self, pending: PendingSend, tag: str, deadline: float) -> None:
         self._check_call("send")
         while not self._outbox.is_done(pending):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ClusterError(
-                    f"rank {self.rank} could not send '{kind}' to rank {pending.dst} within {self.timeout_s:g} s"
+                    f"rank {self.rank} could not send '{tag}' to rank {pending.dst} within {self.timeout_s:g} s"
                 )
             with suppress(zmq.NotDone):
                 pending.frames.wait(min(left, 0.02))
@@ -198,11 +207,11 @@ class Mailbox:
             while self._take(0.001 if pending.frames.done else 0):
                 pass
 
-    def _next(self, src: int | None, kinds: Collection[str] | None, limit: float, deadline: float) -> Message:
+    def _next(self, src: int | None, types: tuple[type[Message], ...] | None, limit: float, deadline: float) -> Message:
         self._check_call("recv")
         while True:
             for i, message in enumerate(self._arrived):
-                if (src is None or message.src == src) and (kinds is None or message.kind in kinds):
+                if (src is None or message.src == src) and (types is None or isinstance(message, types)):
                     del self._arrived[i]
                     return message
             if not self._take(max(0.0, deadline - time.monotonic())):
@@ -213,11 +222,11 @@ class Mailbox:
         """Wait for a message, valid or not, or for the failure of a rank; False if there was none in time."""
         events = self._monitor.wait(timeout_s)
         for rank in events.suspected:
-            self._arrived.append(Message("silent", src=rank))
+            self._arrived.append(PeerSuspected(src=rank))
         for rank in events.dead:
             self._readers[rank] = None
             self._outbox.drop(rank)
-            self._arrived.append(Message("gone", src=rank))
+            self._arrived.append(PeerDied(src=rank))
         if events.has_message:
             self._receive()
         return events.is_any
@@ -231,9 +240,10 @@ class Mailbox:
         try:
             message = self._read(frames)
         except (msgspec.MsgspecError, ValueError) as error:
-            self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}")
+            reason: Reason = "unknown type" if isinstance(error, UnknownType) else "malformed"
+            self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}", reason)
             return None
-        if message.kind == "beat":
+        if isinstance(message, Beat):
             self._monitor.heartbeat(message.src)
             return None
         self._arrived.append(message)
@@ -242,23 +252,19 @@ class Mailbox:
     def _read(self, frames: Sequence[zmq.Frame]) -> Message:
         """The message in these frames, or an error that says what is wrong with them."""
         header = msgspec.msgpack.decode(frames[0].buffer, type=Header)
-        if header.kind in ("gone", "silent"):
-            raise ValueError(f"it says that somebody is {header.kind}, which a mailbox finds out by itself")
-        # The key that CURVE has verified says who wrote: a header cannot speak for another rank, or for none.
-        if not 0 <= header.src < self.size or str(header.src) != frames[0].get("User-Id"):
-            raise ValueError(f"its header says that it is from rank {header.src}")
-        if header.src in self._monitor.dead:
+        src = int(str(frames[0].get("User-Id")))  # The rank of the key, which CURVE has verified.
+        if src in self._monitor.dead:
             raise ValueError("it arrived after the death of its sender was reported")
         sent = [form for form in header.tensors if form[2] is None]
         if len(sent) != len(frames) - 1:
             raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
         rest = iter(frames[1:])
-        reader = self._reader(header.src)  # Even if there is nothing to read: from now on its process is watched.
-        tensors = tuple(
-            in_frame(next(rest), name, shape) if place is None else self._in_segment(reader, place, name, shape)
-            for name, shape, place in header.tensors
-        )
-        return Message(header.kind, tensors, header.version, header.samples, header.serial, header.steps, header.src)
+        reader = self._reader(src)  # Even if there is nothing to read: from now on its process is watched.
+        tensors = [
+            in_frame(next(rest), name, shape) if location is None else self._in_segment(reader, location, name, shape)
+            for name, shape, location in header.tensors
+        ]
+        return decode(header.body, tensors, src)
 
     def _in_segment(
         self, reader: SegmentReader | None, location: Location, name: Name, shape: tuple[int, ...]

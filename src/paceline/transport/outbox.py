@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import msgspec
 import zmq
 from torch import Tensor
 
-from paceline.endpoint import Message
-from paceline.transport.segments import InFlight, Location, SegmentWriter
-from paceline.transport.wire import NAMES, Header, Name, Shape, flat_bytes
+from paceline.protocol.messages import Message
+from paceline.transport.segments import InFlight, SegmentWriter
+from paceline.transport.wire import flat_bytes, header_of
 
 # From this size on it is faster to send a rank of the same host the location of a tensor than the tensor.
 SHARED_FROM = 2**16
@@ -32,28 +31,18 @@ class PendingSend(NamedTuple):
 class Outbox:
     """Sends messages to other ranks; `connect(rank)` makes the socket for the first of them."""
 
-    def __init__(self, rank: int, connect: Callable[[int], zmq.SyncSocket]) -> None:
-        self._rank = rank
+    def __init__(self, connect: Callable[[int], zmq.SyncSocket]) -> None:
         self._connect = connect
         self._sockets: dict[int, zmq.SyncSocket] = {}
         self._segments = SegmentWriter()
         self._in_flight = InFlight()
 
-    def send(self, dst: int, message: Message, *, is_local: bool) -> PendingSend:
-        """Start to send, without waiting; `is_local`: the receiver can map this rank's segments."""
+    def send(self, dst: int, message: Message, tensors: Sequence[Tensor], *, is_local: bool) -> PendingSend:
+        """Start to send a message with these tensors; `is_local`: the receiver can map this rank's segments."""
         socket = self.socket(dst)
-        locations = [
-            self._segments.write(t, dst) if is_local and t.nbytes >= SHARED_FROM else None for t in message.tensors
-        ]
-        forms = tuple[tuple[Name, Shape, Location | None], ...](
-            (NAMES[tensor.dtype], tuple(tensor.shape), location)
-            for tensor, location in zip(message.tensors, locations, strict=True)
-        )
-        header = Header(
-            message.kind, self._rank, message.version, message.samples, message.serial, message.steps, forms
-        )
-        framed = [t for t, location in zip(message.tensors, locations, strict=True) if location is None]
-        socket.send(msgspec.msgpack.encode(header), zmq.SNDMORE if framed else 0)
+        locations = [self._segments.write(t, dst) if is_local and t.nbytes >= SHARED_FROM else None for t in tensors]
+        framed = [t for t, location in zip(tensors, locations, strict=True) if location is None]
+        socket.send(header_of(message, locations), zmq.SNDMORE if framed else 0)
         frames = self._send_frames(socket, dst, framed)
         shared = sum(location.nbytes for location in locations if location is not None)
         # A message of any size may be sent if the receiver has opened all others.

@@ -1,8 +1,10 @@
-"""Letters: how a message is written down, a header in msgpack and then its tensors, a frame each or where they lie."""
+"""The wire format: a message is a header in MessagePack and then its tensors, each in a frame or at a location in
+shared memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -10,6 +12,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from paceline.protocol.messages import Message, encode
 from paceline.transport.segments import Location
 
 Name = Literal["float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64", "bool"]
@@ -18,14 +21,17 @@ DTYPES: dict[Name, torch.dtype] = {name: getattr(torch, name) for name in get_ar
 NAMES: dict[torch.dtype, Name] = {dtype: name for name, dtype in DTYPES.items()}
 
 
+Form = tuple[Name, Shape, Location | None]
+
+
 class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    kind: Annotated[str, msgspec.Meta(max_length=64)]
-    src: int
-    version: int
-    samples: int
-    serial: int
-    steps: int
-    tensors: tuple[tuple[Name, Shape, Location | None], ...]
+    """The first frame of a message: the form of each tensor, and the message without its tensors.
+
+    Each tensor follows in a frame of its own, unless its form has a location in its sender's memory.
+    """
+
+    tensors: tuple[Form, ...]
+    body: msgspec.Raw
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
@@ -55,3 +61,12 @@ def typed(raw: Tensor, name: Name, shape: tuple[int, ...]) -> Tensor:
     # ZeroMQ packs small frames into one buffer, wherever they fall.
     straight = raw if raw.data_ptr() % DTYPES[name].itemsize == 0 else raw.clone()
     return straight.view(DTYPES[name]).view(shape)
+
+
+def header_of(message: Message, locations: Sequence[Location | None]) -> bytes:
+    """The first frame of a message whose tensors are at these locations, or follow in frames."""
+    forms = tuple[Form, ...](
+        (NAMES[tensor.dtype], tuple(tensor.shape), location)
+        for tensor, location in zip(message.tensors(), locations, strict=True)
+    )
+    return msgspec.msgpack.encode(Header(forms, msgspec.Raw(encode(message))))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from paceline.op import Op, Ready
 from paceline.state import StateStore
-from paceline.task import Trainee
 from paceline.worker.flat import Bucket, FlatModel
 
 if TYPE_CHECKING:
+    from paceline.task import Trainee
     from paceline.worker.replica import Replica
 
 

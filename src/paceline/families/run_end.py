@@ -1,0 +1,199 @@
+"""The end of a run without a server: all workers have finished, all have all messages, and all take the same mean."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.families.broadcast import BroadcastLog
+from paceline.families.peers import Peers, Service
+from paceline.protocol.messages import Message, Number
+
+RETRIES = 12  # Timeouts after which a worker leaves without the last acknowledgements.
+
+
+class Finished(Message):
+    """The sender has no data left.
+
+    It has broadcast `count` messages, and keeps these of dead workers: pairs of a sender and a number.
+    """
+
+    count: Number = 0
+    of_dead: Tensor | None = None
+
+
+class HasAll(Message):
+    """The sender has all messages that the receiver's `Finished` lists."""
+
+
+class FinalModel(Message):
+    """The sender's last model, for the mean over all workers."""
+
+    params: Tensor
+
+
+class FinalMean(Message):
+    """The mean of all last models."""
+
+    mean: Tensor
+
+
+class HasMean(Message):
+    """The sender has the mean."""
+
+
+class RunEnd(Service):
+    """How this worker and its peers finish.  Create it after the service with the method's own messages.
+
+    With a `log`, the run ends when all workers have all of its messages.
+    """
+
+    types: ClassVar = (Finished, HasAll, FinalModel, FinalMean, HasMean)
+    needs_model: ClassVar = False
+
+    def __init__(self, peers: Peers, log: BroadcastLog | None = None) -> None:
+        self._peers = peers
+        self._log = log
+        self._finished: dict[int, Finished] = {}  # The newest report of each peer that has finished,
+        self._complete: set[int] = set()  # the peers whose reported messages are all here,
+        self._confirmed: set[int] = set()  # and the peers that have all messages of this worker's report.
+        self._models: dict[int, Tensor] = {}  # The last models of peers,
+        self._asked: int | None = None  # the peer that computes the mean,
+        self._mean: Tensor | None = None  # the mean,
+        self._have_mean: set[int] = set()  # and the peers that have it.
+        if log is not None:
+            log.on_message_of_dead = self._report_to_all
+        peers.add(self)
+
+    def has_finished(self, rank: int) -> bool:
+        """Whether a peer has no data left."""
+        return rank in self._finished
+
+    # All have finished, and all have all messages.
+
+    async def wait_for_all(self) -> None:
+        """Report that this worker has finished.  Return when all peers have finished and all have all messages."""
+        peers = self._peers
+        peers.has_finished = True
+        await self._report_to_all()
+        await peers.wait_until(lambda: peers.all_in(self._complete))
+        await peers.wait_until(lambda: peers.all_in(self._complete & self._confirmed), timeouts=RETRIES)
+
+    async def _report_to_all(self) -> None:
+        for rank in self._peers.members:
+            await self._report(rank)
+
+    async def _report(self, dst: int) -> None:
+        if self._peers.has_finished:
+            self._confirmed.discard(dst)
+            await self._peers.send(dst, Finished() if self._log is None else Finished(*self._log.contents()))
+
+    async def _check(self, report: Finished) -> None:
+        """Compare a peer's report with this worker's log: request what is missing, or confirm."""
+        self._complete.discard(report.src)
+        if self._peers.has_model:
+            if self._log is not None:
+                await self._log.request(report.src, self._missing(report))
+            await self.handled(report.src)
+
+    def _missing(self, report: Finished) -> list[tuple[int, int]]:
+        return [] if self._log is None else self._log.missing(report.src, report.count, report.of_dead)
+
+    async def handled(self, src: int) -> None:
+        """Confirm a peer's report if the message that was handled was the last one that was missing."""
+        report = self._finished.get(src)
+        if report is not None and src not in self._complete and not self._missing(report):
+            self._complete.add(src)
+            await self._peers.send(src, HasAll())
+
+    # All take the mean of their models.
+
+    async def agree(self) -> None:
+        """Set the model to the mean of all workers' models.  The member with the lowest rank computes it."""
+        peers = self._peers
+        params = peers.replica.params
+        while self._mean is None and (first := min((peers.rank, *peers.members))) != peers.rank:
+            await self._ask_for_mean(first)
+        if self._mean is None:
+            await peers.wait_until(lambda: peers.all_in(self._models))
+            models = {peers.rank: params, **{rank: self._models[rank] for rank in peers.members}}
+            total = torch.zeros_like(params)
+            for rank in sorted(models):
+                total.add_(models[rank].to(params.device))
+            self._mean = total.div_(len(models))
+            await self._send_mean()
+        # A worker with the mean stays until all have it: the sender may die before it has sent it to all.
+        await peers.wait_until(lambda: peers.all_in(self._have_mean), timeouts=RETRIES)
+        params.copy_(self._mean)
+
+    async def _ask_for_mean(self, rank: int) -> None:
+        self._asked = rank
+        await self._send_model(rank)
+        await self._peers.wait_until(lambda: self._mean is not None or not self._peers.is_member(rank))
+        self._asked = None
+
+    async def _send_model(self, dst: int) -> None:
+        await self._peers.send(dst, FinalModel(self._peers.replica.params))
+
+    async def _send_mean(self) -> None:
+        if self._mean is not None:
+            for rank in self._peers.members:
+                if rank not in self._have_mean:
+                    await self._peers.send(rank, FinalMean(self._mean))
+
+    async def _take_mean(self, src: int, mean: Tensor) -> None:
+        self._have_mean.add(src)
+        if self._mean is not None:
+            return await self._peers.send(src, HasMean())
+        self._mean = mean.to(self._peers.replica.params.device, copy=True)  # Its sender may be dead before it is read.
+        for rank in self._peers.members:
+            await self._peers.send(rank, HasMean())
+
+    # Messages and events.
+
+    async def handle(self, message: Message) -> None:
+        src = message.src
+        match message:
+            case Finished():
+                self._finished[src] = message
+                await self._check(message)
+            case HasAll():
+                self._confirmed.add(src)
+            case FinalModel():
+                self._models[src] = message.params
+                if self._mean is not None:
+                    await self._peers.send(src, FinalMean(self._mean))
+            case FinalMean():
+                await self._take_mean(src, message.mean)
+            case HasMean():
+                self._have_mean.add(src)
+            case _:
+                pass
+
+    async def joined(self) -> None:
+        for report in list(self._finished.values()):
+            await self._check(report)
+
+    async def peer_joined(self, rank: int) -> None:
+        await self._report(rank)
+        await self._send_mean()
+
+    async def peer_died(self, rank: int) -> None:
+        self._models.pop(rank, None)
+        self._finished.pop(rank, None)
+        if self._peers.has_model:
+            await (
+                self.joined()
+            )  # Reports may list messages of the dead worker, which can no longer be requested from it.
+            await self._send_mean()
+            await self._report_to_all()
+
+    async def retransmit(self) -> None:
+        for rank in self._peers.members:
+            if rank not in self._confirmed:
+                await self._report(rank)
+        if self._asked is not None:
+            await self._send_model(self._asked)
+        await self._send_mean()

@@ -1,0 +1,107 @@
+"""Membership: the workers of a shard, how many updates each has pushed, and which dead ones may be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.protocol.messages import Request
+from paceline.protocol.requests import NotAMember, OlderIncarnation, Refusal
+from paceline.protocol.roster import Change, Roster, State
+from paceline.server.messages import Join, Leave, Wake
+
+NOT_A_MEMBER = "it is not, or no longer, among the workers; it may join"
+
+
+class Membership:
+    """`clocks` counts the updates of each active worker; one that joins begins with the slowest.
+
+    For a replacement of a worker that died the shard waits up to `grace_s` seconds before it ends, if there is work
+    left.
+    """
+
+    def __init__(self, workers: Iterable[int], grace_s: float) -> None:
+        self.roster = Roster(workers)
+        self.grace_s = grace_s
+        self.clocks = dict.fromkeys(self.roster.members, 0)
+        self.leaving: dict[int, Leave] = {}  # Workers that have left, and wait for the final value.
+        self.all_done = False  # Whether all work is done.
+        self._awaited: list[float] = []  # Until when the shard waits for each replacement.
+
+    # What is known.
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are workers, or may be soon."""
+        return bool(self.roster.members or (self._awaited and not self.all_done))
+
+    def waits_until(self) -> float | None:
+        """When the shard gives up waiting for replacements, if all workers are gone."""
+        return self._awaited[-1] if self._awaited and not self.roster.members else None
+
+    def stop_waiting(self, now: float) -> None:
+        """Wait no longer for replacements whose time is over."""
+        self._awaited = [until for until in self._awaited if until > now]
+
+    def check_member(self, request: Request) -> None:
+        """Refuse a request of a worker that is no member, or of an incarnation that is not its current one."""
+        incarnation = self.roster.incarnation(request.src)
+        if request.incarnation < incarnation:
+            raise OlderIncarnation(NOT_A_MEMBER)
+        if request.incarnation > incarnation or not self.roster.is_member(request.src):
+            raise NotAMember(NOT_A_MEMBER)
+
+    def check_admission(self, request: Join | Wake) -> bool:
+        """Refuse a worker that cannot become a member; False if the request is old."""
+        src = request.src
+        if (left := self.leaving.get(src)) is not None and (request.incarnation, request.request_id) <= (
+            left.incarnation,
+            left.request_id,
+        ):
+            return False
+        state = self.roster.state(src)
+        if state is State.LEFT:
+            raise Refusal("it has left, and a worker that has left does not come back")
+        if state is State.DEAD:
+            raise Refusal("it is dead")
+        if request.incarnation < self.roster.incarnation(src):
+            raise OlderIncarnation("it was declared dead again; it may join")
+        return True
+
+    # Events.
+
+    def admit(self, request: Join | Wake) -> list[Change]:
+        """A worker joins or comes back.  The loss of its older incarnation, if there was one, is among the changes."""
+        was_member = self.roster.is_member(request.src)
+        changes = self.roster.join(request.src, request.incarnation)
+        self._note(changes)
+        if not was_member and self._awaited:
+            self._awaited.pop(0)
+        return changes
+
+    def wake(self, rank: int) -> None:
+        self._note(self.roster.wake(rank))
+
+    def idle(self, rank: int) -> None:
+        self._note(self.roster.idle(rank))
+
+    def leave(self, request: Leave) -> None:
+        self._note(self.roster.leave(request.src))
+        self.leaving[request.src] = request
+        self.all_done |= request.all_done
+
+    def lose(self, rank: int, incarnation: int, *, is_dead: bool, now: float) -> Change | None:
+        """A worker is dead, or suspected to be in this incarnation.  The change, if it was a member."""
+        self.leaving.pop(rank, None)
+        changes = self.roster.die(rank) if is_dead else self.roster.suspect(rank, incarnation)
+        self._note(changes)
+        loss = next((change for change in changes if change.is_loss), None)
+        if loss is not None and self.grace_s:
+            self._awaited.append(now + self.grace_s)
+        return loss
+
+    def _note(self, changes: list[Change]) -> None:
+        for change in changes:
+            if change.after is State.ACTIVE:
+                self.clocks.setdefault(change.rank, min(self.clocks.values(), default=0))
+            else:
+                self.clocks.pop(change.rank, None)

@@ -1,0 +1,122 @@
+"""ShardClient: a worker's requests to all shards, repeated until they are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from paceline.protocol.messages import Away, Message, Request
+from paceline.protocol.requests import PeerFinished, Requests
+from paceline.server.messages import (
+    Bring,
+    DrawNow,
+    DrawWork,
+    Idle,
+    ProbeExchange,
+    ProbePush,
+    Pull,
+    Push,
+    RunEnded,
+    SendAgain,
+    Start,
+    Update,
+    Value,
+    Wake,
+)
+from paceline.strategy import MissedEnd
+from paceline.worker.replica import Replica
+
+R = TypeVar("R", bound=Request)
+
+# Besides the reply itself, a shard may answer any request by one of these.
+ANY = (SendAgain, Away, Bring, RunEnded)
+
+
+class ShardClient:
+    """Sends requests, and does what shards ask for before they answer.
+
+    A worker that was declared dead loses its work: `drop_work` forgets it, and `draw_again` asks for other work.
+    """
+
+    def __init__(self, replica: Replica, slices: Sequence[slice]) -> None:
+        self.replica, self.endpoint = replica, replica.endpoint
+        self.shards = list(self.endpoint.layout.server_ranks)
+        self.slices = slices
+        self.requests = Requests(self.endpoint)
+        self.has_joined = False
+        self.drop_work: Callable[[], None] = lambda: None
+        self.draw_again: Callable[[], Awaitable[Request]] | None = None
+
+    async def tell_all(self, request: type[Idle | Wake]) -> None:
+        for rank in self.shards:
+            await self.endpoint.send(rank, self.requests.number(request()))
+
+    async def join(self) -> None:
+        """The first worker brings the model along."""
+        if not self.has_joined:
+            self.has_joined = True
+            if self.endpoint.rank == 0:
+                await self._bring()
+
+    async def _bring(self) -> None:
+        for rank, where in zip(self.shards, self.slices, strict=True):
+            await self.endpoint.send(rank, Start(self.replica.params[where]))
+
+    def numbered(self, requests: list[R]) -> list[R]:
+        """The same number for what is sent to all shards."""
+        self.requests.number(requests[0])
+        for request in requests[1:]:
+            request.request_id = requests[0].request_id
+            request.incarnation = requests[0].incarnation
+        return requests
+
+    async def send(self, requests: Sequence[Request]) -> None:
+        await self.join()
+        sends = [self.endpoint.send(rank, request) for rank, request in zip(self.shards, requests, strict=True)]
+        for send in sends:
+            await send
+
+    async def answer(self, rank: int, request: Request, replies: tuple[type[Message], ...]) -> Message:
+        """The reply of a shard to a request, once all has been done that the shard asks for before."""
+        while True:
+            try:
+                answer = await self.requests.reply(rank, request, *replies, *ANY, probe=_probe_of(request))
+            except PeerFinished:
+                answer = RunEnded()
+            if isinstance(answer, RunEnded):  # A worker that comes too late has nothing to do.
+                raise MissedEnd
+            if isinstance(answer, Bring):
+                await self._bring()
+            elif isinstance(answer, Away):
+                request, replies = await self._come_back(rank, request, replies)
+            elif isinstance(answer, SendAgain):
+                await self.endpoint.send(rank, request)
+            else:
+                return answer
+
+    async def _come_back(
+        self, rank: int, request: Request, replies: tuple[type[Message], ...]
+    ) -> tuple[Request, tuple[type[Message], ...]]:
+        """It was silent for so long that it was declared dead: others do its work, and what it has pushed does not
+        count.
+
+        What it asks for now, instead.
+        """
+        if request.incarnation == self.requests.incarnation:
+            self.requests.incarnation += 1
+            self.drop_work()
+            await self.tell_all(Wake)
+        if isinstance(request, (DrawWork, DrawNow)):
+            assert self.draw_again is not None
+            return await self.draw_again(), replies
+        again = self.requests.number(Pull())
+        await self.endpoint.send(rank, again)
+        return again, (Value,)
+
+
+def _probe_of(request: Request) -> Request | None:
+    """Send a large request again only if the shard has not seen it."""
+    if isinstance(request, Update):
+        probe = ProbePush if isinstance(request, Push) else ProbeExchange
+        return probe(request_id=request.request_id, incarnation=request.incarnation)
+    return None

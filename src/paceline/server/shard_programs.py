@@ -1,0 +1,75 @@
+"""ShardPrograms: how a coordinator lets all shards of vectors run the same operations, and gets their inner
+products."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+
+import torch
+
+from paceline.endpoint import Endpoint
+from paceline.errors import ClusterError
+from paceline.protocol.messages import Message, PeerDied, Reply, Request, Wait, reply_to
+from paceline.protocol.requests import RETRIES, Deduplicator, Requests, Verdict, check_reply
+from paceline.server.messages import Products, RunProgram
+
+
+class ShardPrograms:
+    """Operations that wait to be sent, and the messages of workers that arrive while the shards run them.
+
+    `received` are the requests of workers that the coordinator has handled: one that is repeated meanwhile is told to
+    wait.
+    """
+
+    def __init__(self, endpoint: Endpoint, shards: list[int], received: Deduplicator) -> None:
+        self.endpoint, self.shards = endpoint, shards
+        self.requests = Requests(endpoint)
+        self.later: deque[Message] = deque()  # Messages to be handled once the shards have replied.
+        self._received = received
+        self._unsent: list[str] = []
+
+    def then(self, operation: str, *given: str | float) -> None:
+        """Let the shards do this next; it is sent with the next operations that must be waited for."""
+        self._unsent.append(" ".join([operation, *(g if isinstance(g, str) else repr(g) for g in given)]))
+
+    async def run(self) -> list[float]:
+        """Let all shards run the operations that wait; the sums over shards of the inner products among them."""
+        if not self._unsent:
+            return []
+        program = torch.frombuffer(bytearray("\n".join(self._unsent).encode()), dtype=torch.uint8)
+        self._unsent = []
+        answers = await self._ask(self.requests.number(RunProgram(program)))
+        return torch.stack([answer.products for answer in answers]).sum(0).tolist()
+
+    async def _ask(self, asked: RunProgram) -> list[Products]:
+        """The replies of all shards; a request is sent again to those that have not replied in time."""
+        endpoint, answers = self.endpoint, dict[int, Products]()
+        timeouts, due = 0, 0.0
+        while missing := [rank for rank in self.shards if rank not in answers]:
+            if endpoint.now() >= due:
+                for rank in missing:
+                    await endpoint.send(rank, asked)
+                timeouts += 1
+                due = inf if endpoint.retransmit_s is None else endpoint.now() + endpoint.retransmit_s
+            try:
+                message = await endpoint.recv(timeout=None if due == inf else max(0.0, due - endpoint.now()))
+            except TimeoutError:
+                if timeouts > RETRIES:
+                    name = endpoint.layout.name(missing[0])
+                    raise ClusterError(f"{name} has not answered the coordinator: it is dead or stuck") from None
+                continue
+            if message.src in missing and isinstance(message, (Reply, PeerDied)):
+                check_reply(endpoint, message)
+                if isinstance(message, Products) and message.request_id == asked.request_id:
+                    answers[message.src] = message
+                    timeouts = 0
+            elif isinstance(message, Request) and self._is_repeated(message):
+                await endpoint.send(message.src, reply_to(message, Wait()))
+            else:
+                self.later.append(message)
+        return [answers[rank] for rank in self.shards]
+
+    def _is_repeated(self, request: Request) -> bool:
+        waiting = {(m.src, m.request_id) for m in self.later if isinstance(m, Request)}
+        return (request.src, request.request_id) in waiting or self._received.judge(request) is Verdict.REPEATED

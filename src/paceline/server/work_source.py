@@ -1,0 +1,114 @@
+"""WorkSource: the work items that a worker draws from the first shard."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import torch
+
+from paceline.protocol.messages import Request
+from paceline.server.dispatcher import MOST_DRAWN
+from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, Idle, NoWork, Wake, Work
+from paceline.server.shard_client import ShardClient
+from paceline.server.work_queue import WorkItem
+from paceline.worker.replica import Replica
+
+DRAWN = (Work, Deferred, NoWork, AllDone)
+
+
+class WorkSource:
+    """Draws work items a little in advance, so that a worker does not wait for them.  `steps` were begun since the last
+    push."""
+
+    def __init__(self, replica: Replica, client: ShardClient) -> None:
+        self.replica, self.endpoint = replica, replica.endpoint
+        self.steps = 0
+        self._client = client
+        client.drop_work, client.draw_again = self._drop, self._draw_again
+        self._first_step = replica.cursor.step
+        self._hand: deque[WorkItem] = deque()  # What this worker is to work on next.
+        self._ahead = 1  # How many work items it wants to have while it works.
+        self._drawn: DrawWork | DrawNow | None = None  # The request for more that was not answered yet.
+
+    def take_steps(self) -> int:
+        """The steps that were begun since the last push, which is now."""
+        steps, self.steps = self.steps, 0
+        return steps
+
+    def _drop(self) -> None:
+        """Others do the work of this worker."""
+        self._hand.clear()
+        self._drawn = None
+        self.steps = 0
+
+    async def _draw_again(self) -> Request:
+        await self._ask(1, now=True)
+        assert self._drawn is not None
+        return self._drawn
+
+    async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
+        """Turn to the next minibatch; False if there is none left for anybody.
+
+        If there is nothing to do for now, as others have the last ones, a worker waits, to take over should one of them
+        die.  What it has not pushed until then it must push `before_waiting`.
+        """
+        w = self.replica
+        if not w.learner.has_global_data:  # The user's loop has data of its own.
+            if w.cursor.advance():
+                self.steps += 1
+                return True
+            if before_waiting is not None and self.steps:
+                await before_waiting()
+            return False
+        if not self._hand and not await self._draw(before_waiting):
+            return False
+        w.cursor.seek(*self._hand.popleft())
+        self.steps += 1
+        if self._drawn is None and len(self._hand) < self._ahead:
+            await self._ask(self._ahead - len(self._hand))
+        return True
+
+    async def _ask(self, wanted: int, *, now: bool = False) -> None:
+        end = self.replica.cursor.last_step
+        assert end is not None
+        extent = torch.tensor([self._first_step, end, self.replica.cursor.shards])
+        self._drawn = self._client.requests.number(DrawWork(extent, wanted, now))
+        await self.endpoint.send(self._client.shards[0], self._drawn)
+
+    async def _draw(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
+        await self._client.join()
+        was_asked = self._drawn is not None
+        began = self.endpoint.now()
+        is_idle = False
+        while True:
+            if self._drawn is None:
+                await self._ask(1, now=True)
+            assert self._drawn is not None
+            answer = await self._client.answer(self._client.shards[0], self._drawn, DRAWN)
+            assert isinstance(answer, DRAWN)
+            if answer.incarnation != self._client.requests.incarnation:
+                self._drawn = None
+                continue
+            if isinstance(answer, Deferred):
+                self._drawn = DrawNow(request_id=answer.request_id, incarnation=answer.incarnation)
+                await self.endpoint.send(self._client.shards[0], self._drawn)
+                continue
+            if not isinstance(answer, NoWork):
+                break
+            self._ahead = 1
+            if before_waiting is not None and self.steps:
+                await before_waiting()
+            await self._client.tell_all(Idle)
+            is_idle = True
+        self._drawn = None
+        if isinstance(answer, AllDone):
+            if before_waiting is not None and self.steps:
+                await before_waiting()
+            return False
+        if is_idle:
+            await self._client.tell_all(Wake)
+        elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
+            self._ahead = min(2 * self._ahead, MOST_DRAWN)
+        self._hand.extend(WorkItem(int(step), int(data_shard)) for step, data_shard in answer.items)
+        return True
