@@ -211,7 +211,7 @@ def test_the_loader_decides_how_many_samples_an_epoch_has():
     assert _plan(DataLoader(data, batch_size=10, drop_last=True), None, 1).steps_for(samples=205) == 21
     assert _plan(DataLoader(data, batch_size=10, sampler=drawn), None, 1).steps_for(samples=500) == 50
     assert _plan([1, 2, 3, 4], 2.0, 2) == pl.Plan(4, 2)
-    with pytest.raises(ValueError, match=r"Then must know the samples beforehand.*batch_size tell it"):
+    with pytest.raises(ValueError, match=r"Then must know the samples before the run.*a batch_size"):
         _plan([1, 2, 3], None, 1).steps_for(samples=9, by="Then")
 
 
