@@ -1,7 +1,7 @@
 """Write the lists of strategies and codecs: `strategies/__init__.py` and `codecs/__init__.py`.
 
-A new strategy or codec is one file; `make format` then adds it here, and `make check` fails if that was forgotten.  The files
-are plain imports, so that type checkers and readers find every name.
+A new strategy or codec is one file; `make format` then adds it here, and `make check` fails if that was forgotten.
+The files are plain imports, so that type checkers and readers find every name.
 
     python -m tools.exports           writes the files
     python -m tools.exports --check   exit code 1 if a file is not up to date

@@ -1,8 +1,8 @@
-"""paceline: train any PyTorch model data-parallel over workers that are far apart, slow to reach, unequal or unreliable.
+"""paceline: data-parallel training over workers that are far apart, slow to reach, unequal or unreliable.
 
-The verbs are here (`attach`, `train`, `simulate`, `ddp_hook`, `split`), the strategies, and what a Task and a Cluster are made
-of.  Other names live in small namespaces: `codecs` (wire formats), `rules` and `gates` (of parameter servers), `topologies`
-(of gossip), `state` (slots and resize rules), `registry` (strategies and codecs by name).
+The verbs are here (`attach`, `train`, `simulate`, `ddp_hook`, `split`), the strategies, and what a Task and a Cluster
+are made of.  Other names live in small namespaces: `codecs` (wire formats), `rules` and `gates` (of parameter
+servers), `topologies` (of gossip), `state` (slots and resize rules), `registry` (strategies and codecs by name).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -31,8 +31,8 @@ class Resize:
 class ResizeRule(Protocol):
     """What becomes of a slot with another number of workers or shards.
 
-    It gets the values of the old workers that count (a worker whose parameters are not finite does not), and returns the
-    values of every new one: one dict that all get, or one for each.
+    It gets the values of the old workers that count (a worker whose parameters are not finite does not), and returns
+    the values of every new one: one dict that all get, or one for each.
     """
 
     def __call__(self, values: Sequence[Values], resize: Resize, /) -> Values | Sequence[Values]: ...
@@ -79,7 +79,10 @@ def residual(values: Sequence[Values], resize: Resize) -> Values:
 
 @resize_rule("shard")
 def shard(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
-    """Each shard has a slice of every vector; the slices are joined and cut again.  Other values are the same for all."""
+    """Each shard has a slice of every vector; the slices are joined and cut again.
+
+    Other values are the same for all.
+    """
     return [_cut(values, index, resize) for index in range(resize.count)]
 
 
@@ -109,8 +112,9 @@ def copied(value: Any) -> Any:
 def mean_of(values: Sequence[Any], weights: Sequence[float], name: str = "") -> Any:
     """The mean of equally built values.
 
-    Equal values stay as they are.  Tensors of floating-point numbers are averaged by weight, single numbers without.  Of
-    integers, and of an optimizer's `step`, the largest counts.  Of lists and tensors of unequal length, the longest is kept.
+    Equal values stay as they are.  Tensors of floating-point numbers are averaged by weight, single numbers without.
+    Of integers, and of an optimizer's `step`, the largest counts.  Of lists and tensors of unequal length, the
+    longest is kept.
     """
     first = values[0]
     if isinstance(first, dict):

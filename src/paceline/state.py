@@ -1,9 +1,9 @@
 """State: whatever outlives a step, in named and versioned slots.
 
-A strategy, a worker, a learner and a server shard each declare their slots where they use them: a name, a version, initial
-values, and a resize rule that says what becomes of the slot with another number of workers or shards.  `StateStore` holds
-the slots of one rank, writes them into a plain dict and reads them back.  `resized` and `resharded` apply the rules.  They
-know no slot by name: a new strategy resumes and resizes without a change here.
+A strategy, a worker, a learner and a server shard each declare their slots where they use them: a name, a version,
+initial values, and a resize rule that says what becomes of the slot with another number of workers or shards.
+`StateStore` holds the slots of one rank, writes them into a plain dict and reads them back.  `resized` and
+`resharded` apply the rules.  They know no slot by name: a new strategy resumes and resizes without a change here.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class StateStore:
     ) -> Slot:
         """Declare a slot and get its values: those of the loaded state, otherwise the initial ones.
 
-        Declare slots before the first step.  `before_save` is awaited before the state is saved: it brings what is still in
-        flight into the slot.
+        Declare slots before the first step.  `before_save` is awaited before the state is saved: it brings what is
+        still in flight into the slot.
         """
         full = self._new_name(name)
         if self._has_loaded:
@@ -138,7 +138,10 @@ class StateStore:
 
     @contextmanager
     def scope(self, prefix: str, *, keep: bool = False) -> Generator[None]:
-        """Within this block, slot names start with `prefix/`.  Unless told to keep them, the end of the block drops them."""
+        """Within this block, slot names start with `prefix/`.
+
+        Unless told to keep them, the end of the block drops them.
+        """
         outer = self._prefix
         self._prefix = f"{outer}{prefix}/"
         inner = self._prefix
@@ -166,8 +169,8 @@ class StateStore:
     def load_state_dict(self, state: Mapping[str, Any], *, strategy: str) -> None:
         """Load what `state_dict` gave, before the strategy starts.
 
-        A bound slot is loaded now.  Other slots are filled when they are declared.  Nothing is loaded unless all bound slots
-        fit.
+        A bound slot is loaded now.  Other slots are filled when they are declared.  Nothing is loaded unless all
+        bound slots fit.
         """
         check_header(state, strategy)
         slots = dict(state["slots"])
@@ -220,7 +223,8 @@ def check_header(state: Any, strategy: str) -> None:
 def _check_slot(name: str, slots: Mapping[str, Any], version: int) -> Values:
     if name not in slots:
         raise ValueError(
-            f"the saved state has no slot '{name}', only {sorted(slots)}: another strategy saved it, or one with other settings"
+            f"the saved state has no slot '{name}', only {sorted(slots)}: another strategy saved it, or one with other "
+            "settings"
         )
     if (saved := slots[name]["version"]) != version:
         raise ValueError(
@@ -236,8 +240,8 @@ def _restored(name: str, saved: Values, initial: Values) -> Values:
     for key, value in initial.items():
         if isinstance(value, Tensor) and saved[key].shape != value.shape:
             raise ValueError(
-                f"'{key}' in the saved slot '{name}' has the shape {tuple(saved[key].shape)}, and the strategy declares "
-                f"{tuple(value.shape)}: it was saved with another model, or with other settings"
+                f"'{key}' in the saved slot '{name}' has the shape {tuple(saved[key].shape)}, and the strategy "
+                f"declares {tuple(value.shape)}: it was saved with another model, or with other settings"
             )
     return {
         key: saved[key].to(value, copy=True) if isinstance(value, Tensor) else copied(saved[key])
@@ -252,8 +256,8 @@ def _kind(value: object) -> str:
 def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str, Any]]:
     """The saved states of all workers, turned into those of another number of workers.
 
-    Every slot follows its own rule.  A worker with NaN or infinity in its parameters does not count.  No minibatch is lost:
-    each is cut into as many parts as there are workers.
+    Every slot follows its own rule.  A worker with NaN or infinity in its parameters does not count.  No minibatch is
+    lost: each is cut into as many parts as there are workers.
     """
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")

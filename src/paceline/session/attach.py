@@ -49,11 +49,11 @@ def attach(
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
 
-    Under a launcher (`paceline run`, torchrun, MPI, Slurm) each process is a worker; otherwise there is one.  A strategy
-    whose servers take the steps needs no `optimizer`: give None.  `accumulate` backward passes make one gradient.
-    `initial` says whether all ranks must start from equal parameters, or take those of rank 0.  `loader`, whose
-    minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.  `ordered`
-    makes sums across hosts the same to the last bit in every run, for N times the memory.
+    Under a launcher (`paceline run`, torchrun, MPI, Slurm) each process is a worker; otherwise there is one.  A
+    strategy whose servers take the steps needs no `optimizer`: give None.  `accumulate` backward passes make one
+    gradient.  `initial` says whether all ranks must start from equal parameters, or take those of rank 0.  `loader`,
+    whose minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.
+    `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.
     """
     _check_settings(accumulate, initial)
     if isinstance(strategy, str):

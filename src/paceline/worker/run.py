@@ -1,7 +1,7 @@
 """WorkerRun: a worker's role from its start to its end, as a driver runs it.
 
-The simulator, a training process and a session in a user's loop each make one.  It owns the worker's state: the model, the
-position in the data, what the learner and the strategy declare.
+The simulator, a training process and a session in a user's loop each make one.  It owns the worker's state: the
+model, the position in the data, what the learner and the strategy declare.
 """
 
 from __future__ import annotations
