@@ -71,7 +71,7 @@ class OwnData:
         self._orders: dict[tuple[int, int], Tensor] = {}  # By rank and epoch.
 
     def part(self, step: int, rank: int, workers: int) -> Batch:
-        """Worker `rank`'s own minibatch for that step; it is empty if there are more workers than samples in a batch."""
+        """Worker `rank`'s own minibatch for that step; empty if there are more workers than samples in a batch."""
         data = self._own(rank, workers)
         share = stripe_of(rank, self.batch, workers)
         size = share.stop - share.start
