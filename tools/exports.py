@@ -20,10 +20,11 @@ NOTE = "# Written by `python -m tools.exports`, which `make format` runs.  Do no
 
 
 def classes(module: str, base: type) -> list[str]:
-    """The classes of a module that are no bases: each is a strategy, or a codec."""
+    """The final classes of a module: each dataclass that is no base is a strategy, or a codec."""
     found = vars(importlib.import_module(module)).values()
     own = [c for c in found if isinstance(c, type) and c.__module__ == module and issubclass(c, base)]
-    return [c.__name__ for c in own if not inspect.isabstract(c) and not c.__name__.startswith("_")]
+    final = [c for c in own if "__dataclass_params__" in vars(c) and not inspect.isabstract(c)]
+    return [c.__name__ for c in final if not c.__name__.startswith("_")]
 
 
 def listing(folder: str, doc: str, base: type, constant: str, more: dict[str, list[str]]) -> str:

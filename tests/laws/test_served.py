@@ -304,7 +304,7 @@ def test_one_replica_may_train_alone_first(then: Strategy):
         (lambda: ASGD(samples=0), r"ASGD\(samples=0\)"),
         (lambda: ASGD(ramp=10, ramp_from=0.0), r"begins in \(0, 1\]"),
         (lambda: Downpour(push=0), r"Downpour\(push=0, fetch=1\)"),
-        (lambda: AsyncDiLoCo(period=4, delay=4), "a delay is shorter than the period"),
+        (lambda: AsyncDiLoCo(period=4, delay=4), "the delay at least 0 and shorter than the period"),
         (lambda: AsyncDiLoCo(quorum=0), r"Quorum\(least=0"),
         (lambda: ParameterServer(codec=PowerSGD()), "works only in a mean over all workers"),
         (lambda: Then(ParameterServer(), AllReduceSGD(), steps=2), "servers run to the end of a job"),

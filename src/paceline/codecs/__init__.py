@@ -6,7 +6,7 @@ from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Unencodable
 from paceline.codecs.combine import Chunked, PerTensor
 from paceline.codecs.dgc import DGC
 from paceline.codecs.entropy import Entropy
-from paceline.codecs.floats import BFloat16, Cast, Fp8, Fp16, Fp32
+from paceline.codecs.floats import BFloat16, Fp8, Fp16, Fp32
 from paceline.codecs.n_bit import NBit
 from paceline.codecs.one_bit import OneBit
 from paceline.codecs.power_sgd import PowerSGD
@@ -20,7 +20,6 @@ CODECS: tuple[type[Codec], ...] = (
     DGC,
     Entropy,
     Fp32,
-    Cast,
     Fp16,
     BFloat16,
     Fp8,
@@ -40,7 +39,6 @@ __all__ = [
     "QSGD",
     "AdaptiveThreshold",
     "BFloat16",
-    "Cast",
     "Chunked",
     "Codec",
     "CodecState",

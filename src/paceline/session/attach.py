@@ -69,16 +69,14 @@ def attach(
     check(strategy, offers)
     flat = FlatModel(model, bucket_bytes=bucket_bytes)
     inner = _checked_optimizer(optimizer, flat, strategy)
-    takes_nonfinite = nonfinite == "pass"
-    device = flat.params.device
     with ExitStack() as on_failure:
         job = Job(
             strategy.needs,
-            device=device,
+            device=flat.params.device,
             served=strategy,
             ordered=ordered,
             timeout_s=timeout_s,
-            takes_nonfinite=takes_nonfinite,
+            takes_nonfinite=nonfinite == "pass",
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))

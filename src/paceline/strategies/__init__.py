@@ -13,7 +13,7 @@ from paceline.strategies.delay_compensated import DelayCompensated
 from paceline.strategies.diloco import DiLoCo
 from paceline.strategies.downpour import Downpour
 from paceline.strategies.ea_wild import EAWild
-from paceline.strategies.easgd import EAMSGD, EASGD, AsyncEASGD, ElasticServer, RoundRobinEASGD
+from paceline.strategies.easgd import EAMSGD, EASGD, AsyncEASGD, RoundRobinEASGD
 from paceline.strategies.gossip import Gossip
 from paceline.strategies.hogwild import Hogwild
 from paceline.strategies.parameter_server import ParameterServer
@@ -40,7 +40,6 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     Downpour,
     EAWild,
     EASGD,
-    ElasticServer,
     AsyncEASGD,
     RoundRobinEASGD,
     EAMSGD,
@@ -74,7 +73,6 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "EAWild",
-    "ElasticServer",
     "Gossip",
     "Hogwild",
     "ParameterServer",
