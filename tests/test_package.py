@@ -27,6 +27,7 @@ ROOMS = [
     "stripes",
     "trace",
     "needs",
+    "slot_values",
     "resize",
     "state",
     "costs",

@@ -21,7 +21,6 @@ from paceline.resize import (
     Resize,
     ResizeRule,
     Values,
-    copied,
     name_of,
     per_worker,
     residual,
@@ -29,6 +28,7 @@ from paceline.resize import (
     same,
     shard,
 )
+from paceline.slot_values import copied
 
 __all__ = [
     "Resize",
@@ -65,9 +65,6 @@ class Slot:
         raise AttributeError(f"this slot holds {sorted(vars(self))}, not '{name}'")
 
 
-Memory = Slot
-
-
 @dataclass
 class _Entry:
     """A declared slot: its rule, its version, and how its values are read and written."""
@@ -76,6 +73,7 @@ class _Entry:
     version: int
     save: Callable[[], Values]
     load: Callable[[Values], None] | None = None  # None: the slot was filled when it was declared.
+    check: Callable[[Values], None] | None = None  # Raises if the values do not fit.
     before_save: Callable[[], Awaitable[None]] | None = None
 
 
@@ -129,12 +127,20 @@ class StateStore:
         *,
         save: Callable[[], Values],
         load: Callable[[Values], None],
+        check: Callable[[Values], None] | None = None,
         rule: ResizeRule = same,
         version: int = 1,
     ) -> None:
-        """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers."""
+        """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers.
+
+        `check` raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
+        """
         full = self._new_name(name)
-        self._entries[full] = _Entry(name_of(rule), version, save, load)
+        entry = _Entry(name_of(rule), version, save, load, check)
+        if self._has_loaded:
+            _check_fits(full, self._saved, entry)
+            load(copied(self._saved.pop(full)["values"]))
+        self._entries[full] = entry
 
     @contextmanager
     def scope(self, prefix: str, *, keep: bool = False) -> Generator[None]:
@@ -176,7 +182,7 @@ class StateStore:
         slots = dict(state["slots"])
         bound = {name: entry for name, entry in self._entries.items() if entry.load is not None}
         for name, entry in bound.items():
-            _check_slot(name, slots, entry.version)
+            _check_fits(name, slots, entry)
         for name, entry in bound.items():
             assert entry.load is not None
             entry.load(copied(slots.pop(name)["values"]))
@@ -233,6 +239,12 @@ def _check_slot(name: str, slots: Mapping[str, Any], version: int) -> Values:
     return slots[name]["values"]
 
 
+def _check_fits(name: str, slots: Mapping[str, Any], entry: _Entry) -> None:
+    values = _check_slot(name, slots, entry.version)
+    if entry.check is not None:
+        entry.check(values)
+
+
 def _restored(name: str, saved: Values, initial: Values) -> Values:
     """The saved values, on the device and in the dtype of the initial ones; refused if they do not fit."""
     if saved.keys() != initial.keys():
@@ -285,6 +297,8 @@ def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1
     """The saved states of all server shards, turned into those of another number of shards."""
     if shards < 1 or not states:
         raise ValueError(f"resharded({len(states)} states, shards={shards}): there must be at least one of each")
+    for state in states:
+        check_header(state, states[0]["strategy"])
     _check_same_slots(states)
     resize = Resize(shards, [1.0] * len(states), states[0]["step"], unit)
     new: list[dict[str, Any]] = [{**states[0], "rank": rank, "slots": {}} for rank in range(shards)]

@@ -24,10 +24,10 @@ from paceline import (
     attach,
     simulate,
 )
+from paceline.families.lbfgs import Pair
 from paceline.families.line_search import Point, armijo, strong_wolfe
 from paceline.op import Op, Ready, drive
 from paceline.server.coordinator import Coordinator
-from paceline.strategies.sandblaster import Pair
 from tests.laws.tasks import close, numbers, quadratic, regression, vector
 
 FEATURES, SAMPLES = 12, 96

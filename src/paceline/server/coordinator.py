@@ -1,14 +1,19 @@
-"""Coordinator: the first server of a batch method, which hands out the data in portions and tells the shards what to
-do.
+"""Coordinator: the first server of a batch method.  It gives workers portions of the data, and sends programs to shards.
 
-It holds no vector and sees none: of the shards it hears inner products, of the workers losses.  Workers may join, leave
-and die at any time; each portion is counted exactly once in every pass.
+It holds no vector.  It gets inner products from the shards and losses from the workers.  Workers may join, leave and die at
+any time; each portion is counted exactly once in every pass.
+
+Slot `coordinator`: passes, extent (the budget), the samples of the first pass, and the operations that were not sent
+yet.  The strategy declares what else it needs with `slot`.  A pass is not saved: a resumed run repeats it.  The vectors
+are in the shards' own states; save all ranks while no program runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from math import inf, isfinite
+from typing import Any
 
 import torch
 
@@ -40,25 +45,27 @@ from paceline.server.messages import (
 from paceline.server.portions import Portions
 from paceline.server.shard import Shard
 from paceline.server.shard_programs import ShardPrograms
+from paceline.state import Slot, Values
 
 
 class Spent(Exception):
-    """There are no more passes over the data in the budget."""
+    """The budget has no pass left."""
 
 
 class Deserted(Exception):
-    """No worker is left, nor will another come."""
+    """No worker is left, and the time to wait for another is over."""
 
 
 class Coordinator:
-    """What a batch method's server role works with: `then` and `dot` on all shards together, and `evaluate` on all of
-    the data."""
+    """The interface of a batch method's server role: `then` and `dot` on all shards, `evaluate` on all of the data."""
 
     def __init__(self, s: Shard, *, push: int, backups: int) -> None:
-        self.endpoint, self._s = s.endpoint, s
-        self._push, self._backups = push, backups
+        self.endpoint = s.endpoint
+        self._s = s
+        self._push = push
+        self._backups = backups
         self.shards = list(s.endpoint.layout.server_ranks)[1:]
-        self.passes = 0  # over the data, so far
+        self.passes = 0  # Passes over the data so far.
         # The first epoch, the one after the last, the minibatches of each and the parts of these.
         self._extent: list[int] | None = None
         self._roster = Roster(s.endpoint.layout.worker_ranks)
@@ -67,12 +74,44 @@ class Coordinator:
         self._programs = ShardPrograms(s.endpoint, self.shards, self._received)
         self._later = self._programs.later
         self._waiting: dict[int, bool] = {}  # Workers that were not answered yet, and whether their last report counts.
-        self._bringer: int | None = None  # The worker that brings the first value,
-        self._is_there = False  # and whether it has.
+        self._bringer: int | None = None  # The worker that was asked for the first value,
+        self._is_there = False  # and whether the shards have it.
         self._is_over = False
         self._portions: Portions | None = None
-        self._loss, self._samples = 0.0, 0  # Of this pass,
+        self._loss = 0.0  # Of this pass.
+        self._samples = 0  # Of this pass,
         self._first_samples = 0  # and of the first one.
+        s.states.bind("coordinator", save=self._save, load=self._load, check=_check_saved)
+
+    # State.
+
+    def slot(self, name: str, **initial: Any) -> Slot:
+        """Declare a slot of the strategy, before `begin`."""
+        return self._s.states.slot(name, **initial)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the coordinator's rank."""
+        return self._s.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; before `begin`, and before the strategy declares its slots."""
+        self._s.load_state_dict(state)
+
+    def _save(self) -> Values:
+        return {
+            "passes": self.passes,
+            "extent": None if self._extent is None else list(self._extent),
+            "first_samples": self._first_samples,
+            "has_value": self._is_there,
+            "unsent": list(self._programs.unsent),
+        }
+
+    def _load(self, values: Values) -> None:
+        self.passes = values["passes"]
+        self._extent = values["extent"]
+        self._first_samples = values["first_samples"]
+        self._is_there = values["has_value"]
+        self._programs.unsent = list(values["unsent"])
 
     # Vectors.
 
@@ -93,11 +132,12 @@ class Coordinator:
 
     async def begin(self) -> None:
         """Wait until the shards have the first value."""
+        self._s.states.check_complete()
         while not self._is_there:
             await self._hear()
 
     async def evaluate(self) -> float:
-        """The mean loss at `w`, with its gradient in `g`; infinity if not all samples counted that did at first."""
+        """The mean loss at `w`, with its gradient in `g`; infinity if fewer samples counted than in the first pass."""
         assert self._extent is not None
         first, last, steps, data_shards = self._extent
         if first + self.passes >= last:
@@ -106,7 +146,8 @@ class Coordinator:
         self.then("forget")
         await self._programs.run()
         self.passes += 1
-        self._loss, self._samples = 0.0, 0
+        self._loss = 0.0
+        self._samples = 0
         self._portions = Portions(steps * data_shards, self._backups)
         await self._rouse()
         while not self._portions.is_done:
@@ -119,7 +160,7 @@ class Coordinator:
         return mean if isfinite(mean) else inf
 
     async def finish(self) -> None:
-        """Let all workers have what `w` is now, and go."""
+        """Send all workers the final `w`, and end."""
         await self._programs.run()
         self._is_over = True
         await self._rouse()
@@ -132,7 +173,7 @@ class Coordinator:
             with suppress(PeerFinished):  # It may be the reply alone that was lost.
                 await self._programs.requests.reply(rank, end, Ended)
         with suppress(TimeoutError):
-            while True:  # A worker that came while the others left has nothing to do.
+            while True:  # A worker that joined while the others left has nothing to do.
                 message = self._later.popleft() if self._later else await self.endpoint.recv(timeout=0.0)
                 if message.src not in self.endpoint.layout.server_ranks:
                     await self.endpoint.send(message.src, RunEnded())
@@ -140,7 +181,7 @@ class Coordinator:
     # Workers.
 
     async def _hear(self) -> None:
-        """The next message, and what follows from it."""
+        """Receive and handle the next message."""
         message = await self._next()
         src = message.src
         if src in self.endpoint.layout.server_ranks:
@@ -158,7 +199,7 @@ class Coordinator:
                 return await self.endpoint.send(src, self._received.reply_again(message))
             if verdict is not Verdict.NEW:
                 return
-            self._check(message)
+            _check_request(message, self._extent)
         except Refusal as error:
             return await self._s.refuse(message, error)
         self._received.note(message)
@@ -173,30 +214,6 @@ class Coordinator:
                 if not self._roster.members:
                     raise Deserted from None
         return self._later.popleft()
-
-    def _check(self, request: Request) -> None:
-        """Refuse a request that makes no sense."""
-        match request:
-            case Enlist():
-                _check_form(request.extent, torch.int64, 4)
-                numbers: list[int] = request.extent.tolist()
-                first, last, steps, data_shards = numbers
-                if not (0 <= first < last and steps >= 1 and data_shards >= 1):
-                    raise Refusal(
-                        f"it wants epochs {first} to {last} of {steps} minibatches in {data_shards} parts, and "
-                        f"there is none"
-                    )
-                if self._extent not in (None, numbers):
-                    raise Refusal(f"it wants epochs, minibatches and parts {numbers}, and they are {self._extent}")
-            case Report():
-                _check_form(request.which, torch.int64, 2)
-            case Pushed():
-                _check_form(request.which, torch.int64, 2)
-                _check_form(request.loss, torch.float64, 1)
-            case Brought() | SignOff():
-                pass
-            case _:
-                raise UnknownRequest(request)
 
     async def _handle(self, request: Request) -> None:
         src = request.src
@@ -220,7 +237,7 @@ class Coordinator:
         await self._rouse()
 
     async def _count(self, request: Pushed) -> None:
-        """A worker's sum is on all shards; it counts unless another worker has done the same work meanwhile."""
+        """A worker's sum is on all shards.  It counts, unless another worker has done the same work meanwhile."""
         portions, src = self._portions, request.src
         number, which = request.which.tolist()
         if portions is None or number != self.passes or which != portions.sum_of(src) or not portions.claimed(src):
@@ -232,7 +249,7 @@ class Coordinator:
         self._samples += request.samples
 
     async def _rouse(self) -> None:
-        """Answer all who wait and for whom there is something to do."""
+        """Answer the waiting workers for which there is something to do."""
         for src, counts in list(self._waiting.items()):
             if (answer := self._order(src, counts)) is not None:
                 del self._waiting[src]
@@ -250,10 +267,11 @@ class Coordinator:
         portions = self._portions
         if portions is None or portions.is_done:
             return None
-        has_enough, portion = portions.claimed(src) >= self._push, None
+        has_enough = portions.claimed(src) >= self._push
+        portion = None
         if not has_enough:
             portion = portions.take(src)
-        if portion is None and portions.claimed(src):  # Before it does what others may be slow to do.
+        if portion is None and portions.claimed(src):  # Before it works as a backup.
             return PushOrder(torch.tensor([self.passes, portions.sum_of(src), int(counts)]))
         if portion is None and (portion := portions.back_up(src)) is None:
             return None
@@ -263,7 +281,7 @@ class Coordinator:
         await self.endpoint.send(src, self._received.keep(src, reply))
 
     async def _bury(self, src: int, *, is_dead: bool) -> None:
-        """A worker is dead, or taken for dead: what it has not handed in is done by others."""
+        """A worker is dead or suspected to be: its portions that do not count yet go to other workers."""
         changes = self._roster.die(src) if is_dead else self._roster.suspect(src)
         if not any(change.is_loss for change in changes):
             return
@@ -275,6 +293,38 @@ class Coordinator:
         if self._waiting.pop(src, None) is not None and not is_dead:  # It may be alive after all.
             await self._answer(src, Away(reason="it was declared dead; it may enlist again"))
         await self._rouse()
+
+
+def _check_request(request: Request, extent: list[int] | None) -> None:
+    """Refuse a request that makes no sense."""
+    match request:
+        case Enlist():
+            _check_form(request.extent, torch.int64, 4)
+            numbers: list[int] = request.extent.tolist()
+            first, last, steps, data_shards = numbers
+            if not (0 <= first < last and steps >= 1 and data_shards >= 1):
+                raise Refusal(
+                    f"it wants epochs {first} to {last} of {steps} minibatches in {data_shards} parts, and "
+                    f"there is none"
+                )
+            if extent not in (None, numbers):
+                raise Refusal(f"it wants epochs, minibatches and parts {numbers}, and they are {extent}")
+        case Report():
+            _check_form(request.which, torch.int64, 2)
+        case Pushed():
+            _check_form(request.which, torch.int64, 2)
+            _check_form(request.loss, torch.float64, 1)
+        case Brought() | SignOff():
+            pass
+        case _:
+            raise UnknownRequest(request)
+
+
+def _check_saved(values: Any) -> None:
+    names = {"passes", "extent", "first_samples", "has_value", "unsent"}
+    if not isinstance(values, dict) or values.keys() != names:
+        holds = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ValueError(f"the saved slot 'coordinator' holds {holds}, and a coordinator has {sorted(names)}")
 
 
 def _check_form(numbers: torch.Tensor, dtype: torch.dtype, count: int) -> None:

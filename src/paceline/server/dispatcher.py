@@ -1,8 +1,14 @@
-"""Dispatcher: the first shard gives out work and notes what is done."""
+"""Dispatcher: the first shard leases work items to workers and counts what is done.
+
+Slot `work`: the position of the queue, and the steps that are done of each data shard.  Leased items are free again in
+another run.  Of several shards only the first has the queue.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,33 +17,67 @@ from paceline.protocol.messages import Reply, Request, reply_to
 from paceline.protocol.requests import Refusal
 from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, NoWork, Update, Work
 from paceline.server.work_queue import WorkItem, WorkQueue
+from paceline.state import Resize, StateStore, Values, resize_rule
 
-MOST_DRAWN = 64  # Parts of minibatches that a worker is given at once.
+MOST_DRAWN = 64  # The most work items that a worker gets at once.
+
+
+@resize_rule("first shard")
+def first_shard(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
+    """The first shard has the work queue; the others have none."""
+    return [values[0], *({**values[0], "queue": None} for _ in range(resize.count - 1))]
 
 
 class Dispatcher:
-    """Workers draw work items.  In a user's own loop each worker has its own data, and it is counted how many steps are
-    done of each."""
+    """Workers draw work items.  In a user's own loop each worker has its own data; then the steps done are counted."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, states: StateStore) -> None:
         self.endpoint = endpoint
         self._queue: WorkQueue | None = None
-        self._drawn: dict[int, tuple[DrawWork, list[WorkItem]]] = {}  # What each was given last, and for which request.
+        self._drawn: dict[int, tuple[DrawWork, list[WorkItem]]] = {}  # The last items of each, with its request.
         self.drawing: list[DrawWork] = []  # Requests for which there was no work.
-        self._deferred: dict[int, DrawWork] = {}  # What each wanted in advance when there was little left.
-        self._data_shards: dict[int, int] = {}  # The data shards of workers that have replaced a dead one,
-        self._done: dict[int, int] = {}  # and how many minibatches were done of each.
+        self._deferred: dict[int, DrawWork] = {}  # Requests in advance, when there was little work left.
+        self._data_shards: dict[int, int] = {}  # The data shards of workers that have replaced a dead one.
+        self._done: dict[int, int] = {}  # The steps that are done of each data shard.
+        states.bind("work", rule=first_shard, save=self._save, load=self._load, check=self._check_saved)
+
+    # State.
+
+    def _save(self) -> Values:
+        return {"queue": None if self._queue is None else self._queue.save(), "done": dict(self._done)}
+
+    def _check_saved(self, values: Any) -> None:
+        if not isinstance(values, dict) or values.keys() != {"queue", "done"}:
+            holds = sorted(values) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"the saved slot 'work' holds {holds}, and a dispatcher has 'done' and 'queue'")
+        parts = self.endpoint.layout.workers
+        if values["queue"] is not None and (saved := WorkQueue.load(values["queue"]).data_shards) != parts:
+            raise ValueError(
+                f"the slot 'work' has minibatches cut into {saved} parts, and this run has {parts} workers"
+            )
+
+    def _load(self, values: Values) -> None:
+        self._queue = None if values["queue"] is None else WorkQueue.load(values["queue"])
+        self._done = dict(values["done"])
+        self._drawn.clear()
+        self.drawing.clear()
+        self._deferred.clear()
+        self._data_shards.clear()
+
+    # Requests.
 
     async def draw(self, request: DrawWork, workers: int) -> None:
         """A worker wants work, now or in advance."""
-        src, drawn = request.src, self._drawn.get(request.src)
+        src = request.src
+        drawn = self._drawn.get(src)
         if drawn is not None and _is_same(drawn[0], request):  # Its reply was lost.
             return await self._give(*drawn)
         if any(_is_same(other, request) for other in self.drawing):
             return await self._reply(request, NoWork())
         queue = self._opened(request)
         # Few at the end, and none in advance, so that all end at the same time.
-        left, workers = queue.left, max(1, workers)
+        left = queue.left
+        workers = max(1, workers)
         if left <= workers and not request.now and queue.held(src):
             self._deferred[src] = request
             return await self._reply(request, Deferred())
@@ -51,7 +91,7 @@ class Dispatcher:
             await self._reply(request, NoWork())
 
     def _opened(self, request: DrawWork) -> WorkQueue:
-        """The queue of work, which the first request begins."""
+        """The work queue; the first request creates it."""
         extent = request.extent
         if (extent.dtype, tuple(extent.shape)) != (torch.int64, (3,)):
             raise Refusal(
@@ -71,7 +111,7 @@ class Dispatcher:
         return self._queue
 
     async def draw_now(self, request: DrawNow, workers: int) -> None:
-        """A worker needs now what it has wanted in advance."""
+        """A worker needs the work now that it has asked for in advance."""
         deferred = self._deferred.get(request.src)
         if deferred is None or not _is_same(deferred, request):
             raise Refusal("it has not drawn work in advance with this request_id")
@@ -92,7 +132,7 @@ class Dispatcher:
             raise Refusal(f"it says that it has done {push.steps} parts, and was given {self._queue.held(push.src)}")
 
     async def note(self, push: Update) -> None:
-        """What an update says is done."""
+        """Count the work behind an update as done."""
         if not push.steps:
             return
         if self._queue is not None:
@@ -103,17 +143,17 @@ class Dispatcher:
             self._done[data_shard] = self._done.get(data_shard, 0) + push.steps
 
     def data_shard(self, worker: int, data_shard: int) -> int:
-        """A worker takes the place of another; how far that one's part of the data has come."""
+        """A worker takes over a data shard; how many steps of it are done."""
         self._data_shards[worker] = data_shard
         return self._done.get(data_shard, 0)
 
     def leave(self, worker: int) -> None:
-        """A worker that has gone wants nothing more."""
+        """Drop the requests of a worker that has left or died."""
         self.drawing = [request for request in self.drawing if request.src != worker]
         self._deferred.pop(worker, None)
 
     async def hand_on(self, dead: int) -> None:
-        """What a dead worker has not done is for those who have nothing to do."""
+        """Give the items that a dead worker had leased to workers that wait for work."""
         if self._queue is not None:
             self._queue.lose(dead)
             self._drawn.pop(dead, None)

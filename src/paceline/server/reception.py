@@ -32,14 +32,16 @@ from paceline.server.queues import Event, Queues
 from paceline.server.replies import Replies
 from paceline.server.rules import Rule
 from paceline.server.shard_state import ShardState, Wanted, check_value
+from paceline.state import StateStore
 
 
 class Reception:
     """Answers by itself what needs no serving: membership, work, probes and duplicates."""
 
-    def __init__(self, endpoint: Endpoint, held: ShardState, grace_s: float) -> None:
-        self.endpoint, self.held = endpoint, held
-        self.dispatcher = Dispatcher(endpoint)
+    def __init__(self, endpoint: Endpoint, held: ShardState, states: StateStore, grace_s: float) -> None:
+        self.endpoint = endpoint
+        self.held = held
+        self.dispatcher = Dispatcher(endpoint, states)
         self.members = Membership(endpoint.layout.worker_ranks, grace_s)
         self.replies = Replies(endpoint)
         self.queues = Queues()

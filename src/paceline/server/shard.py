@@ -7,6 +7,7 @@ makes no sense is refused by name, and the shard serves on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,11 @@ from paceline.server.queues import Event
 from paceline.server.reception import Reception
 from paceline.server.rules import Rule
 from paceline.server.shard_state import ShardState, Wanted
+from paceline.state import StateStore
 
-LINGER_S = 10.0  # A shard that all workers have left waits so long for the next of them to have the final value,
-LINGERS = 12  # and so many times that at most, whatever is sent meanwhile.
+LINGER_S = 10.0  # When all workers have left, a shard waits this long for the next one to take the final value,
+LINGERS = 12  # and at most this many times as long in all.
+SAVED_BY = "Shard"  # In the header of a saved state.
 
 
 class Shard:
@@ -35,9 +38,11 @@ class Shard:
     """
 
     def __init__(self, endpoint: Endpoint, *, grace_s: float = 0.0, takes_nonfinite: bool = False) -> None:
-        self.endpoint, self.grace_s = endpoint, grace_s
-        self.held = ShardState(endpoint, takes_nonfinite=takes_nonfinite)
-        self._reception = Reception(endpoint, self.held, grace_s)
+        self.endpoint = endpoint
+        self.grace_s = grace_s
+        self.states = StateStore()
+        self.held = ShardState(endpoint, self.states, takes_nonfinite=takes_nonfinite)
+        self._reception = Reception(endpoint, self.held, self.states, grace_s)
         self.members = self._reception.members
         self.replies = self._reception.replies
         self._queues = self._reception.queues
@@ -53,6 +58,7 @@ class Shard:
     ) -> None:
         """Apply what is pushed and answer what is asked for, each as soon as the gate lets it pass, until the last
         worker has left."""
+        self.declare(rule)
         queues = self._queues
         while self.is_needed:
             event = await self._reception.event(rule)
@@ -70,6 +76,32 @@ class Shard:
                 await self._apply_and_queue(rule, update, codec)
         await self.held.flush(rule)
         await self._say_goodbye()
+
+    # State.
+
+    def declare(self, *rules: Rule) -> None:
+        """Name all rules of this shard, before the first update.  If a state was loaded, they get their memory from it.
+
+        `serve` does this itself.  Raises ValueError if the loaded state has no memory of a rule, or one of another rule.
+        """
+        for rule in rules:
+            self.held.declare(rule)
+        self.states.check_complete()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs from this rank, in slots.
+
+        The members, their clocks and their requests are not saved: the workers of the resumed run begin with new ones.
+        """
+        index = list(self.endpoint.layout.server_ranks).index(self.endpoint.rank)
+        return self.states.state_dict(strategy=SAVED_BY, step=self.version, rank=index)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; before `serve`.  A state that does not fit is refused, and nothing is loaded.
+
+        The memory of rules is loaded once `serve` or `declare` names them.
+        """
+        self.states.load_state_dict(state, strategy=SAVED_BY)
 
     @property
     def clocks(self) -> Mapping[int, int]:

@@ -27,18 +27,18 @@ class ShardPrograms:
         self.requests = Requests(endpoint)
         self.later: deque[Message] = deque()  # Messages to be handled once the shards have replied.
         self._received = received
-        self._unsent: list[str] = []
+        self.unsent: list[str] = []  # Operations, as lines of a program.
 
     def then(self, operation: str, *given: str | float) -> None:
         """Let the shards do this next; it is sent with the next operations that must be waited for."""
-        self._unsent.append(" ".join([operation, *(g if isinstance(g, str) else repr(g) for g in given)]))
+        self.unsent.append(" ".join([operation, *(g if isinstance(g, str) else repr(g) for g in given)]))
 
     async def run(self) -> list[float]:
         """Let all shards run the operations that wait; the sums over shards of the inner products among them."""
-        if not self._unsent:
+        if not self.unsent:
             return []
-        program = torch.frombuffer(bytearray("\n".join(self._unsent).encode()), dtype=torch.uint8)
-        self._unsent = []
+        program = torch.frombuffer(bytearray("\n".join(self.unsent).encode()), dtype=torch.uint8)
+        self.unsent = []
         answers = await self._ask(self.requests.number(RunProgram(program)))
         return torch.stack([answer.products for answer in answers]).sum(0).tolist()
 

@@ -1,9 +1,18 @@
-"""Slice: the part of the parameters that a shard holds, the versions made of it, and what rules remember of it."""
+"""ShardState: the slice of the parameters that a shard holds, its version, and the memory of the shard's rules.
+
+Slots: `value` is the slice and its version.  `rule.<class>` is the memory of a rule.  Both follow the resize rule
+`shard`: vectors are joined and cut again, and of a number the largest counts (no worker knows a later version).  Of the
+copies that `Compensated` keeps of what each worker has read, those remain that every shard has; without its copy, an
+update is applied as it is.  What `Every` and `Quorum` hold back is saved, because the work behind it counts as done;
+the grace period of a `Quorum` starts again.  What each worker knows by a pull codec, and what the last versions have
+changed, is not saved: a resumed worker gets the whole value first.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,23 +24,26 @@ from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal
 from paceline.server.messages import Update, Value
+from paceline.server.rule_memory import loaded_memory, memory_at, write_back
 from paceline.server.rules import Push, Rule
-from paceline.state import Memory
+from paceline.state import Slot, StateStore, Values, shard
 from paceline.worker.rows import positions, refusal, union
 
-CHANGES = 1024  # So many versions ago it is known what has changed since.
+CHANGES = 1024  # The number of versions of which the shard knows what each has changed.
 
 
 def check_value(value: Tensor) -> None:
-    """Refuse what cannot be a shard's first value."""
+    """Refuse a tensor that cannot be a shard's value."""
     if not value.dtype.is_floating_point or value.dim() != 1:
         raise Refusal(f"a value is one vector of real numbers, not {value.dtype} of shape {tuple(value.shape)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A worker that wants the value; with `since` only what has changed after that version.  `steps_done` is of its
-    data shard."""
+    """A worker that wants the value; with `since`, only what has changed after that version.
+
+    `steps_done` counts the steps that are done of its data shard.
+    """
 
     src: int
     request_id: int
@@ -46,59 +58,98 @@ class Wanted:
 
 
 class ShardState:
-    """Nothing until it has its first value."""
+    """The value of a shard.  It is empty until it gets its first value."""
 
-    def __init__(self, endpoint: Endpoint, *, takes_nonfinite: bool) -> None:
-        self.endpoint, self.takes_nonfinite = endpoint, takes_nonfinite
+    def __init__(self, endpoint: Endpoint, states: StateStore, *, takes_nonfinite: bool) -> None:
+        self.endpoint = endpoint
+        self.takes_nonfinite = takes_nonfinite
         self.value = torch.empty(0)
         self.is_there = False
         self.version = 0
-        self._memories: dict[Rule, Memory] = {}
-        self._told: dict[
-            int, Tensor
-        ] = {}  # What each worker has been told that the value is, where that is told by a codec.
-        self._changes: deque[tuple[int, Tensor | None]] = deque(
-            maxlen=CHANGES
-        )  # The last versions, and what each has changed.
+        self._memories: dict[Rule, Slot] = {}
+        self._known: dict[int, Tensor] = {}  # With a pull codec: the value as each worker knows it.
+        # The last versions, and the runs that each has changed; None is all of the value.
+        self._changes: deque[tuple[int, Tensor | None]] = deque(maxlen=CHANGES)
+        self._states = states
+        self._slots: dict[Rule, str] = {}  # The slot of each rule that was declared.
+        states.bind("value", rule=shard, save=self._save, load=self._load, check=_check_saved)
 
     def begin(self, first: Tensor) -> None:
         """Take the first value, unless there is one."""
         if not self.is_there:
-            self.value, self.is_there = self.endpoint.send_buffer(first).copy_(first), True
+            self.value = self.endpoint.send_buffer(first).copy_(first)
+            self.is_there = True
+
+    # State.
+
+    def declare(self, rule: Rule) -> None:
+        """Give a rule its slot, and load its memory if a state was loaded."""
+        if rule in self._slots:
+            return
+        name = f"rule.{type(rule).__name__}"
+        others = sum(type(other) is type(rule) for other in self._slots)
+        slot = f"{name}.{others + 1}" if others else name
+        self._states.bind(
+            slot,
+            rule=shard,
+            save=lambda: rule.saved(self._memory(rule)) if self.is_there else {},
+            load=lambda values: self._load_memory(rule, slot, values),
+        )
+        self._slots[rule] = slot
+
+    def _save(self) -> Values:
+        return {"value": self.value.clone() if self.is_there else None, "version": self.version}
+
+    def _load(self, values: Values) -> None:
+        """Take a saved value in the place of the one that is here.  No worker knows it yet."""
+        self.value = torch.empty(0)
+        self.is_there = False
+        if values["value"] is not None:
+            self.begin(values["value"])
+        self.version = values["version"]
+        self._memories.clear()
+        self._known.clear()
+        self._changes.clear()
+
+    def _load_memory(self, rule: Rule, slot: str, values: Values) -> None:
+        if self.is_there:
+            self._memories[rule] = loaded_memory(slot, Slot(**rule.memory(self.value)), values)
+
+    # Workers and updates.
 
     def forget(self, worker: int, rule: Rule | None) -> None:
-        """A worker is gone for good."""
-        self._told.pop(worker, None)
+        """Drop what is kept for a worker that has left or died."""
+        self._known.pop(worker, None)
         if rule is not None and self.is_there:
             rule.forget(self._memory(rule), worker)
 
     async def apply(self, rule: Rule, push: Update, codec: Codec | None, workers: int) -> bool:
-        """Let a rule do what an update asks for; whether it made a new version.  One without samples changes
-        nothing."""
+        """Apply an update by a rule; whether it made a new version.  An update without samples changes nothing."""
         update = self._update(rule, push, codec)
         if not push.samples:
             return False
-        told = Push(push.src, push.samples, self.version - push.version, workers, self.endpoint.now())
-        m, runs = self._memory(rule), None if push.runs is None else push.runs.clone()
+        described = Push(push.src, push.samples, self.version - push.version, workers, self.endpoint.now())
+        m = self._memory(rule)
+        runs = None if push.runs is None else push.runs.clone()
         if runs is None:
-            work = lambda: rule.apply(self._own_value(), update, m, told)  # noqa: E731
+            work = lambda: rule.apply(self._own_value(), update, m, described)  # noqa: E731
         else:
-            work = lambda: self._apply_to_some(rule, update, positions(runs), m, told)  # noqa: E731
+            work = lambda: self._apply_to_some(rule, update, positions(runs), m, described)  # noqa: E731
         applied = await self.endpoint.compute(work, kind="apply", nbytes=push.nbytes)
         self._changes.append((self.version + 1, runs))
         self.endpoint.trace.point(
-            self.endpoint.now(), self.endpoint.rank, self.version, push.samples, None, told.staleness
+            self.endpoint.now(), self.endpoint.rank, self.version, push.samples, None, described.staleness
         )
         self.version += applied
         return applied
 
-    def _apply_to_some(self, rule: Rule, update: Tensor, where: Tensor, m: Memory, push: Push) -> bool:
-        """Let a rule do its work on some values, and on what it remembers of them."""
+    def _apply_to_some(self, rule: Rule, update: Tensor, where: Tensor, m: Slot, push: Push) -> bool:
+        """Apply an update to some elements of the value, and to the rule's memory of them."""
         value = self._own_value()
-        some, part = value[where], _part(m, where, value.shape)
+        some, part = value[where], memory_at(m, where, value.shape)
         applied = rule.apply(some, update, part, push)
         value[where] = some
-        _put_back(m, part, where, value.shape)
+        write_back(m, part, where, value.shape)
         return applied
 
     def due(self, rule: Rule | None) -> float | None:
@@ -106,7 +157,7 @@ class ShardState:
         return rule.due(self._memory(rule)) if rule is not None and self.is_there else None
 
     async def tick(self, rule: Rule, workers: int) -> bool:
-        """A rule's time may have come; whether that made a new version."""
+        """Call the rule's `tick`; whether that made a new version."""
         if not self.is_there:
             return False
         m, now = self._memory(rule), self.endpoint.now()
@@ -117,13 +168,12 @@ class ShardState:
         return applied
 
     async def flush(self, rule: Rule) -> None:
-        """Let a rule apply what it still holds back."""
+        """Apply the updates that a rule still holds back."""
         m = self._memory(rule)
         self.version += await self.endpoint.compute(lambda: rule.flush(self._own_value(), m), kind="apply", nbytes=0)
 
     def answer(self, wanted: Wanted, rule: Rule | None, codec: Codec | None) -> Value:
-        """The reply to a worker: the value; or only what has changed and where, if it knows the rest and wants it
-        so."""
+        """The reply to a worker: the value, or what has changed and where, if the worker has asked for that."""
         if rule is not None:
             rule.pulled(self.value, self._memory(rule), wanted.src)
         reply = Value(
@@ -141,7 +191,7 @@ class ShardState:
         return reply
 
     def _changed_since(self, version: int) -> Tensor | None:
-        """What has changed after a version; None if that is everything, or too long ago."""
+        """The runs that have changed after a version; None for all of the value, or if that is not known any more."""
         if self.version - version > len(self._changes):
             return None
         runs = [runs for made, runs in self._changes if made > version]
@@ -152,23 +202,23 @@ class ShardState:
         )
 
     def _news(self, src: int, codec: Codec) -> Tensor:
-        """What has changed since a worker was last told, encoded; what that leaves out has not changed for it yet."""
-        if src not in self._told:
-            self._told[src] = self.value.clone()
+        """The encoded difference to the value that a worker knows.  What the codec leaves out is in the next one."""
+        if src not in self._known:
+            self._known[src] = self.value.clone()
             return self.value
-        told = self._told[src]
-        data = kernels.encode(codec, self.value - told, None, None)
-        kernels.add(codec, data, told, 1.0, False)
+        known = self._known[src]
+        data = kernels.encode(codec, self.value - known, None, None)
+        kernels.add(codec, data, known, 1.0, False)
         return data
 
     def _update(self, rule: Rule, push: Update, codec: Codec | None) -> Tensor:
-        """What is pushed, if it can be applied; where no samples are behind it, only its form counts."""
+        """The decoded update, if it can be applied; without samples, only its form is checked."""
         update, runs = push.update, push.runs
         if push.version > self.version:
             raise Refusal(f"it was computed from version {push.version}, but this shard has made only {self.version}")
         if runs is not None:
             if not rule.is_elementwise:
-                raise Refusal(f"it is of some values alone, to which {rule} cannot be applied")
+                raise Refusal(f"it is for some values only, and {rule} works on all of them at once")
             if (why := refusal(runs, self.value.numel())) is not None:
                 raise Refusal(why)
             if update.shape != (int(runs[:, 1].sum()),) or update.dtype != self.value.dtype:
@@ -191,33 +241,24 @@ class ShardState:
         return update
 
     def _own_value(self) -> Tensor:
-        """The value, to be written to; another copy of it if somebody is still reading this one."""
+        """The value, to be written to; a copy of it while a receiver still reads this one."""
         if self.endpoint.in_use(self.value):
             self.value = self.endpoint.send_buffer(self.value).copy_(self.value)
         return self.value
 
-    def _memory(self, rule: Rule) -> Memory:
+    def _memory(self, rule: Rule) -> Slot:
         if rule not in self._memories:
-            self._memories[rule] = Memory(**rule.memory(self.value))
+            self.declare(rule)
+        if rule not in self._memories:
+            self._memories[rule] = Slot(**rule.memory(self.value))
         return self._memories[rule]
 
 
-def _part(m: Memory, where: Tensor, shape: torch.Size) -> Memory:
-    """What a rule remembers of some values; what is not of each value stays as it is."""
-    parts = {}
-    for name, value in vars(m).items():
-        if isinstance(value, Memory):
-            parts[name] = _part(value, where, shape)
-        else:
-            parts[name] = value[where] if isinstance(value, Tensor) and value.shape == shape else value
-    return Memory(**parts)
-
-
-def _put_back(m: Memory, part: Memory, where: Tensor, shape: torch.Size) -> None:
-    for name, value in vars(m).items():
-        if isinstance(value, Memory):
-            _put_back(value, getattr(part, name), where, shape)
-        elif isinstance(value, Tensor) and value.shape == shape:
-            value[where] = getattr(part, name)
-        else:
-            setattr(m, name, getattr(part, name))
+def _check_saved(values: Any) -> None:
+    if not isinstance(values, dict) or values.keys() != {"value", "version"}:
+        holds = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ValueError(f"the saved slot 'value' holds {holds}, and a shard has 'value' and 'version'")
+    value = values["value"]
+    if value is not None and not (isinstance(value, Tensor) and value.dim() == 1 and value.dtype.is_floating_point):
+        found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the saved slot 'value' holds {found}, and a shard has one vector of real numbers")

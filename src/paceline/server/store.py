@@ -97,7 +97,7 @@ class Store:
         return await self._ask(self._client.numbered([Join(self.replica.cursor.shard or 0) for _ in self.shards]), into)
 
     def send_buffer(self, last: Tensor | None = None) -> Tensor:
-        """Memory for an update, from which shards on this host read without a copy: the `last` one, unless it is still
+        """Slot for an update, from which shards on this host read without a copy: the `last` one, unless it is still
         being read."""
         return (
             last

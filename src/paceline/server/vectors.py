@@ -33,6 +33,7 @@ from paceline.server.messages import (
 )
 from paceline.server.shard import Shard
 from paceline.server.shard_state import check_value
+from paceline.state import Values, shard
 
 # What each operation is told: a number, a count, a vector that there is, or one that may be new.
 OPERATIONS = {
@@ -57,11 +58,11 @@ class Vectors:
     """Nothing until it has the first value, of `w`."""
 
     def __init__(self, endpoint: Endpoint, *, takes_nonfinite: bool) -> None:
-        self.endpoint, self.takes_nonfinite = endpoint, takes_nonfinite
+        self.endpoint = endpoint
+        self.takes_nonfinite = takes_nonfinite
         self._named: dict[str, Tensor] = {}
-        self._pushed: dict[
-            int, tuple[tuple[int, int], Tensor]
-        ] = {}  # The last push of each worker, of which pass and sum.
+        # The last sum of each worker, with the numbers of its pass and of the sum.
+        self._pushed: dict[int, tuple[tuple[int, int], Tensor]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._named:
@@ -73,6 +74,14 @@ class Vectors:
         check_value(value)
         if not self._named:
             self._named["w"] = self.endpoint.send_buffer(value).copy_(value)
+
+    def save(self) -> Values:
+        """All vectors.  What workers have pushed is not saved: a resumed run repeats the pass."""
+        return {"named": {name: vector.clone() for name, vector in self._named.items()}}
+
+    def load(self, values: Values) -> None:
+        self._named = {name: self.endpoint.send_buffer(v).copy_(v) for name, v in values["named"].items()}
+        self._pushed.clear()
 
     def hold(self, push: PushSum) -> None:
         """Keep what a worker has pushed, in the place of what it has pushed before."""
@@ -196,6 +205,8 @@ class VectorServer:
         self.endpoint = s.endpoint
         self.coordinator = s.endpoint.layout.server_ranks[0]
         self.vectors = Vectors(s.endpoint, takes_nonfinite=s.held.takes_nonfinite)
+        s.states.bind("vectors", rule=shard, save=self.vectors.save, load=self.vectors.load, check=_check_saved)
+        s.states.check_complete()
         self.is_over = False
         self._programs = Deduplicator()
 
@@ -237,6 +248,15 @@ class VectorServer:
         found = await self.endpoint.compute(lambda: self.vectors.run(program), kind="apply", nbytes=nbytes)
         self._programs.note(request)
         return self._programs.keep(request.src, Products(torch.tensor(found, dtype=torch.float64)))
+
+
+def _check_saved(values: Any) -> None:
+    named = values.get("named") if isinstance(values, dict) else None
+    if not isinstance(named, dict) or not all(isinstance(v, Tensor) and v.dim() == 1 for v in named.values()):
+        raise ValueError("the saved slot 'vectors' has no dict 'named' of 1-D tensors")
+    if named and ("w" not in named or len({v.shape for v in named.values()}) > 1):
+        lengths = {name: v.numel() for name, v in named.items()}
+        raise ValueError(f"the saved slot 'vectors' must have 'w' and vectors of one length, not {lengths}")
 
 
 def _text(program: Tensor) -> str:

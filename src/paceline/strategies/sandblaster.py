@@ -11,8 +11,9 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
+from paceline.families.lbfgs import Pair, direction
 from paceline.families.line_search import Point, armijo, strong_wolfe
 from paceline.needs import Needs
 from paceline.server import vectors
@@ -23,15 +24,6 @@ from paceline.strategy import Strategy
 from paceline.worker.replica import Replica
 
 CURVED = 1e-10  # A pair is dropped if the cosine of the angle between s and y is below this: it has no curvature.
-
-
-class Pair(NamedTuple):
-    """The names of the vectors s (a step) and y (the change of the gradient); rho = 1 / (y.s), gamma = y.s / y.y."""
-
-    s: str
-    y: str
-    rho: float
-    gamma: float
 
 
 @dataclass(frozen=True)
@@ -82,14 +74,23 @@ class Sandblaster(Strategy):
 
     async def minimise(self, c: Coordinator) -> None:
         """L-BFGS until the budget is spent or no step lowers the loss."""
+        # The loss at the start of the current line search, and the pairs there.
+        start = c.slot("start", value=inf, pairs=[])
         await c.begin()
-        value = await c.evaluate()
+        if start.value < inf:  # A resumed run repeats the line search.
+            c.then("copy", "w0", "w")
+            c.then("copy", "g0", "g")
+            value = start.value
+        else:
+            value = await c.evaluate()
         if value == inf:
             raise FloatingPointError("Sandblaster: the loss of the initial model is not finite")
-        pairs = deque[Pair](maxlen=self.history)
+        pairs = deque((Pair(*pair) for pair in start.pairs), maxlen=self.history)
         while True:
             c.then("copy", "w", "w0")
             c.then("copy", "g", "g0")
+            start.value = value
+            start.pairs = [list(pair) for pair in pairs]
             slope = await direction(c, pairs)
             try:
                 found = await self.find(c, Point(0.0, value, slope)) if slope < 0 else None
@@ -130,26 +131,3 @@ class Sandblaster(Strategy):
         sy, yy, ss = await c.dots((s, y), (y, y), (s, s))
         if sy > CURVED * sqrt(ss * yy):
             pairs.append(Pair(s, y, rho=1 / sy, gamma=sy / yy))
-
-
-async def direction(c: Coordinator, pairs: deque[Pair]) -> float:
-    """Set d to minus the approximate inverse Hessian times g, by the two-loop recursion; return its slope.
-
-    Without pairs it is steepest descent, with a step of length 1.
-    """
-    c.then("copy", "g", "d")
-    if not pairs:
-        norm = sqrt(await c.dot("g", "g"))
-        if norm:
-            c.then("scale", -1 / norm, "d")
-        return -norm
-    alphas: list[float] = []
-    for p in reversed(pairs):
-        alphas.append(p.rho * await c.dot(p.s, "d"))
-        c.then("axpy", -alphas[-1], p.y, "d")
-    c.then("scale", pairs[-1].gamma, "d")
-    for p in pairs:
-        beta = p.rho * await c.dot(p.y, "d")
-        c.then("axpy", alphas.pop() - beta, p.s, "d")
-    c.then("scale", -1.0, "d")
-    return await c.dot("d", "g")
