@@ -1,4 +1,4 @@
-"""What holds for the package as a whole."""
+"""Tests of the package as a whole."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_nothing_is_unpickled_or_evaluated(path):
             assert not (called == "load" and ast.unparse(node.func) == "torch.load"), f"{path.name}:{node.lineno}"
 
 
-def test_importing_the_package_needs_torch_and_numpy_alone():
+def test_importing_the_package_needs_only_torch_and_numpy():
     others = ("zmq", "msgspec", "typer", "rich", "jinja2", "vl_convert", "numba", "llvmlite", "triton")
     code = f"import sys, paceline; paceline.attach, paceline.train; print([m for m in {others!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     for name in paceline.__all__:
         assert getattr(paceline, name).__doc__, name
     with pytest.raises(AttributeError, match="has no attribute 'atach'"):
@@ -57,7 +57,7 @@ def test_every_public_name_is_there():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(SOURCES[0].parents[1])))
-def test_every_module_is_short_and_says_what_it_is(path):
+def test_every_module_is_short_and_has_a_docstring(path):
     lines = path.read_text().splitlines()
     assert ast.get_docstring(ast.parse(path.read_text())) or not lines
     assert len(lines) <= 450

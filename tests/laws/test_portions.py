@@ -146,9 +146,8 @@ def test_in_any_order_of_events_each_portion_is_in_at_most_one_sum_and_none_is_l
     """Workers take portions, back up others, report, hand in and die in any order. Then one worker does the rest."""
     portions = Portions(count, backups)
     hands: dict[int, list[int]] = {}
-    sums: dict[
-        int, tuple[int, list[int]]
-    ] = {}  # The portions that each worker has in its sum, and the number of that sum.
+    # By worker: the number of its sum, and the portions in it.
+    sums: dict[int, tuple[int, list[int]]] = {}
     counted: list[int] = []
 
     def happen(worker: int, event: str) -> None:
