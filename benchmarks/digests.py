@@ -1,8 +1,9 @@
-"""Digests of every strategy's run in the simulator, in this checkout and in another one: does a change leave results alone?
+"""Digests of every strategy's simulated run, in this checkout and another one: does a change keep the results?
 
-`python -m benchmarks.digests` prints a table.  `--against FOLDER` runs the same list in another checkout (say, of the commit before)
-and compares.  Each run's digest covers its whole trace (every span, byte, loss and time) and the bits of every worker's parameters.
-Exit code 1 means that an ordered strategy, whose result must not depend on timing, has changed.
+`python -m benchmarks.digests` prints a table. `--against FOLDER` runs the same list in another checkout (for example,
+of the commit before) and compares. Each digest covers the whole trace of a run (every span, byte, loss and time) and
+the bits of every worker's parameters. Exit code 1 means that an ordered strategy, whose result must not depend on
+timing, has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-# Runs in either checkout, so it uses only what both have: the list of the laws, `simulate` and the trace.
+# This runs in both checkouts, so it uses only what both have: the list of the laws, `simulate` and the trace.
 PROGRAM = """
 import hashlib, json, sys, warnings
 import torch
@@ -40,7 +41,7 @@ Digests = dict[str, tuple[bool, str, str]]
 
 
 def digests(checkout: Path) -> Digests:
-    """By the name of each case: whether it is ordered, its trace's digest, and that of all parameters."""
+    """For each case: whether it is ordered, the digest of its trace, and that of all parameters."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(checkout / "src"), str(checkout)])}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=checkout, env=environment, stdout=subprocess.PIPE, check=True
