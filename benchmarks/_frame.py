@@ -32,7 +32,7 @@ def arguments(doc: str | None, file: str, *, runs_of: str = "method") -> argpars
     )
     parser.add_argument("--fresh", action="store_true", help="ignore the runs in the file")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
-    where = "where to keep the runs; the chart goes beside it"
+    where = "where to keep the runs; the chart is written next to it"
     parser.add_argument("--json", type=Path, default=Path("docs/results") / file, help=where)
     return parser
 

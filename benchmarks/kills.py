@@ -1,9 +1,10 @@
 """Workers killed during a run: Fashion-MNIST by an asynchronous method on four real processes.
 
-Runs with 20 kills are compared with runs without. The table shows how long the others pause, whether every image is applied once an epoch, whether a replacement joins each time,
-and the cost in accuracy. In addition to the perceptron, the model has counters of how often each image's gradient was
-applied, so the run itself shows it. A gradient's time is mostly a sleep, so four workers on few cores are as fast as on
-four machines. The data are those of Debian's package dataset-fashion-mnist, or of the folder given by --data.
+Runs with 20 kills are compared with runs without. The table shows how long the others pause, whether every image is
+applied once an epoch, whether a replacement joins each time, and the cost in accuracy. In addition to the perceptron,
+the model has counters of how often each image's gradient was applied, so the run itself shows it. A gradient's time is
+mostly a sleep, so four workers on few cores are as fast as on four machines. The data are those of Debian's package
+dataset-fashion-mnist, or of the folder given by --data.
 """
 
 from __future__ import annotations
