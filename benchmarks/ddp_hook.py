@@ -28,7 +28,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline import QSGD, Codec, Fp8, OneBit, PerTensor, PowerSGD, TopK
+from paceline.codecs import (
+    QSGD,
+    Codec,
+    Fp8,
+    OneBit,
+    PerTensor,
+    PowerSGD,
+    TopK,
+)
 from paceline.data import fashion_mnist
 
 WORKERS = 2

@@ -106,7 +106,7 @@ def paceline_worker(path: str, shards: int) -> None:
     stores: dict[int, Store] = {}
 
     def send_buffer(numel: int) -> Tensor:
-        strategy = pl.ParameterServer(rule=pl.Sgd(lr=LR), servers=shards)
+        strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=LR), servers=shards)
         folder = tempfile.mkdtemp(dir=path)
         place = Place("benchmark", 0, 1, lambda _: dist.FileStore(f"{folder}/store"))
         jobs.append(Job(strategy.needs, device=torch.device("cpu"), served=strategy, place=place))

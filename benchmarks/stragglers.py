@@ -27,7 +27,7 @@ GRADIENT_S = 0.02
 METHODS: dict[str, pl.Strategy] = {
     "AllReduceSGD()": pl.AllReduceSGD(),
     "PeriodicAveraging(period=8)": pl.PeriodicAveraging(period=8),
-    "ParameterServer()": pl.ParameterServer(rule=pl.Sgd(lr=0.05)),
+    "ParameterServer()": pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05)),
     "StaleSynchronous(bound=4)": pl.StaleSynchronous(lr=0.05, bound=4),
     "ASGD(period=4)": pl.ASGD(period=4),
     "ASGD(period=4, pipeline=True)": pl.ASGD(period=4, pipeline=True),

@@ -36,7 +36,7 @@ SOURCE = {2.0: (0.21e6, 52_500), 15.0: (4.5e3, 1_125)}  # Bytes and values of an
 
 
 @dataclass(frozen=True)
-class Weighed(pl.Threshold):
+class Weighed(pl.codecs.Threshold):
     """A threshold codec that records each message: its number of values, its bytes, and later its bytes with a Rice
     code and with a code by frequencies."""
 
@@ -47,7 +47,7 @@ class Weighed(pl.Threshold):
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
         data = super().encode(x, rng)
-        coders = (pl.Threshold(self.tau, entropy=True), pl.Entropy(pl.Threshold(self.tau)))
+        coders = (pl.codecs.Threshold(self.tau, entropy=True), pl.codecs.Entropy(pl.codecs.Threshold(self.tau)))
         rice, frequencies = (c.encode(x).numel() if len(self.notes) >= self.first else 0 for c in coders)
         self.notes.append((Header.of(data).sent, data.numel(), rice, frequencies))
         return data
@@ -176,15 +176,15 @@ def accuracy(epochs: int) -> list[dict[str, Any]]:
     methods: dict[str, pl.Strategy] = {
         "AllReduceSGD()": pl.AllReduceSGD(),
         "Gossip()": pl.Gossip(),
-        "Gossip(Exponential())": pl.Gossip(pl.Exponential()),
-        "Gossip(RandomPairs())": pl.Gossip(pl.RandomPairs()),
+        "Gossip(Exponential())": pl.Gossip(pl.topologies.Exponential()),
+        "Gossip(RandomPairs())": pl.Gossip(pl.topologies.RandomPairs()),
         "Strom(None, lr=0.2/8)": pl.Strom(None, lr=0.2 / workers),
-        "Strom(Threshold(0.01), lr=0.2/8)": pl.Strom(pl.Threshold(tau=0.01, limit=math.inf), lr=0.2 / workers),
-        "Strom(Threshold(0.05), lr=0.2/8)": pl.Strom(pl.Threshold(tau=0.05, limit=math.inf), lr=0.2 / workers),
+        "Strom(Threshold(0.01), lr=0.2/8)": pl.Strom(pl.codecs.Threshold(tau=0.01, limit=math.inf), lr=0.2 / workers),
+        "Strom(Threshold(0.05), lr=0.2/8)": pl.Strom(pl.codecs.Threshold(tau=0.05, limit=math.inf), lr=0.2 / workers),
         "Strom(Threshold(0.05), lr=0.2/8, few_steps=24)": pl.Strom(
-            pl.Threshold(tau=0.05, limit=math.inf), lr=0.2 / workers, few=2, few_steps=24
+            pl.codecs.Threshold(tau=0.05, limit=math.inf), lr=0.2 / workers, few=2, few_steps=24
         ),
-        "Strom(Threshold(0.2), lr=0.2/8)": pl.Strom(pl.Threshold(tau=0.2, limit=math.inf), lr=0.2 / workers),
+        "Strom(Threshold(0.2), lr=0.2/8)": pl.Strom(pl.codecs.Threshold(tau=0.2, limit=math.inf), lr=0.2 / workers),
     }
     rows: list[dict[str, Any]] = []
     for name, strategy in methods.items():

@@ -18,19 +18,19 @@ import paceline as pl
 
 STRATEGIES = {
     "all-reduce": pl.AllReduceSGD(),
-    "fp16": pl.AllReduceSGD(codec=pl.Fp16()),
-    "one-bit": pl.AllReduceSGD(codec=pl.OneBit()),
+    "fp16": pl.AllReduceSGD(codec=pl.codecs.Fp16()),
+    "one-bit": pl.AllReduceSGD(codec=pl.codecs.OneBit()),
     "averaging": pl.PeriodicAveraging(period=4),
     "block-momentum": pl.BlockMomentum(period=4),
     "elastic": pl.EASGD(period=4),
 }
 SIMULATED = (
     pl.ASGD(),
-    pl.ASGD(codec=pl.OneBit()),
+    pl.ASGD(codec=pl.codecs.OneBit()),
     pl.Downpour(),
     pl.DelayCompensated(),
     pl.AsyncDiLoCo(),
-    pl.ParameterServer(rule=pl.Sgd(lr=0.05), sparse=True),
+    pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), sparse=True),
     pl.AsyncEASGD(),
     pl.EAMSGD(),
     pl.RoundRobinEASGD(),
@@ -38,7 +38,7 @@ SIMULATED = (
     pl.EAWild(group=2, servers=2),
     pl.Hogwild(),
     pl.Gossip(),
-    pl.Strom(pl.Threshold(0.001)),
+    pl.Strom(pl.codecs.Threshold(0.001)),
     pl.Sandblaster(),
 )
 

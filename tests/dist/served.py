@@ -22,14 +22,16 @@ from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed import Store as Keys
 
-from paceline import Free, Gate, Memory, Push, Rule, Sgd
+from paceline import Slot
 from paceline.codecs import Codec
 from paceline.endpoint import Layout
 from paceline.op import drive
 from paceline.protocol.messages import Message, Numbered
 from paceline.protocol.requests import Refusal
 from paceline.server import Shard, Store
+from paceline.server.gates import Free, Gate
 from paceline.server.messages import Arrived, Bye, Leave
+from paceline.server.rules import Push, Rule, Sgd
 from paceline.session.train import ProcessLearner
 from paceline.state import StateStore
 from paceline.task import Trainee
@@ -127,7 +129,7 @@ class Good:
         learner.flat.params.copy_(updates(5, numel))
         self.store = Store(Replica(endpoint, learner, StateStore(), plan=task.plan), codec=codec, pulls=pulls)
         self.expected = learner.flat.params.clone()
-        self._memory = Memory(**rule.memory(self.expected))
+        self._memory = Slot(**rule.memory(self.expected))
         self.pushed, self.draws = 0, True
 
     def exchange(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def killer(times: int, *, every_s: float, choose: Callable[[], bool] = lambda: T
 def test_every_sample_is_applied_once_when_workers_are_killed_and_replaced():
     task = counting(steps=150, batch=6, slow_s=0.01)
     with killer(5, every_s=0.3) as killed:
-        run = pl.train(task, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=10)
+        run = pl.train(task, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=10)
     assert killed, "the run was over before anybody was killed"
     assert run.params.tolist() == [1.0] * task.samples
 
@@ -106,8 +107,8 @@ def test_a_replacement_that_starts_too_late_changes_nothing(tmp_path: Path):
             os.kill(os.getpid(), signal.SIGKILL)
         return task.loss(model, batch)
 
-    late = pl.Task(**{**vars(task), "model": model, "loss": loss, "_orders": {}})  # pyright: ignore
-    run = pl.train(late, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=1)
+    late = replace(task, model=model, loss=loss)
+    run = pl.train(late, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=1)
     assert flag.exists() and run.params.tolist() == [1.0] * task.samples
 
 
@@ -120,8 +121,8 @@ def test_servers_report_their_work_when_workers_are_killed(tmp_path: Path):
             os.kill(os.getpid(), signal.SIGKILL)
         return task.loss(model, batch)
 
-    mortal = pl.Task(**{**vars(task), "loss": loss, "_orders": {}})  # pyright: ignore
-    run = pl.train(mortal, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=0)
+    mortal = replace(task, loss=loss)
+    run = pl.train(mortal, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=0)
     assert run.params.tolist() == [1.0] * task.samples
     assert sum(run.trace.staleness_counts.values()) == 60 * WORKERS
 
@@ -138,7 +139,7 @@ def test_an_error_in_a_worker_ends_the_run_and_is_named():
         raise KeyError("a mistake of the user's")
 
     with pytest.raises(pl.ClusterError, match="a mistake of the user's"):
-        pl.train(pl.Task(**{**vars(task), "loss": loss, "_orders": {}}), pl.ParameterServer(), workers=2)  # pyright: ignore
+        pl.train(replace(task, loss=loss), pl.ParameterServer(), workers=2)
 
 
 def test_an_error_names_a_killed_server():

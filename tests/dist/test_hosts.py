@@ -21,7 +21,7 @@ import torch
 import paceline as pl
 from tests.dist.test_attach import ORDERED, task
 torch.set_num_threads(1)
-for name, strategy in {**ORDERED, "server": pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2)}.items():
+for name, strategy in {**ORDERED, "server": pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), servers=2)}.items():
     run = pl.train(task(), strategy, ordered=True)
     print(json.dumps([name, run.params.tolist()]), flush=True)
 """
@@ -112,7 +112,7 @@ import paceline as pl
 from tests.dist.hosts import say
 from tests.dist.test_attach import task
 torch.set_num_threads(1)
-for name, codec in {"plain": None, "fp32": pl.Fp32(), "one-bit": pl.OneBit()}.items():
+for name, codec in {"plain": None, "fp32": pl.codecs.Fp32(), "one-bit": pl.codecs.OneBit()}.items():
     run = pl.train(task(), pl.AllReduceSGD(codec=codec))
     say([name, run.params.tolist()])
 """
@@ -144,7 +144,7 @@ for _ in range(2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 40), nn.Linear(40, 30))
     alone, ddp = copy.deepcopy(model), nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.008)
-    hook = pl.ddp_hook(pl.OneBit(bucket=32), ddp)
+    hook = pl.ddp_hook(pl.codecs.OneBit(bucket=32), ddp)
     generator, meant, said = torch.Generator().manual_seed(rank), 0, 0
     for _ in range(4):
         x = torch.randn(8, 40, generator=generator)

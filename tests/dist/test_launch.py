@@ -375,7 +375,7 @@ def test_train_without_a_number_of_workers_says_what_to_do():
 
 
 def test_a_server_applies_every_push_once_on_real_processes():
-    run = pl.train(task(), pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2), 3)
+    run = pl.train(task(), pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), servers=2), 3)
     # Every worker pushes at every step to each of two shards; its first push is stale by at most the others' pushes.
     updates = [p for p in run.trace.points if p.staleness is not None]
     assert len(updates) == 2 * 3 * 22
@@ -403,7 +403,7 @@ class Sum(nn.Module):
 
 
 model, loader = Sum(), [torch.eye(samples)[i : i + 6] for i in range(0, samples, 6)]
-with pl.attach(model, None, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1)) as session:
+with pl.attach(model, None, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1)) as session:
     for epoch in range(3):
         for step, batch in enumerate(session.shard(loader)):
             model.zero_grad()

@@ -209,10 +209,10 @@ def test_nan_in_one_stage_makes_all_stages_skip_the_step(name: str):
 def test_a_gradient_that_one_stage_cannot_encode_is_skipped_by_all_stages(method: Callable[..., pl.Strategy]):
     """The largest value in half precision is 65504. A worker with the whole model skips a gradient beyond that too."""
     run, other = (
-        train(stumbling(over=1e9), method(codec=pl.Fp16()), 2) for train in (partial(pl.train, stages=2), whole)
+        train(stumbling(over=1e9), method(codec=pl.codecs.Fp16()), 2) for train in (partial(pl.train, stages=2), whole)
     )
     assert close(run.params, other.params, rtol=1e-6)
-    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.Fp16()), 2).params, rtol=1e-3), (
+    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.codecs.Fp16()), 2).params, rtol=1e-3), (
         "there was something to skip"
     )
 

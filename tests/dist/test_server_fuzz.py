@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import Adagrad, Bound, Compensated, Fp16, Fp32, Free, Momentum, Quorum, RoundRobin, Scaled, Sgd
+from paceline.codecs import Fp16, Fp32
 from paceline.protocol.messages import Message, Refused, Request
+from paceline.server.gates import Bound, Free, RoundRobin
 from paceline.server.messages import (
     AllDone,
     Arrived,
@@ -41,6 +42,14 @@ from paceline.server.messages import (
     Wake,
     Work,
     WorkerLost,
+)
+from paceline.server.rules import (
+    Adagrad,
+    Compensated,
+    Momentum,
+    Quorum,
+    Scaled,
+    Sgd,
 )
 from paceline.transport.wire import DTYPES, header_of
 from tests.dist.served import LAYOUT, NEWCOMER, NUMEL, OTHER, ROGUE, Rogue, Server, kept, resident, serving

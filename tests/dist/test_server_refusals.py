@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, HashStore
 
-from paceline import Adam, Bound, ClusterError, Compensated, Fp16, Momentum, Quorum, RoundRobin, Sgd
+from paceline import ClusterError
+from paceline.codecs import Fp16
 from paceline.op import drive
 from paceline.protocol.messages import Away, Message, Refused, Wait
 from paceline.server import dispatcher, queues, shard
+from paceline.server.gates import Bound, RoundRobin
 from paceline.server.messages import (
     DrawWork,
     Exchange,
@@ -41,6 +43,7 @@ from paceline.server.messages import (
     Work,
     WorkerLost,
 )
+from paceline.server.rules import Adam, Compensated, Momentum, Quorum, Sgd
 from paceline.transport import outbox
 from tests.dist.served import (
     LAYOUT,
@@ -99,7 +102,7 @@ def push(update: Tensor = FINE, samples: int = 1, **more: Any) -> Push:
         (push(steps=1), "it says that it has done 1 parts, and was given 0"),
         (push(bad(nan)), "it holds NaN or infinity"),
         (push(bad(-inf)), "it holds NaN or infinity"),
-        (push(FINE[:4], runs=runs([NUMEL - 3, 4])), "runs overlap, or end behind the last of 64 values"),
+        (push(FINE[:4], runs=runs([NUMEL - 3, 4])), "runs overlap, or end after the last of 64 values"),
         (push(FINE[:4], runs=runs([0, 2], [1, 2])), "runs overlap"),
         (push(FINE[:4], runs=runs([-4, 4])), "runs from -4 to -4"),
         (push(FINE[:4], runs=runs([0, 2**63 - 1], [1, 1])), "of lengths from 1 to 9223372036854775807"),

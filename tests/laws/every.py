@@ -11,43 +11,30 @@ from typing import Literal
 import torch
 from torch import nn
 
+from examples.scaffold import Scaffold
 from paceline import (
     ASGD,
     EAMSGD,
     EASGD,
     AdaComm,
-    Adagrad,
-    Adam,
     AdaptiveAveraging,
     AllReduceSGD,
     AsyncDiLoCo,
     AsyncEASGD,
     AsyncMomentum,
-    Attract,
     BlockMomentum,
-    Compensated,
     DecreasingAveraging,
     DelayCompensated,
     DiLoCo,
     Downpour,
     EAWild,
-    Every,
-    Exponential,
-    Fp16,
-    Fp32,
     Gossip,
     Hogwild,
-    Momentum,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
-    Quorum,
-    RandomPairs,
     Replicated,
     RoundRobinEASGD,
     Sandblaster,
-    Scaled,
-    Sgd,
     SlowMo,
     SoftSync,
     StaleSynchronous,
@@ -63,7 +50,10 @@ from paceline.codecs import (
     Codec,
     Entropy,
     Fp8,
+    Fp16,
+    Fp32,
     NBit,
+    OneBit,
     PerTensor,
     PowerSGD,
     TernGrad,
@@ -71,7 +61,19 @@ from paceline.codecs import (
     TopK,
 )
 from paceline.collectives import VOTE_NBYTES, packed_nbytes
+from paceline.families.topology import Exponential, RandomPairs
 from paceline.server import Rule
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Attract,
+    Compensated,
+    Every,
+    Momentum,
+    Quorum,
+    Scaled,
+    Sgd,
+)
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
 from tests.laws.ranks import Ranks, on_gloo, on_gloo_in_comm_thread, on_shared_memory, on_simulator
@@ -183,6 +185,11 @@ def summed(period: int) -> Callable[[int, int, int, int], int]:
     return lambda numel, workers, steps, rank: -(-steps // period) * ring(4 * numel + VOTE_NBYTES, workers)
 
 
+def two_means(period: int) -> Callable[[int, int, int, int], int]:
+    """Two ring all-reduces of all parameters, each with a vote, every `period` steps and at the end."""
+    return lambda numel, workers, steps, rank: 2 * summed(period)(numel, workers, steps, rank)
+
+
 def averaged(period: int) -> Callable[[int, int, int, int], int]:
     """The same as `summed`, plus seven numbers that every worker sends to all others."""
     return lambda numel, workers, steps, rank: (
@@ -261,6 +268,7 @@ STRATEGIES: dict[str, Case] = {
     "diloco": Case(DiLoCo(period=4), averaged(4), alone=None),
     "diloco, streaming": Case(DiLoCo(period=4, fragments=2, delay=1), None, alone=None),
     "diloco, streaming by fp16": Case(DiLoCo(period=6, fragments=3, codec=Fp16()), None, alone=None),
+    "scaffold": Case(Scaffold(period=4), two_means(4), alone="rounding"),  # examples/scaffold.py
     "replicated": Case(Replicated(), None, alone="bits"),
     "then": Case(Then(AllReduceSGD(), PeriodicAveraging(period=3), steps=3), None, least=3),
     "then, from averaging to one-bit": Case(

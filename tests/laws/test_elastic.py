@@ -26,7 +26,7 @@ from paceline import (
     Then,
     simulate,
 )
-from paceline.strategies.easgd import UnstableElastic, largest_share
+from paceline.families.elastic import UnstableElastic, largest_share
 from paceline.strategy import Strategy
 from tests.laws.tasks import (
     Point,
@@ -55,13 +55,14 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
     returns only the centre."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def keep(self: Replica) -> None:
-        if self.published is not None:
-            found[self.rank] = self.params.clone(), self.published.clone()
-            self.params.copy_(self.published)
-            self.published = None
+    def keep(w: Replica) -> None:
+        if w.published is not None:
+            found[w.rank] = w.params.clone(), w.published.clone()
+            w.params.copy_(w.published)
+            w.published = None
 
-    monkeypatch.setattr(Replica, "_take_published", keep)
+    monkeypatch.setattr("paceline.worker.run.take_published", keep)
+    monkeypatch.setattr("paceline.worker.replica.take_published", keep)
     return found
 
 
@@ -453,5 +454,5 @@ def test_impossible_settings_are_refused(make: Any, says: str):
 
 
 def test_groups_that_do_not_divide_the_workers_are_refused():
-    with pytest.raises(ValueError, match="5 workers make 2 such groups, and leave 1 over"):
+    with pytest.raises(ValueError, match="5 workers make 2 groups and leave 1 over"):
         simulate(quadratic(steps=4, batch=4), EAWild(group=2), instant(5))

@@ -14,17 +14,14 @@ from paceline import (
     AllReduceSGD,
     BlockMomentum,
     Cluster,
-    Fp32,
-    Memory,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
-    Push,
-    Rule,
-    Sgd,
+    Slot,
     Task,
     simulate,
 )
+from paceline.codecs import Fp32, OneBit
+from paceline.server.rules import Push, Rule, Sgd
 from paceline.strategy import Strategy
 from tests.laws.every import RULES
 from tests.laws.tasks import (
@@ -345,7 +342,7 @@ class Recording(Rule):
     rule: Rule
     updates: list[Tensor]
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         self.updates.append(update.clone())
         return self.rule.apply(value, update, m, push)
 
@@ -390,7 +387,7 @@ def test_mean_staleness_is_the_number_of_other_workers(compute: list[float]):
 def test_a_rule_applied_to_slices_equals_the_rule_applied_to_the_whole(rule: Rule, staleness: int):
     whole, parts, update = numbers(100), numbers(100), numbers(100, seed=1)
     stripes, push = (slice(0, 33), slice(33, 90), slice(90, 100)), Push(staleness=staleness)
-    m, each = Memory(**rule.memory(whole)), [Memory(**rule.memory(parts[where])) for where in stripes]
+    m, each = Slot(**rule.memory(whole)), [Slot(**rule.memory(parts[where])) for where in stripes]
     rule.pulled(whole, m, 0)
     for where, own in zip(stripes, each, strict=True):
         rule.pulled(parts[where], own, 0)

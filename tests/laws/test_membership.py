@@ -21,15 +21,15 @@ from paceline import (
     Faults,
     ParameterServer,
     PeriodicAveraging,
-    RoundRobin,
     Run,
-    Sgd,
     SoftSync,
     StaleSynchronous,
     Strategy,
     Task,
     simulate,
 )
+from paceline.server.gates import RoundRobin
+from paceline.server.rules import Sgd
 from tests.laws.tasks import close, quadratic, regression, values
 
 STEPS, BATCH, WORKERS = 14, 8, 4

@@ -15,16 +15,15 @@ from paceline import (
     AllReduceSGD,
     Cluster,
     NonFiniteGradient,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
-    Sgd,
     Task,
     simulate,
 )
-from paceline.codecs import Fp16, Fp32
+from paceline.codecs import Fp16, Fp32, OneBit
 from paceline.codecs.entropy import Entropy
 from paceline.codecs.power_sgd import PowerSGD
+from paceline.server.rules import Sgd
 from paceline.strategy import Strategy
 from tests.laws.tasks import OPTIMIZERS, close, numbers, params, same, trained_alone, values
 

@@ -14,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline import Cluster, ClusterError, Faults, Link, Replica, Run, Sandblaster, Shard, Task, simulate
+from paceline import (
+    Cluster,
+    ClusterError,
+    Faults,
+    Link,
+    Replica,
+    Run,
+    Sandblaster,
+    Shard,
+    Task,
+    simulate,
+)
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal, Requests
 from paceline.server.messages import End, Enlist, PushSum, Report, RunProgram, SetValue, Value

@@ -14,9 +14,7 @@ from paceline import (
     BlockMomentum,
     Cluster,
     DiLoCo,
-    Fp32,
     NonFiniteReplica,
-    OneBit,
     PeriodicAveraging,
     Replicated,
     Run,
@@ -25,6 +23,7 @@ from paceline import (
     resized,
     simulate,
 )
+from paceline.codecs import Fp32, OneBit
 from tests.laws.every import ORDERED, Case
 from tests.laws.tasks import OPTIMIZERS, Point, close, params, quadratic, regression, same, trained_alone, values
 from tests.laws.test_strategies import assert_same_states, restless

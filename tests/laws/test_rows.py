@@ -12,21 +12,23 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline import (
-    Adagrad,
-    Adam,
     Cluster,
     Downpour,
-    Every,
-    Momentum,
-    OneBit,
     ParameterServer,
-    Rule,
     Run,
-    Scaled,
-    Sgd,
     SoftSync,
     Task,
     simulate,
+)
+from paceline.codecs import OneBit
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Every,
+    Momentum,
+    Rule,
+    Scaled,
+    Sgd,
 )
 from paceline.worker.rows import positions, refusal, rows, union, within
 from tests.laws.tasks import close
@@ -92,8 +94,8 @@ def test_a_sparse_gradient_raises_where_it_cannot_be_sent():
     ("make", "named"),
     [
         (lambda: ParameterServer(sparse=True, codec=OneBit()), "without a codec"),
-        (lambda: ParameterServer(sparse=True, rule=Every(Sgd(), 2)), "cannot be applied to some rows alone"),
-        (lambda: SoftSync(sparse=True), "cannot be applied to some rows alone"),
+        (lambda: ParameterServer(sparse=True, rule=Every(Sgd(), 2)), "needs all rows"),
+        (lambda: SoftSync(sparse=True), "needs all rows"),
     ],
 )
 def test_unsupported_uses_of_rows_raise(make: Any, named: str):
@@ -137,7 +139,7 @@ def test_the_union_of_rows_has_each_row_once():
     ("runs", "named"),
     [
         ([[0, 5], [3, 2]], "overlap"),
-        ([[8, 3]], "end behind the last"),
+        ([[8, 3]], "end after the last"),
         ([[-1, 2]], "runs from -1"),
         ([[0, 0]], "of lengths from 0"),
         ([[2**62, 2**62]], "runs from"),

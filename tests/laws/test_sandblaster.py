@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline import AllReduceSGD, Cluster, Constant, Sandblaster, Shard, Stragglers, Task, Then, attach, simulate
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    Constant,
+    Sandblaster,
+    Shard,
+    Stragglers,
+    Task,
+    Then,
+    attach,
+    simulate,
+)
 from paceline.families.line_search import Point, armijo, strong_wolfe
 from paceline.op import Op, Ready, drive
 from paceline.server.coordinator import Coordinator

@@ -9,38 +9,35 @@ import torch
 
 from paceline import (
     ASGD,
-    QSGD,
-    Adagrad,
-    Adam,
     AllReduceSGD,
     AsyncDiLoCo,
     AsyncMomentum,
-    Bound,
     Cluster,
-    Compensated,
     DelayCompensated,
     DiLoCo,
     Downpour,
-    Every,
-    Fp32,
-    Memory,
-    Momentum,
-    OneBit,
     ParameterServer,
-    PowerSGD,
-    Push,
     Replicated,
-    RoundRobin,
-    Rule,
-    Scaled,
-    Sgd,
+    Slot,
     SoftSync,
     StaleSynchronous,
     Strategy,
     Then,
     simulate,
 )
-from paceline.codecs import kernels
+from paceline.codecs import QSGD, Fp32, OneBit, PowerSGD, kernels
+from paceline.server.gates import Bound, RoundRobin
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Compensated,
+    Every,
+    Momentum,
+    Push,
+    Rule,
+    Scaled,
+    Sgd,
+)
 from tests.laws.every import RULES
 from tests.laws.tasks import (
     OPTIMIZERS,
@@ -63,8 +60,8 @@ def on_three(strategy: Strategy, compute: Any = UNEQUAL, steps: int = 12, **more
     return simulate(regression(steps=steps, batch=9, **more), strategy, instant(3, compute=compute))
 
 
-def memory(rule: Rule, value: torch.Tensor) -> Memory:
-    return Memory(**rule.memory(value))
+def memory(rule: Rule, value: torch.Tensor) -> Slot:
+    return Slot(**rule.memory(value))
 
 
 # Rules alone.
@@ -300,17 +297,17 @@ def test_one_replica_may_train_alone_first(then: Strategy):
         (lambda: SoftSync(updates=0), r"Every\(n=0\)"),
         (lambda: SoftSync(lr=0.0), r"Sgd\(lr=0.0\)"),
         (lambda: StaleSynchronous(bound=-1), r"Bound\(bound=-1\)"),
-        (lambda: StaleSynchronous(bound=2, visible="clock"), "only with a bound of 0"),
+        (lambda: StaleSynchronous(bound=2, visible="clock"), "requires bound=0"),
         (lambda: DelayCompensated(lam=-1.0), r"Compensated\(lam=-1.0"),
         (lambda: AsyncMomentum(momentum=1.0), r"Momentum\(lr=0.1, momentum=1.0\)"),
         (lambda: ASGD(period=2, samples=3), "in steps or in samples, not in both"),
         (lambda: ASGD(samples=0), r"ASGD\(samples=0\)"),
         (lambda: ASGD(ramp=10, ramp_from=0.0), r"begins in \(0, 1\]"),
         (lambda: Downpour(push=0), r"Downpour\(push=0, fetch=1\)"),
-        (lambda: AsyncDiLoCo(period=4, delay=4), "a delay is shorter than the period"),
+        (lambda: AsyncDiLoCo(period=4, delay=4), "the delay at least 0 and shorter than the period"),
         (lambda: AsyncDiLoCo(quorum=0), r"Quorum\(least=0"),
         (lambda: ParameterServer(codec=PowerSGD()), "works only in a mean over all workers"),
-        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=2), "lasts to the end of a run"),
+        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=2), "servers run to the end of a job"),
     ],
 )
 def test_impossible_settings_are_refused(make: Any, named: str):

@@ -13,12 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, Cluster, ClusterError, EAWild, Hogwild, LogNormal, Task, Then, simulate, train
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    ClusterError,
+    EAWild,
+    Hogwild,
+    LogNormal,
+    Task,
+    Then,
+    simulate,
+    train,
+)
 from paceline.endpoint import Layout
+from paceline.families.centre import InMemory
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
-from paceline.strategies.ea_wild import InMemory
 from paceline.transport.endpoint import ProcessEndpoint
 from tests.dist.test_decentralised import mortal
 from tests.laws.ranks import on_shared_memory

@@ -14,16 +14,15 @@ from paceline import (
     AllReduceSGD,
     BlockMomentum,
     Cluster,
-    Fp16,
     Link,
     LogNormal,
-    OneBit,
     PeriodicAveraging,
     Replicated,
     Run,
     simulate,
     strategies,
 )
+from paceline.codecs import Fp16, OneBit
 from paceline.strategy import Strategy
 from paceline.task import Task
 from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
@@ -66,7 +65,7 @@ def restless() -> nn.Module:
 
 
 def test_every_strategy_is_in_the_list():
-    assert {type(case.strategy) for case in STRATEGIES.values()} == set(strategies.STRATEGIES)
+    assert {type(case.strategy) for case in STRATEGIES.values()} >= set(strategies.STRATEGIES)
 
 
 @pytest.mark.parametrize("case", ALONE.values(), ids=ALONE)

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import AdaptiveAveraging, Cluster, DiLoCo, PeriodicAveraging, SlowMo, Task, Then, simulate
+from paceline import (
+    AdaptiveAveraging,
+    Cluster,
+    DiLoCo,
+    PeriodicAveraging,
+    SlowMo,
+    Task,
+    Then,
+    simulate,
+)
 from paceline.codecs import kernels
 from paceline.codecs.kernels import vectors
 from paceline.worker.flat import FlatModel, carry_over

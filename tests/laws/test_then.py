@@ -17,8 +17,6 @@ from paceline import (
     BlockMomentum,
     Cluster,
     DiLoCo,
-    Fp32,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
@@ -28,6 +26,7 @@ from paceline import (
     Then,
     simulate,
 )
+from paceline.codecs import Fp32, OneBit
 from paceline.strategy import Strategy
 from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, values, vector
 from tests.laws.test_strategies import assert_same_states, restless
@@ -183,14 +182,17 @@ def test_a_run_resumes_just_before_at_and_after_the_switch(first: Strategy, at: 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: Then(Replicated(), AllReduceSGD()), r"Then\(\): say once how long.*steps, samples or epochs"),
-        (lambda: Then(Replicated(), AllReduceSGD(), steps=3, epochs=1), r"Then\(steps=3, epochs=1\): say once"),
-        (lambda: Then(Replicated(), AllReduceSGD(), samples=-1), r"Then\(samples=-1\).*less than nothing"),
-        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=3), "a method with servers lasts to the end of a run"),
-        (lambda: Then(AllReduceSGD(), Replicated(), steps=3), "whole minibatches are for a beginning"),
-        (lambda: Then(Replicated(), AllReduceSGD(), steps=9), r"would last 9 steps, and the whole run only 8"),
-        (lambda: Then(Replicated(), AllReduceSGD(), epochs=3), r"would last 12 steps, and the whole run only 8"),
-        (lambda: Then(Replicated(), AdaptiveAveraging(warmup=0, sampling=4), steps=4), "no whole period"),
+        (
+            lambda: Then(Replicated(), AllReduceSGD()),
+            r"Then\(\): give the length of the first method once.*steps, samples or epochs",
+        ),
+        (lambda: Then(Replicated(), AllReduceSGD(), steps=3, epochs=1), r"Then\(steps=3, epochs=1\): give the length"),
+        (lambda: Then(Replicated(), AllReduceSGD(), samples=-1), r"Then\(samples=-1\).*at least 0"),
+        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=3), "servers run to the end of a job"),
+        (lambda: Then(AllReduceSGD(), Replicated(), steps=3), "Replicated can only be the first method"),
+        (lambda: Then(Replicated(), AllReduceSGD(), steps=9), r"would take 9 steps, but the whole run has only 8"),
+        (lambda: Then(Replicated(), AllReduceSGD(), epochs=3), r"would take 12 steps, but the whole run has only 8"),
+        (lambda: Then(Replicated(), AdaptiveAveraging(warmup=0, sampling=4), steps=4), "shorter than one period"),
     ],
 )
 def test_an_impossible_warm_start_is_refused(make: Callable[[], Strategy], named: str):
@@ -309,5 +311,5 @@ def test_replicas_that_should_be_equal_and_are_not_cause_a_warning():
 
     plain, calls = regression(steps=6, batch=8), count(1)
     task = replace(plain, loss=lambda model, batch: plain.loss(model, batch) / next(calls))
-    with pytest.warns(UserWarning, match="go on with the first one's model"):
+    with pytest.warns(UserWarning, match="continue with worker 0's model"):
         simulate(task, Then(Replicated(), PeriodicAveraging(period=2), steps=3), Cluster(workers=3))

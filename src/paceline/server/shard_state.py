@@ -10,13 +10,13 @@ from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.codecs.codec import Codec
+from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal
 from paceline.server.messages import Update, Value
 from paceline.server.rules import Push, Rule
 from paceline.state import Memory
-from paceline.worker.flat import is_finite
 from paceline.worker.rows import positions, refusal, union
 
 CHANGES = 1024  # So many versions ago it is known what has changed since.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.protocol.messages import Message, Numbered, PeerDied, PeerSuspected, Reply, reply_to
@@ -32,7 +33,6 @@ from paceline.server.messages import (
 )
 from paceline.server.shard import Shard
 from paceline.server.shard_state import check_value
-from paceline.worker.flat import is_finite
 
 # What each operation is told: a number, a count, a vector that there is, or one that may be new.
 OPERATIONS = {

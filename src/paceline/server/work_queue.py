@@ -25,18 +25,18 @@ class WorkItem(NamedTuple):
 class WorkQueue:
     """The parts of the minibatches from `first` to before `last`, each cut into `data_shards`.
 
-    >>> tickets = Tickets(0, 2, seats=2)
-    >>> tickets.take(7), tickets.take(1), tickets.take(7)
-    ([Ticket(step=0, seat=0)], [Ticket(step=0, seat=1)], [Ticket(step=1, seat=0)])
-    >>> tickets.lose(7)
-    >>> tickets.take(1, 5)
-    [Ticket(step=0, seat=0), Ticket(step=1, seat=0), Ticket(step=1, seat=1)]
+    >>> queue = WorkQueue(0, 2, data_shards=2)
+    >>> queue.take(7), queue.take(1), queue.take(7)
+    ([WorkItem(step=0, data_shard=0)], [WorkItem(step=0, data_shard=1)], [WorkItem(step=1, data_shard=0)])
+    >>> queue.lose(7)
+    >>> queue.take(1, 5)
+    [WorkItem(step=0, data_shard=0), WorkItem(step=1, data_shard=0), WorkItem(step=1, data_shard=1)]
     """
 
     def __init__(self, first: int, last: int, data_shards: int) -> None:
         if not 0 <= first <= last or data_shards < 1:
             raise ValueError(
-                f"Tickets({first}, {last}, seats={data_shards}): minibatches are counted upwards from 0, and "
+                f"WorkQueue({first}, {last}, data_shards={data_shards}): minibatches are counted upwards from 0, and "
                 f"have at least 1 part"
             )
         self.first, self.last = first, last

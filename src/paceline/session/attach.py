@@ -21,13 +21,14 @@ from paceline.needs import Length, Offers, check
 from paceline.session.learner import LoopLearner
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
-from paceline.session.same_model import check_like_first, check_same_model, everything
+from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.session import Session
 from paceline.strategy import Strategy
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
 from paceline.worker.run import WorkerRun
+from paceline.worker.tensors import named_tensors
 
 Initial = Literal["equal", "broadcast"]
 
@@ -68,16 +69,14 @@ def attach(
     check(strategy, offers)
     flat = FlatModel(model, bucket_bytes=bucket_bytes)
     inner = _checked_optimizer(optimizer, flat, strategy)
-    takes_nonfinite = nonfinite == "pass"
-    device = flat.params.device
     with ExitStack() as on_failure:
         job = Job(
             strategy.needs,
-            device=device,
+            device=flat.params.device,
             served=strategy,
             ordered=ordered,
             timeout_s=timeout_s,
-            takes_nonfinite=takes_nonfinite,
+            takes_nonfinite=nonfinite == "pass",
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
@@ -173,6 +172,6 @@ def _start_from_same_model(job: Job, flat: FlatModel, initial: Initial, *, is_el
         check_like_first(job.rank, flat, job.store, values=initial == "equal")
     elif job.workers > 1:
         if initial == "broadcast":
-            for _, values in everything(flat.model):
+            for _, values in named_tensors(flat.model):
                 job.endpoint.broadcast(values, 0).wait()
         check_same_model(job.endpoint, flat, job.store)

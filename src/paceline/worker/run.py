@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
 from paceline.state import StateStore, per_worker
 from paceline.strategy import Ended, MissedEnd, Stopped, Strategy
 from paceline.worker.batch import NonFinite
-from paceline.worker.flat import is_finite
 from paceline.worker.learner import Learner
 from paceline.worker.plan import Plan
 from paceline.worker.replica import Replica, take_published
