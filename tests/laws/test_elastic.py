@@ -81,7 +81,7 @@ def in_turn(task: Task, workers: int, alpha: float, period: int) -> tuple[list[T
     """The paper's update, for one worker after the other. The elastic move and the gradient both start at the old
     values.
 
-    At the end each worker meets the centre once more.
+    At the end each worker averages with the centre once more.
     """
     centre = vector(task.build())
     xs = [centre.clone() for _ in range(workers)]
