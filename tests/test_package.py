@@ -1,4 +1,4 @@
-"""What holds for the package as a whole: who imports whom, sizes, public names, no pickle."""
+"""Rules for the package as a whole: imports between rooms, sizes, public names, no pickle."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nothing_is_unpickled_or_evaluated(path: Path):
             assert not (called == "load" and ast.unparse(node.func) == "torch.load"), f"{path.name}:{node.lineno}"
 
 
-def test_import_of_the_package_needs_torch_numpy_and_msgspec_alone():
+def test_importing_the_package_needs_only_torch_numpy_and_msgspec():
     others = ("zmq", "typer", "rich", "jinja2", "vl_convert", "numba", "llvmlite", "triton")
     code = f"import sys, paceline; paceline.attach, paceline.train; print([m for m in {others!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
 """What must hold on a GPU, as a script for torchrun: one process with NCCL, or several that share one GPU through gloo.
 
-Methods that meet by messages or in their host's memory are simulated there, as they need no group.
+Methods that use messages or the memory of their host are simulated there, because they need no group.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def main() -> None:
     for name, strategy in STRATEGIES.items():
         here, there = loop(strategy, "cuda", scaled=False), loop(strategy, "cpu", scaled=False)
         drift = (here - there).abs().max().item()
-        # The same mathematics on other hardware: sums in another order; OneBit may flip a sign that is almost zero.
+        # The same mathematics on other hardware: sums have another order, and OneBit may flip a sign that is almost
+        # zero.
         assert drift < (0.2 if name == "one-bit" else 2e-3), (name, drift)
         for poison in (None, 5):
             vector = loop(strategy, "cuda", scaled=True, poison=poison)

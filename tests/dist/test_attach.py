@@ -1,4 +1,4 @@
-"""attach: a strategy in a loop that the user wrote."""
+"""attach: a strategy in a user's own loop."""
 
 from __future__ import annotations
 
@@ -696,7 +696,7 @@ def test_the_other_ranks_report_a_killed_worker_at_once(tmp_path):
 
     first, killed, third = forked.run(3, work, tmp_path)
     assert killed == {"error": "no result, exit code -9"}
-    # A survivor may also hear of it from another survivor that has already failed.
+    # A survivor may also learn of it from another survivor that has already failed.
     assert 1 in (first[0], third[0])
     # It takes a fraction of a second on an idle machine; the timeout is 30 minutes.
     assert first[1] < 3.0 and third[1] < 3.0

@@ -47,7 +47,7 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
 )
 @pytest.mark.parametrize("at", [5, 9])
 def test_a_resumed_session_equals_an_unbroken_one(name, at, tmp_path):
-    """Also while an exchange is in flight."""
+    """This includes an exchange in flight."""
 
     def work(rank):
         def session_on(model):
@@ -217,7 +217,7 @@ def test_the_loader_decides_how_many_samples_an_epoch_has():
 
 @pytest.mark.parametrize("workers_of_loader", [0, 2])
 def test_whole_minibatches_become_parts_at_the_switch(workers_of_loader, tmp_path):
-    """Also those that the loader has prefetched."""
+    """This includes minibatches that the loader has prefetched."""
 
     def work(rank):
         model = nn.Linear(1, 1)

@@ -73,7 +73,7 @@ def test_touched_rows_give_the_same_result_as_all_rows(rule: Rule):
 
 @pytest.mark.parametrize("rule", [Momentum(lr=0.1), Adam(lr=0.02)], ids=str)
 def test_the_state_of_a_row_changes_only_when_it_is_touched(rule: Rule):
-    """As with torch's SparseAdam; so the run differs, and learns as well."""
+    """This is as with torch's SparseAdam. So the run differs, but learns as well."""
     trained = simulate(bags(True, steps=120), ParameterServer(rule=rule, sparse=True), Cluster(workers=3))
     losses = [p.loss for p in trained.trace.points if p.loss is not None]
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
@@ -81,7 +81,7 @@ def test_the_state_of_a_row_changes_only_when_it_is_touched(rule: Rule):
 
 def test_only_touched_rows_are_sent():
     whole, sparse = run(Sgd(lr=0.3), False), run(Sgd(lr=0.3), True)
-    for rank in (1, 4):  # A worker that did not bring the model, and a shard.
+    for rank in (1, 4):  # A worker that did not send the initial model, and a shard.
         assert sparse.trace.bytes_sent(rank) < whole.trace.bytes_sent(rank) / 3
 
 
