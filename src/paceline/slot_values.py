@@ -42,8 +42,9 @@ def _common_keys(name: object, values: Sequence[dict[Any, Any]]) -> list[Any]:
 def mean_of(values: Sequence[Any], weights: Sequence[float], name: str = "") -> Any:
     """The mean of equally built values.
 
-    Equal values stay as they are.  Tensors of floating-point numbers are averaged by weight, single numbers without.  Of
-    integers, and of an optimizer's `step`, the largest counts.  Of lists and tensors of unequal length, the longest is kept.
+    Equal values stay as they are.  Tensors of floating-point numbers are averaged by weight, single numbers without.
+    Of integers, and of an optimizer's `step`, the largest counts.  Of lists and tensors of unequal length, the
+    longest is kept.
     """
     first = values[0]
     if isinstance(first, dict):
