@@ -32,10 +32,12 @@ test-quick: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.exports --check
 	$(BIN)/pyright
 	$(BIN)/python -m pytest --doctest-modules src
 
 format: $(READY)
+	$(BIN)/python -m tools.exports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

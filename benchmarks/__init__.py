@@ -1,1 +1,1 @@
-"""Side by side against peers: each prints a table and, with --json, writes its figures."""
+"""Benchmarks against other implementations. Each prints a table and, with --json, writes its figures."""

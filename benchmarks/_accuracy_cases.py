@@ -1,4 +1,4 @@
-"""What `benchmarks.accuracy` runs: methods as a user would write them, in groups, each with an inner optimizer and its rate."""
+"""The runs of `benchmarks.accuracy`: methods as a user would write them, in groups, with an optimizer and a rate."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ EPOCH = 59  # Steps of an epoch of 60,000 samples, 1024 a step.
 SWEEP_EPOCHS, SWEEP_SEED = 30, 100
 
 
-# The best of `sweep`, for each kind of method: averaged gradients, those of one bit, averaged models, blocks, and averages with AdamW.
+# The best rate of `sweep` for each kind of method: averaged gradients, one-bit gradients, averaged models, blocks, and
+# averages with AdamW.
 GRADIENT_RATE, ONE_BIT_RATE, AVERAGING_RATE, BLOCK_RATE, ADAM_RATE = 0.1, 0.05, 0.05, 0.02, 0.01
-PLAIN_RATE = 0.05  # The best for averaged gradients in the long runs, of the three that they run with.
-LOW_RATE = 0.03  # One bit suffers from high rates most, and the longer the run the lower its best one.
+PLAIN_RATE = 0.05  # The best of three rates for averaged gradients in the long runs.
+LOW_RATE = 0.03  # One bit suffers most from high rates; in a longer run its best rate is lower.
 
 
 @dataclass(frozen=True)
 class Case:
-    """A method with an inner optimizer.  With `held_out` the last 10,000 training images are not trained on, but tested on."""
+    """A method with an inner optimizer. With `held_out`, the last 10,000 training images are the test set, and not
+    trained on."""
 
     method: str
     optimizer: str = "SGD"
@@ -33,13 +35,13 @@ class Case:
 
     @property
     def key(self) -> str:
-        """All that tells its runs from others', defaults included."""
+        """Everything that distinguishes its runs from others, with defaults."""
         where = f"{self.workers} workers{', held out' if self.held_out else ''}"
         return f"{self.strategy}, {self.optimizer}, rate {self.rate:g}, {where}"
 
 
 def sweep() -> list[Case]:
-    """The rates that were tried for each kind of method."""
+    """The rates that `sweep` tries for each kind of method."""
     tried: list[tuple[str, str, tuple[float, ...]]] = [
         ("AllReduceSGD()", "SGD", (0.03, 0.05, 0.1, 0.2)),
         ("AllReduceSGD(OneBit())", "SGD", (0.01, 0.02, 0.03, 0.05)),

@@ -1,4 +1,5 @@
-"""Accuracy against bytes as an SVG, for `benchmarks.accuracy`: one mark a method, its colour by family, its shape by codec."""
+"""Accuracy against bytes as an SVG, for `benchmarks.accuracy`: one mark per method, coloured by family, shaped by
+codec."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ GREY = "#7d8590"  # Readable on white and on near-black.
 TEXT = {"labelColor": GREY, "titleColor": GREY, "labelFontSize": 12, "titleFontSize": 12.5, "titleFontWeight": "normal"}
 STROKES = {"domainColor": GREY, "tickColor": GREY, "gridColor": GREY, "gridOpacity": 0.2}
 LOOK: dict[str, Any] = {"view": {"stroke": None}, "axis": {**TEXT, **STROKES}, "legend": TEXT}
-LEAST = 85.0  # Percent; what ends below is not drawn.
+LEAST = 85.0  # Percent; values below are not drawn.
 
 
 def chart(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,5 @@
-"""Accuracy against workers as an SVG, for `benchmarks.async_accuracy`: one line a method, with the spread over seeds."""
+"""Accuracy against workers as an SVG, for `benchmarks.async_accuracy`: one line per method, with the spread over
+seeds."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ import vl_convert
 from benchmarks._accuracy_chart import LOOK
 from paceline.report.swatch import COLOURS
 
-APART = 1.035  # Methods stand so many times apart, so that none hides another.
+APART = 1.035  # The factor between methods on the x axis, so that none hides another.
 ERRORS = (10, 12, 15, 20, 30, 50, 90)  # Percent.
 
 
 def chart(rows: Sequence[dict[str, Any]]) -> str:
-    """`rows` have a method, workers and an accuracy with its spread.  Errors are drawn on a logarithmic scale, so that all have room."""
+    """`rows` have a method, workers and an accuracy with its spread. The scale of errors is logarithmic, so that all
+    lines are readable."""
     methods, counts = (list(dict.fromkeys(row[name] for row in rows)) for name in ("method", "workers"))
     values = [
         {

@@ -1,4 +1,5 @@
-"""What `benchmarks.slow_network` compares: ways to train one model on several hosts, each built on a worker by its `make`."""
+"""The methods of `benchmarks.slow_network`: ways to train one model on several hosts. `make` builds each on a
+worker."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def perceptron() -> nn.Module:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """Fashion-MNIST where it is installed, else ten clouds of points: how fast replicas move apart depends on what they learn."""
+    """Fashion-MNIST if it is installed, otherwise ten clouds of points. How fast replicas diverge depends on what they
+    learn."""
     try:
         found = fashion_mnist.load()
     except fashion_mnist.NoData:
@@ -47,7 +49,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Minibatches of a worker's own."""
+    """Minibatches of one worker's own."""
     inputs, labels = data()
     generator = torch.Generator().manual_seed(2 + rank)
     while True:
@@ -57,7 +59,7 @@ def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's: its host's address, and that of the host of rank 0."""
+    """The place of one worker: the address of its host, and that of the host of rank 0."""
 
     rank: int
     workers: int
@@ -65,7 +67,7 @@ class Place:
     master: str
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 made, on every rank."""
+        """The object of rank 0, on every rank."""
         made = [make() if self.rank == 0 else None]
         dist.broadcast_object_list(made)
         return made[0]
@@ -73,7 +75,7 @@ class Place:
 
 @dataclass
 class Trainee:
-    """The module to call, what then takes the step, and, of ours, the session."""
+    """The module to call, the function that then takes the step, and the session if the method is paceline's."""
 
     model: nn.Module
     step: Step
@@ -82,15 +84,15 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Method:
-    """`make` puts a model and its optimizer under the method.  A turn of it has whole periods and follows `lead` steps that do
-    not count: until buffers and connections are there and no exchange is under way."""
+    """`make` puts a model and its optimizer under the method. A turn has whole periods. It follows `lead` steps that
+    are not timed, so that buffers and connections exist and no exchange is in flight."""
 
     name: str
     make: Callable[[Place, nn.Module, torch.optim.Optimizer], Trainee]
     period: int = 1
     lead: int = 4
-    needs: str = "torch"  # What must be installed for it.
-    apart: bool = False  # In processes without the others.
+    needs: str = "torch"  # The package that must be installed for it.
+    apart: bool = False  # It runs in processes without the other methods.
 
 
 def alone(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
@@ -108,7 +110,7 @@ def ddp_fp16(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def ddp_power_sgd(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
-    """In one bucket: with several its all-reduces meet each other on gloo, and the process is aborted."""
+    """It uses one bucket: with several, its all-reduces mix on gloo, and the process aborts."""
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1000)
     state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -118,7 +120,7 @@ def ddp_power_sgd(place: Place, model: nn.Module, optimizer: torch.optim.Optimiz
 def ddp_post_local(period: int) -> Callable[[Place, nn.Module, torch.optim.Optimizer], Trainee]:
     def make(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
         wrapped = DistributedDataParallel(model)
-        # Its own choice of a subgroup, the ranks of one host, is made by counting GPUs.
+        # By default it finds the ranks of one host by counting GPUs.
         subgroup, _ = dist.new_subgroups(group_size=1)
         state = post_localSGD_hook.PostLocalSGDState(None, subgroup, start_localSGD_iter=0)
         wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
@@ -138,7 +140,7 @@ def ours(strategy: pl.Strategy) -> Callable[[Place, nn.Module, torch.optim.Optim
 
 
 def torchft_manager(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Every worker a replica group of its own, with a store of its own; the lighthouse is at rank 0."""
+    """Every worker is its own replica group with its own store. The lighthouse runs at rank 0."""
     from torchft import Manager, ProcessGroupGloo  # pyright: ignore
     from torchft.coordination import LighthouseServer  # pyright: ignore
 
@@ -170,7 +172,7 @@ def torchft_manager(place: Place, model: nn.Module, optimizer: torch.optim.Optim
     )
 
 
-KEPT: list[Any] = []  # Servers that end when nobody holds them.
+KEPT: list[Any] = []  # Servers that end when no object refers to them.
 
 
 def torchft_local_sgd(period: int) -> Callable[[Place, nn.Module, torch.optim.Optimizer], Trainee]:
@@ -205,7 +207,7 @@ def torchft_diloco(period: int) -> Callable[[Place, nn.Module, torch.optim.Optim
 
 
 def hivemind_local(period: int) -> Callable[[Place, nn.Module, torch.optim.Optimizer], Trainee]:
-    """Local updates, and the states averaged when all workers together have seen `period` steps' samples."""
+    """Local updates. The states are averaged when all workers together have seen the samples of `period` steps."""
 
     def make(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
         import hivemind  # pyright: ignore
@@ -231,7 +233,7 @@ def hivemind_local(period: int) -> Callable[[Place, nn.Module, torch.optim.Optim
     return make
 
 
-# Of adaptive averaging: the spread is sampled when momentum has built up, and its period may change after 88 steps.
+# For adaptive averaging: the spread is sampled after momentum has built up, and the period may change after 88 steps.
 SAMPLED = {"period": 4, "warmup": 24, "sampling": 88}
 
 METHODS = [
@@ -243,29 +245,29 @@ METHODS = [
     Method("torchft DiLoCo, period 64", torchft_diloco(64), period=64, lead=64, needs="torchft"),
     Method("hivemind, local updates, period 64", hivemind_local(64), period=64, lead=64, needs="hivemind", apart=True),
     Method("AllReduceSGD()", ours(pl.AllReduceSGD())),
-    Method("AllReduceSGD(codec=Fp16())", ours(pl.AllReduceSGD(codec=pl.Fp16()))),
-    Method("AllReduceSGD(codec=OneBit())", ours(pl.AllReduceSGD(codec=pl.OneBit()))),
-    Method("AllReduceSGD(codec=PowerSGD(rank=4))", ours(pl.AllReduceSGD(codec=pl.PowerSGD(rank=4)))),
+    Method("AllReduceSGD(codec=Fp16())", ours(pl.AllReduceSGD(codec=pl.codecs.Fp16()))),
+    Method("AllReduceSGD(codec=OneBit())", ours(pl.AllReduceSGD(codec=pl.codecs.OneBit()))),
+    Method("AllReduceSGD(codec=PowerSGD(rank=4))", ours(pl.AllReduceSGD(codec=pl.codecs.PowerSGD(rank=4)))),
     Method("PeriodicAveraging(period=8)", ours(pl.PeriodicAveraging(period=8)), period=8, lead=16),
     Method("PeriodicAveraging(period=8, delay=4)", ours(pl.PeriodicAveraging(period=8, delay=4)), period=8, lead=20),
-    # Its periods are its own choice, so a turn of it has as many steps as those of the long ones.
+    # The method chooses its periods, so its turn has as many steps as those of the long ones.
     Method("AdaptiveAveraging()", ours(pl.AdaptiveAveraging(**SAMPLED)), period=64, lead=128),
     Method(
         "AdaptiveAveraging(codec=OneBit())",
-        ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit())),
+        ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.codecs.OneBit())),
         period=64,
         lead=128,
     ),
     Method(
         "AdaptiveAveraging(codec=OneBit(), delay=2)",
-        ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.OneBit(), delay=2)),
+        ours(pl.AdaptiveAveraging(**SAMPLED, codec=pl.codecs.OneBit(), delay=2)),
         period=64,
         lead=128,
     ),
     Method("BlockMomentum(period=64)", ours(pl.BlockMomentum(period=64)), period=64, lead=64),
     Method(
         "BlockMomentum(period=64, codec=OneBit())",
-        ours(pl.BlockMomentum(period=64, codec=pl.OneBit())),
+        ours(pl.BlockMomentum(period=64, codec=pl.codecs.OneBit())),
         period=64,
         lead=64,
     ),

@@ -1,4 +1,4 @@
-"""What `benchmarks.slow_network` tells of its turns: a table, figures and a chart for each rate."""
+"""The report of `benchmarks.slow_network`: a table, figures and a chart for each rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks._slow_network_methods import BATCH, DDP, LIMIT, METHODS, percept
 
 @dataclass
 class Turn:
-    """What a method took, and the limit around it."""
+    """The times of a method, and the limit measured around it."""
 
     s: float
     limit_s: float
@@ -31,7 +31,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def summary(rate: str, workers: int, taken: dict[str, list[Turn]], failed: dict[str, str]) -> dict[str, Any]:
-    """All that is reported of one rate."""
+    """The whole report of one rate."""
     rows: dict[str, Any] = {}
     shares = {name: [t.limit_s / t.s for t in turns] for name, turns in taken.items()}
     for name, turns in taken.items():
@@ -42,7 +42,7 @@ def summary(rate: str, workers: int, taken: dict[str, list[Turn]], failed: dict[
             "megabytes_per_step": mean(t.MB for t in turns),
             "mean_period": mean(t.period for t in turns),
         }
-        if DDP in shares:  # Of shares, not of seconds: the machine's own speed changes within a round.
+        if DDP in shares:  # Of shares, not of seconds: the speed of the machine changes within a round.
             rows[name]["times_ddp"] = spread(
                 [own / theirs for own, theirs in zip(shares[name], shares[DDP], strict=True)]
             )
@@ -60,7 +60,8 @@ def summary(rate: str, workers: int, taken: dict[str, list[Turn]], failed: dict[
 
 
 def merged(results: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With the rows of methods that were measured apart; each is compared to the limit and the DDP of its own turns."""
+    """The table, with rows of methods that were measured apart. Each is compared with the limit and the DDP of its own
+    turns."""
     together: list[dict[str, Any]] = []
     for one, other in zip(results, others, strict=True):
         rows = {**other["rows"], **one["rows"]}

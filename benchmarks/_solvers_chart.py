@@ -1,4 +1,5 @@
-"""Accuracy against time as an SVG, for `benchmarks.solvers`: one line a solver, simulated and on real processes beside each other."""
+"""Accuracy against time as an SVG, for `benchmarks.solvers`: one line per solver, in the simulator and on real
+processes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from paceline.report.axes import log_ticks, wants_log
 from paceline.report.swatch import swatch
 
 Curve = list[tuple[float, float]]  # Seconds, and percent.
-LEAST = 70.0  # Percent; what is below is not drawn.
+LEAST = 70.0  # Percent; values below are not drawn.
 ERRORS = (6, 8, 10, 12, 14, 16, 20, 25, 30)  # Percent.
 
 
@@ -27,7 +28,8 @@ def mean_of(curves: Sequence[Sequence[Sequence[float]]]) -> Curve:
 
 
 def chart(panels: Mapping[str, Mapping[str, Curve]], target: float) -> str:
-    """A panel has a title and the curves of solvers by name.  Errors are drawn on a logarithmic scale, so that all have room."""
+    """A panel has a title and the curves of solvers by name. The scale of errors is logarithmic, so that all lines are
+    readable."""
     shown = {
         title: {name: [p for p in c if p[1] >= LEAST] for name, c in curves.items()} for title, curves in panels.items()
     }
@@ -51,7 +53,7 @@ def chart(panels: Mapping[str, Mapping[str, Curve]], target: float) -> str:
 def panel(
     title: str, curves: Mapping[str, Curve], names: list[str], ends: list[float], target: float, *, is_first: bool
 ) -> dict[str, Any]:
-    """Solvers that end far apart have a logarithmic time."""
+    """If solvers end far apart, the time axis is logarithmic."""
     lines = [curve for curve in curves.values() if curve]
     x: dict[str, Any] = {"field": "seconds", "type": "quantitative", "title": "s", "scale": {"zero": True}}
     x["axis"] = {"grid": False, "tickCount": 6, "format": "~r"}

@@ -1,8 +1,8 @@
-"""What methods cost in accuracy: Fashion-MNIST on 8 simulated workers, by every synchronous and periodic method.
+"""The accuracy of every synchronous and periodic method: Fashion-MNIST on 8 simulated workers.
 
-All runs of a seed begin with the same values and see the same minibatches in the same order; the rate drops tenfold after a half and
-after three quarters of the run.  Runs that --json already holds are not run again.  The data are those of Debian's package
-dataset-fashion-mnist, or of the folder given by --data.
+All runs of a seed start with the same values and see the same minibatches in the same order. The rate drops tenfold
+after a half and after three quarters of the run. Runs that are already in the --json file do not run again. The data
+are those of Debian's package dataset-fashion-mnist, or of the folder given by --data.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def perceptron() -> nn.Module:
 
 
 def pixels(images: Tensor) -> Tensor:
-    return images.float().div_(255).sub_(0.286).div_(0.353)  # The training set's mean and deviation.
+    return images.float().div_(255).sub_(0.286).div_(0.353)  # The mean and deviation of the training set.
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -117,12 +117,12 @@ def result_of(case: Case, seed: int, folder: Path | None) -> dict[str, Any]:
 
 def work(job: tuple[Case, int, Path | None]) -> dict[str, Any]:
     result = result_of(*job)
-    gc.collect()  # Replicas and their memories refer to each other.
+    gc.collect()  # Replicas and their state refer to each other.
     return result
 
 
 def summary(runs: dict[tuple[str, int], dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """A row for each method that has run, by group: what its seeds have in common, and how they compare to AllReduceSGD's."""
+    """A row for each method that has run, by group: the mean over its seeds, and the comparison with AllReduceSGD."""
     plain = {seed: run["accuracy"] for (key, seed), run in runs.items() if key == REFERENCE.key}
     groups: dict[str, list[dict[str, Any]]] = {}
     for group, cases in GROUPS.items():
@@ -175,7 +175,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The same table for a page."""
+    """The same table as Markdown."""
     lines = [list(COLUMNS), ["---"] * len(COLUMNS), *([f"`{name}`", *rest] for name, *rest in map(cells, rows))]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -196,7 +196,8 @@ def sweep_table(runs: dict[tuple[str, int], dict[str, Any]]) -> Table:
 
 
 def drawn(groups: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What the chart shows: every method with momentum SGD that has all its seeds, once, at the better of the rates it has run with."""
+    """The rows of the chart: every method with momentum SGD that has all its seeds, once, at the better of its
+    rates."""
     best: dict[str, dict[str, Any]] = {}
     for row in (row for name, rows in groups.items() if name != "policies" for row in rows):
         if (
@@ -223,17 +224,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument(
-        "--group", choices=GROUPS, action="append", help="run only this group of methods; may be given again"
+        "--group", choices=GROUPS, action="append", help="run only this group of methods; can be repeated"
     )
     parser.add_argument("--sweep", action="store_true", help="run only the choice of rates")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time; with 0, show what the file holds")
-    parser.add_argument("--fresh", action="store_true", help="forget the runs in the file")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="runs at a time; with 0, only show the runs in the file"
+    )
+    parser.add_argument("--fresh", action="store_true", help="ignore the runs in the file")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument(
         "--json",
         type=Path,
         default=Path("docs/results/accuracy.json"),
-        help="where to keep the runs; the chart goes beside it",
+        help="where to keep the runs; the chart is written next to it",
     )
     args = parser.parse_args()
     runs = {} if args.fresh else read(args.json)
@@ -243,7 +246,7 @@ def main() -> None:
         jobs += [(case, seed) for case in cases for seed in range(args.seeds)]
     jobs = [(case, seed, args.data) for case, seed in jobs if (case.key, seed) not in runs]
     if jobs and args.processes:
-        fashion_mnist.load(args.data)  # If it is not there, one process says so.
+        fashion_mnist.load(args.data)  # If the data are missing, only one process says so.
         with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
             for run in pool.imap_unordered(work, jobs):
                 runs[run["case"], run["seed"]] = run
@@ -265,7 +268,7 @@ def main() -> None:
 
 
 def read(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The runs that a file holds, if they were as long as those of today."""
+    """The runs in a file, if they are as long as the current ones."""
     kept = json.loads(path.read_text()) if path.exists() else {"epochs": EPOCHS, "runs": []}
     return {(run["case"], run["seed"]): run for run in kept["runs"]} if kept["epochs"] == EPOCHS else {}
 

@@ -1,7 +1,7 @@
-"""What one worker pays for a session: the loop of `benchmarks.overhead` plain and under `paceline.attach`, without a launcher.
+"""The cost of a session for one worker: the loop of `benchmarks.overhead`, plain and under `paceline.attach`.
 
-They take turns in blocks of steps in one process of one thread; a ratio is taken within a round, its median and quartiles
-over all rounds.  1.000 means that a session costs nothing.
+There is no launcher. Both take turns in blocks of steps in one process with one thread. Ratios are taken within a
+round; the table shows their median and quartiles over all rounds. 1.000 means that a session costs nothing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What staleness costs in accuracy, and what wins some of it back: Fashion-MNIST by asynchronous methods on 1 to 64 simulated workers.
+"""The cost of staleness in accuracy: Fashion-MNIST by asynchronous methods on 1 to 64 simulated workers.
 
-Every gradient is that of 32 samples, whatever the workers, and all runs of a seed see the same minibatches for as many epochs.  Gradients
-take unequal times, and every fourth worker takes five times as long as the others.  All methods run at the rate that is best for one
-worker, and with 16 and 64 workers also at their own best of a few, which are tried on held-out images first.  Runs that --json already
-holds are not run again.
+Every gradient is of 32 samples with any number of workers. All runs of a seed see the same minibatches for as many
+epochs. Gradients take unequal times, and every fourth worker takes five times as long as the others. All methods run at
+the rate that is best for one worker. With 16 and 64 workers they also run at their own best of a few rates, which are
+first tried on held-out images. Runs that are already in the --json file do not run again.
 
-Delay compensation was tried with 16 workers that are less unequal (every fourth twice as slow) at a rate of 0.05 for 5 epochs, on one
-seed and held-out images, where ASGD without it had 86.38 %.  With a constant lam: 0.04: 85.83, 4: 86.18, 100: diverged.  Adaptive: 0.5:
-86.30, 2: 86.95, 10: 86.44, 20: 87.53, 50 and 100: diverged.  The best of these nine settings runs here, which flatters it: on a second
-seed it had 86.38, and ASGD 86.30.
+Delay compensation was tried with 16 workers that are less unequal (every fourth is twice as slow) at a rate of 0.05 for
+5 epochs, on one seed and held-out images. There ASGD without it had 86.38 %. With a constant lam: 0.04: 85.83, 4:
+86.18, 100: diverged. Adaptive: 0.5: 86.30, 2: 86.95, 10: 86.44, 20: 87.53, 50 and 100: diverged. The best of these nine
+settings runs here, which favours it: on a second seed it had 86.38, and ASGD 86.30.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.accuracy import loss, perceptron, pixels
 from paceline.data import fashion_mnist
 
 WORKERS = (1, 4, 16, 64)
-TUNED = (16, 64)  # With so many workers every method also has a rate of its own.
+TUNED = (16, 64)  # With these numbers of workers every method also has its own rate.
 EPOCHS, MINIBATCH = 10, 32  # Samples of one gradient.
 RATE = 0.05  # The best of RATES for one worker, by `sweep`.
 RATES, HIGH_RATES = (0.005, 0.01, 0.02, 0.05, 0.1), (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -43,7 +43,7 @@ PLAIN, MOMENTUM, TOGETHER = (
     "AsyncMomentum(lr=RATE, unit_gain=True)",
     "AllReduceSGD()",
 )
-METHODS = {  # And the rates to try: updates that are divided by their number or their staleness stand higher ones.
+METHODS = {  # Rates to try. Updates divided by their number or their staleness tolerate higher ones.
     PLAIN: RATES,
     "ParameterServer(rule=Scaled(Sgd(lr=RATE)))": HIGH_RATES,
     "SoftSync(lr=RATE)": HIGH_RATES,
@@ -59,13 +59,14 @@ TITLES = {
     "updates": "new versions of the model",
     "virtual_s": "virtual seconds",
 }
-WIDTH = 170  # Of tables where there is no terminal.
+WIDTH = 170  # The width of tables without a terminal.
 SETTINGS = {"epochs": EPOCHS, "minibatch": MINIBATCH}
 Runs = dict[tuple[str, int], dict[str, Any]]
 
 
 def case_of(method: str, workers: int, rate: float = RATE, *, held_out: bool = False) -> Case:
-    """A method with so many workers.  With one nothing is stale, and all that push gradients without momentum are the same."""
+    """A method with a number of workers. With one worker nothing is stale, and all methods that push gradients without
+    momentum are equal."""
     method = PLAIN if workers == 1 and method not in (MOMENTUM, TOGETHER) else method
     written = method if method == TOGETHER else f"{method.replace('RATE', f'{rate:g}')[:-1]}{SHARD})"
     return Case(written, rate=rate, workers=workers, held_out=held_out)
@@ -80,7 +81,7 @@ def sweep() -> list[Case]:
 
 
 def own_rate(method: str, workers: int, runs: Runs) -> float | None:
-    """The best of those that were tried; None if not all of them have run."""
+    """The best of the rates that were tried; None if not all of them have run."""
     tried = {
         rate: runs.get((case_of(method, workers, rate, held_out=True).key, SWEEP_SEED)) for rate in METHODS[method]
     }
@@ -93,7 +94,8 @@ def shown(method: str, own: bool) -> str:
 
 
 def cluster_of(workers: int, seed: int) -> pl.Cluster:
-    """One shard is not what limits them: 64 workers push about 1,000 gradients a second, and its network card takes 2,800."""
+    """One shard is not the bottleneck: 64 workers push about 1,000 gradients a second, and its network card takes
+    2,800."""
     slow = dict.fromkeys(range(3, workers, 4), 5.0)
     return pl.Cluster(
         workers=workers, compute=pl.Stragglers(usual=pl.LogNormal("50ms", sigma=0.3), slow=slow), seed=seed
@@ -106,7 +108,7 @@ def task_of(case: Case, seed: int, data: fashion_mnist.FashionMnist) -> pl.Task:
     if case.held_out:
         (images, test_images), (labels, test_labels) = images.split(50_000), labels.split(50_000)
     whole = MINIBATCH * max(WORKERS)
-    kept = len(labels) // whole * whole  # So that every minibatch is a full one with any number of workers.
+    kept = len(labels) // whole * whole  # Every minibatch is then full, with any number of workers.
 
     return pl.Task(
         model=perceptron,
@@ -145,7 +147,8 @@ def result_of(case: Case, seed: int, folder: Path | None) -> dict[str, Any]:
 
 
 def summary(runs: Runs, *, own: bool) -> list[dict[str, Any]]:
-    """A row for each method and number of workers that has run, at the rate of all or at its `own`: what its seeds have in common."""
+    """A row for each method and number of workers that has run, at the common rate or at its `own`: the mean over its
+    seeds."""
     rows: list[dict[str, Any]] = []
     for method in METHODS:
         for workers in TUNED if own else WORKERS:
@@ -176,7 +179,7 @@ def summary(runs: Runs, *, own: bool) -> list[dict[str, Any]]:
 
 
 def drawn(runs: Runs) -> list[dict[str, Any]]:
-    """What the chart shows: many workers at their method's own rate, few at the rate of all."""
+    """The rows of the chart: many workers at their method's own rate, few workers at the common rate."""
     few = [row for row in summary(runs, own=False) if row["workers"] not in TUNED]
     names = {shown(method, False): shown(method, True) for method in METHODS}
     return [row | {"method": names[row["method"]]} for row in few] + summary(runs, own=True)
@@ -195,7 +198,7 @@ def cell(row: dict[str, Any], field: str) -> str:
 
 
 def lines(rows: list[dict[str, Any]], field: str) -> list[list[str]]:
-    """A table's: methods below each other, numbers of workers beside each other."""
+    """The rows of a table: one method a row, one number of workers a column."""
     found = {(row["method"], row["workers"]): cell(row, field) for row in rows}
     methods = dict.fromkeys(row["method"] for row in rows)
     return [[method, *(found.get((method, workers), "") for workers in counts(field))] for method in methods]
@@ -230,7 +233,7 @@ def main() -> None:
     args = parser.parse_args()
     runs: Runs = {} if args.fresh else {(run["case"], run["seed"]): run for run in read_runs(args.json, **SETTINGS)}
     if args.processes:
-        fashion_mnist.load(args.data)  # If it is not there, one process says so.
+        fashion_mnist.load(args.data)  # If the data are missing, only one process says so.
         run_all([(case, SWEEP_SEED) for case in sweep()], runs, args)
         if not args.sweep:
             cases = [case_of(method, workers) for workers in WORKERS for method in METHODS]
@@ -249,7 +252,7 @@ def main() -> None:
 
 
 def run_all(jobs: list[tuple[Case, int]], runs: Runs, args: argparse.Namespace) -> None:
-    """Add what is missing to `runs`, and to the file."""
+    """Add the missing runs to `runs`, and to the file."""
     missing = [(case, seed, args.data) for case, seed in jobs if (case.key, seed) not in runs]
     for run in worked(result_of, missing, args.processes):
         runs[run["case"], run["seed"]] = run

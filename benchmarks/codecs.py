@@ -1,8 +1,9 @@
-"""What encoding costs: time, bytes and error of every codec, beside plain torch and a copy of the same memory.
+"""The cost of encoding: time, bytes and error of every codec, compared with plain torch and a memory copy.
 
-A round times each in turn, so that a noisy machine is noisy to all of them; medians of the rounds and their ratios are shown.
-"encode" is what a sender does, with the feedback that the codec wants; "add" is what a receiver does, decoding into a sum.
-Plain torch is the same written as one would write it: by hand for 1-bit, QSGD and thresholds, otherwise the codec's definition.
+A round times each in turn, so that noise of the machine affects all of them. The table shows medians of the rounds and
+their ratios. "encode" is the sender's work, with the feedback that the codec wants. "add" is the receiver's work:
+decoding into a sum. Plain torch is the obvious code: written by hand for 1-bit, QSGD and thresholds, otherwise the
+codec's definition.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def remember(name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any
 
 
 def eager_one_bit(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """1 bit as one would write it in torch."""
+    """1 bit in obvious torch code."""
     rows = (x + residual).view(-1, 512)
     positive = rows >= 0
     positives = positive.sum(1, keepdim=True)
@@ -112,7 +113,7 @@ def named(codec: Codec) -> str:
 
 
 def by_hand(codec: Codec, x: Tensor, residual: Tensor, into: Tensor) -> tuple[Work, Callable[[Any], None]] | None:
-    """Encode and add in eager torch, for the codecs that are most used."""
+    """Encode and add in eager torch, for the most used codecs."""
     if isinstance(codec, codecs.OneBit):
         return lambda: eager_one_bit(x, residual), lambda said: eager_add_one_bit(said, into)
     if isinstance(codec, codecs.QSGD) and codec.levels == 127:
@@ -141,7 +142,7 @@ def timed(work: Work) -> float:
 
 
 def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
-    """One codec's row."""
+    """The row of one codec."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     copy, into = torch.empty_like(x), torch.zeros_like(x)
     codec_state = codec.codec_state(remember, x)
@@ -153,14 +154,14 @@ def measure(codec: Codec, numel: int, rounds: int) -> dict[str, Any]:
     error = ((heard - x).norm() / x.norm()).item()
     taken: dict[str, list[float]] = {}
     for i in range(rounds + 1):
-        x.neg_()  # So that what is left out does not pile up.
+        x.neg_()  # Otherwise the residual would grow.
         held: list[Tensor] = []
         turns: dict[str, Work] = {
             "copy": lambda: copy.copy_(x),
             "encode": lambda held=held: held.append(codec_state.encode(x)),
             "add": lambda held=held: codec_state.add(held[0], into, 0.5),
         }
-        if i % 4 == 0:  # Slow, so not every time.
+        if i % 4 == 0:  # It is slow, so not every time.
             turns |= {"plain encode": encode, "plain add": lambda: add(said)}
         for name, work in turns.items():
             seconds = timed(work)

@@ -1,8 +1,9 @@
-"""How fast vectors on a GPU are encoded under feedback and added up, beside a copy of the same vector and eager torch.
+"""The speed of encoding with feedback and adding on a GPU, compared with a copy of the same vector and eager torch.
 
-`time` is the device's alone: medians of CUDA events, with the cache flushed before each call and without the wait for the flag
-that ends an encoding.  A rate counts the bytes that must move: what is read of the vector and its residual, the residual written,
-and the message.  `call` is what the caller waits for, from Python to the flag, with whatever the cache still holds.
+`time` is that of the device alone: medians of CUDA events. The cache is flushed before each call, and the wait for the
+flag that ends an encoding is not included. A rate counts the bytes that must move: those read of the vector and its
+residual, the residual written, and the message. `call` is the time that the caller waits, from Python to the flag, with
+a warm cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SIZES = {"25 MB": 6_553_600, "1 GB": 1 << 28, "4.3 GB": 1 << 30}
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: of `nbytes` that must move, in `seconds`, against a copy at `copy` bytes a second."""
+    """One figure: `nbytes` that must move, in `seconds`, compared with a copy at `copy` bytes a second."""
 
     codec: str
     what: str
@@ -43,7 +44,7 @@ class Row:
 
 
 def eager_encode(x: Tensor, residual: Tensor, bucket: int = 512) -> Tensor:
-    """What one would write in torch, given whole buckets: OneBit with feedback."""
+    """OneBit with feedback in obvious torch code, for whole buckets."""
     u = (x + residual).view(-1, bucket)
     positive = u >= 0
     count = positive.sum(1, keepdim=True)
@@ -56,7 +57,7 @@ def eager_encode(x: Tensor, residual: Tensor, bucket: int = 512) -> Tensor:
 
 
 def eager_add(data: Tensor, into: Tensor, bucket: int = 512) -> None:
-    """What one would write in torch, given whole buckets: add what OneBit says."""
+    """Adding a OneBit message in obvious torch code, for whole buckets."""
     means = data[: into.numel() // bucket * 8].view(torch.float32).view(-1, 2)
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     positive = (data[means.numel() * 4 :, None].bitwise_right_shift(shifts) & 1).view(-1, bucket).bool()
@@ -65,7 +66,7 @@ def eager_add(data: Tensor, into: Tensor, bucket: int = 512) -> None:
 
 @contextmanager
 def unwatched() -> Generator[None]:
-    """Encode without waiting for the flag, so that the device need not wait for Python."""
+    """Encode without waiting for the flag, so that the device does not wait for Python."""
     from paceline.codecs.kernels import gpu_parts
 
     with mock.patch.object(gpu_parts.Flags, "is_unset", lambda *_: True):
@@ -73,7 +74,7 @@ def unwatched() -> Generator[None]:
 
 
 def seconds_of(work: Callable[[], Any], repeats: int = 20) -> float:
-    """The median time of a call on the device, from a cache that holds other things."""
+    """The median time of a call on the device, with a flushed cache."""
     flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     work()
     times: list[float] = []
@@ -89,7 +90,7 @@ def seconds_of(work: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def call_of(work: Callable[[], Any], repeats: int = 20) -> float:
-    """The median time that a caller waits for."""
+    """The median time that a caller waits."""
     times: list[float] = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -101,7 +102,7 @@ def call_of(work: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def copy_rate(x: Tensor) -> float:
-    """Bytes read and written a second, by a copy of `x`."""
+    """The bytes that a copy of `x` reads and writes a second."""
     other = torch.empty_like(x)
     return 2 * x.numel() * x.element_size() / seconds_of(lambda: other.copy_(x))
 
@@ -126,7 +127,7 @@ def plainly(work: Callable[[], Any]) -> Callable[[], Any]:
 def of_codec(
     codec: Codec, size: str, numel: int, dtype: torch.dtype = torch.float32, *, beside: bool = True
 ) -> list[Row]:
-    """All figures of a codec at a size; with torch's, eager and plain, if `beside`."""
+    """All figures of a codec at a size; with those of torch, eager and plain, if `beside`."""
     x, residual, into = (
         torch.randn(numel, device="cuda").to(dtype),
         torch.zeros(numel, device="cuda"),
@@ -139,7 +140,7 @@ def of_codec(
     nbytes, width = data.numel(), x.element_size()
     name, kind = type(codec).__name__, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     is_whole = isinstance(codec, OneBit) and dtype == torch.float32 and numel % codec.bucket == 0
-    if isinstance(codec, Threshold):  # As it is after many messages: every |x| / tau-th value is due.
+    if isinstance(codec, Threshold):  # As after many messages: every |x| / tau-th value is due.
         residual.uniform_(-codec.tau, codec.tau)
         data = kernels.encode(codec, x, residual)
         nbytes, out = data.numel(), None
@@ -154,9 +155,9 @@ def of_codec(
                 eager,
             )
         )
-    if not isinstance(codec, Threshold):  # It has nothing to say without.
+    if not isinstance(codec, Threshold):  # Without it there is nothing to send.
         works.append((f"encode {kind}", width * numel + nbytes, lambda: kernels.encode(codec, x, None, rng, out), None))
-    if dtype == torch.float32:  # Sums are float32 whatever was sent.
+    if dtype == torch.float32:  # Sums are float32 for every message.
         eager = (lambda: eager_add(data, into)) if is_whole else None
         moved = 3 * nbytes if isinstance(codec, Threshold) else 8 * numel + nbytes
         works.append(("add", moved, lambda: kernels.add(codec, data, into, 0.5), eager))
@@ -215,4 +216,4 @@ if __name__ == "__main__":
 
         Console(width=140).print(torch.cuda.get_device_name(), table(rows()))
     else:
-        print("no GPU here: nothing measured")
+        print("There is no GPU here, so nothing was measured.")

@@ -1,11 +1,14 @@
-"""All-reduce of fp32 vectors between the ranks of one host: our shared memory beside gloo, MPI and a plain copy of the bytes.
+"""All-reduce of fp32 vectors within one host: shared memory compared with gloo, MPI and a plain copy.
 
-Each contestant has its ranks, processes of one thread, ready and asleep; they take turns, in rounds, so that all meet the same
-weather.  A turn lasts from its first rank's start to its last rank's end.  Ratios are taken within a round; told are their
-medians and quartiles.  "shared memory" is our all-reduce itself, "endpoint" the same as a job has it.  The plain copy, by one
-rank alone, is the yardstick: what moving the bytes once takes on one core.  "no waiting" is the limit of ours: every rank
-goes over its values as the all-reduce does, once to add and once to fetch, but alone and without a word.  "OneBit" is the mean
-of 1-bit SGD, of which only a thirty-second travels: beside an all-reduce within one host it shows what encoding costs.
+The ranks of each contestant are processes of one thread, started and asleep. Contestants take turns in rounds, so that
+noise of the machine affects all of them. A turn lasts from the start of its first rank to the end of its last rank.
+Ratios are taken within a round; the table shows their medians and quartiles.
+
+"shared memory" is paceline's all-reduce itself, and "endpoint" is the same through a job's endpoint. The plain copy, by
+one rank alone, is the reference: the time to move the bytes once on one core. "no waiting" is the limit of paceline's
+all-reduce: every rank reads its values as the all-reduce does, once to add and once to fetch, but without
+synchronisation. "OneBit" is the mean of 1-bit SGD, which sends only a thirty-second of the bytes. Compared with an
+all-reduce within one host it shows the cost of encoding.
 """
 
 from __future__ import annotations
@@ -53,22 +56,22 @@ Reduce = Callable[[Tensor], object]
 
 
 class Contestants:
-    """One rank's share in some contestants, which takes its turn when told."""
+    """One rank of some contestants, which takes its turn on command."""
 
     def __init__(self, connection: Connection, reduce: dict[str, Reduce], start_together: Callable[[], object]) -> None:
         self.connection, self.reduce, self.start_together = connection, reduce, start_together
         self.buffers: dict[int, Tensor] = {}
 
     def serve(self) -> None:
-        """Until told nothing more; asleep between the turns, so that the others have the cores."""
+        """Run until there are no more commands. The rank sleeps between turns, so that the others have the cores."""
         while order := self.connection.recv():
             self.connection.send(self.advance(*order))
 
     def advance(self, name: str, megabytes: int, together: bool) -> tuple[float, float, float]:
-        """When this rank began and ended, on the clock that all processes of a host share, and its processor's seconds."""
+        """The start and end of this rank, on the clock that all processes of a host share, and its CPU seconds."""
         reduce = self.reduce[name]
         x = self.buffers.setdefault(megabytes, torch.empty(megabytes * MEGABYTE // 4))
-        reduce(x.fill_(1.0))  # Arenas, connections and pages are there before the clock runs.
+        reduce(x.fill_(1.0))  # Arenas, connections and pages exist before the clock starts.
         if together:
             self.start_together()
         began, began_cpu = time.perf_counter(), time.process_time()
@@ -78,12 +81,12 @@ class Contestants:
 
 
 def repeats(megabytes: int) -> int:
-    """Calls in a turn: enough that it is not over before all ranks are awake."""
+    """Calls in a turn: so many that all ranks are awake before it ends."""
     return max(1, 50 // megabytes)
 
 
 def one_bit(endpoint: ProcessEndpoint) -> Reduce:
-    """The mean that 1-bit SGD takes of a vector, with the residuals that it keeps from call to call."""
+    """The mean of 1-bit SGD of a vector, with residuals that it keeps between calls."""
     links: dict[int, ErrorFeedback] = {}
 
     def reduce(x: Tensor) -> None:
@@ -104,7 +107,7 @@ def copier() -> Reduce:
 
 
 def two_passes() -> Reduce:
-    """What a rank does in a relayed sum, less all that it waits for and tells."""
+    """The work of a rank in a relayed sum, without any waiting or signalling."""
     window = torch.zeros(BLOCK // 4)
 
     def passes(x: Tensor) -> None:
@@ -133,7 +136,7 @@ def connected(rank: int, ranks: int, path: str) -> tuple[dict[str, Reduce], Proc
 
 
 def work(rank: int, ranks: int, path: str) -> None:
-    """A rank of all contestants but MPI."""
+    """A rank of all contestants except MPI."""
     torch.set_num_threads(1)
     reduce, endpoint = connected(rank, ranks, path)
     Contestants(Client(f"{path}/orders"), reduce, dist.barrier).serve()
@@ -160,7 +163,7 @@ def mpiexec() -> str | None:
 
 
 class Ranks:
-    """The processes of some contestants, as seen by the one who calls the turns."""
+    """The processes of some contestants, as the controlling process sees them."""
 
     def __init__(self, ranks: int, start: Callable[[str], Any]) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -172,7 +175,7 @@ class Ranks:
             self.connections = [Connection(listener.accept()[0].detach()) for _ in range(ranks)]
 
     def advance(self, name: str, megabytes: int, *, alone: bool) -> tuple[float, float]:
-        """Seconds of a call, and those of all processors together."""
+        """The seconds of a call, and the CPU seconds of all ranks together."""
         chosen = self.connections[:1] if alone else self.connections
         for connection in chosen:
             connection.send((name, megabytes, not alone))
@@ -207,13 +210,13 @@ Taken = dict[str, list[tuple[float, float]]]
 
 
 def measure(players: dict[str, Ranks], megabytes: int, rounds: int) -> Taken:
-    """Seconds of every contestant, and its processors', in each round."""
+    """The seconds and the CPU seconds of every contestant in each round."""
     names, taken = list(players), {name: [] for name in players}
     for r in range(-1, rounds):
         first = r % len(names)
         for name in names[first:] + names[:first]:
             took = players[name].advance(name, megabytes, alone=name == COPY)
-            if r >= 0:  # The first round is for warming up.
+            if r >= 0:  # The first round warms up.
                 taken[name].append(took)
     return taken
 
@@ -238,7 +241,7 @@ def summary(ranks: int, megabytes: int, taken: Taken) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> Table:
     title = "{megabytes} MB between {ranks} ranks on {cores} cores, {rounds} rounds".format(**result)
     made = Table("", "ms", "CPU ms", f"x {GLOO}", "x copy", title=title)
-    made.caption = "x: how often it is done while the other is done once; in brackets the quartiles"
+    made.caption = "x: its speed over that of the other; in brackets the quartiles"
     for column in made.columns[1:]:
         column.justify = "right"
     for name, row in result["rows"].items():
@@ -265,17 +268,17 @@ def run(ranks: int, sizes: Sequence[int], rounds: int, launcher: str | None) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--ranks", type=int, action="append", help="only so many; may be given again")
-    parser.add_argument("--megabytes", type=int, action="append", help="only this size; may be given again")
+    parser.add_argument("--ranks", type=int, action="append", help="only this many ranks; can be repeated")
+    parser.add_argument("--megabytes", type=int, action="append", help="only this size; can be repeated")
     parser.add_argument("--rounds", type=int, help="turns of each contestant")
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--mpi-rank", help=argparse.SUPPRESS)  # What mpiexec starts.
+    parser.add_argument("--mpi-rank", help=argparse.SUPPRESS)  # Started by mpiexec.
     args = parser.parse_args()
     if args.mpi_rank:
         return work_in_mpi(args.mpi_rank)
     launcher = mpiexec()
     if launcher is None:
-        print("Without MPI: `pip install mpi4py mpich` for it to take part.")
+        print("MPI is not installed: `pip install mpi4py mpich` to include it.")
     results: list[dict[str, Any]] = []
     for ranks in args.ranks or RANKS:
         results += run(ranks, args.megabytes or SIZES, args.rounds or (5 if args.quick else 25), launcher)

@@ -1,8 +1,8 @@
-"""What encoded gradients cost in accuracy, bytes and time: DistributedDataParallel on Fashion-MNIST with `paceline.ddp_hook`.
+"""The cost of encoded gradients in accuracy, bytes and time: DDP on Fashion-MNIST with `paceline.ddp_hook`.
 
-Two gloo processes of one thread each train a small network, for each seed once without a hook and once with each
-codec: the same initial values, the same minibatches in the same order, the same optimizer and rate.  The data are those of
-Debian's package dataset-fashion-mnist, or of the folder given by --data.
+Two gloo processes of one thread each train a small network, for each seed once without a hook and once with each codec.
+Initial values, minibatches, their order, the optimizer and its rate are the same. The data are those of Debian's
+package dataset-fashion-mnist, or of the folder given by --data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline import QSGD, Codec, Fp8, OneBit, PerTensor, PowerSGD, TopK
+from paceline.codecs import (
+    QSGD,
+    Codec,
+    Fp8,
+    OneBit,
+    PerTensor,
+    PowerSGD,
+    TopK,
+)
 from paceline.data import fashion_mnist
 
 WORKERS = 2
@@ -75,7 +83,7 @@ MODELS = {"perceptron": perceptron, "convolutional": convolutional}
 
 
 def pixels(images: Tensor) -> Tensor:
-    return images.unsqueeze(1).float().div_(255).sub_(0.286).div_(0.353)  # The training set's mean and deviation.
+    return images.unsqueeze(1).float().div_(255).sub_(0.286).div_(0.353)  # The mean and deviation of the training set.
 
 
 class Run:
@@ -118,7 +126,7 @@ class Run:
     def result(self) -> dict[str, Any]:
         seconds = self.train()
         numel = sum(p.numel() for p in self.model.parameters())
-        # Without a hook DDP leaves it to gloo, which sends as much as a ring does.
+        # Without a hook DDP uses gloo, which sends as much as a ring does.
         sent = 2 * (WORKERS - 1) / WORKERS * 4 * numel
         if self.hook is not None:
             sent = self.hook.trace.bytes_sent(dist.get_rank()) / len(seconds)
@@ -148,7 +156,8 @@ def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each method: what its runs have in common, and how they compare to those without a hook of the same seed."""
+    """A row for each method: the mean over its runs, and the comparison with the runs of the same seed without a
+    hook."""
     rows: list[dict[str, Any]] = []
     plain = {run["seed"]: run for run in runs if run["method"] == PLAIN}
     for name in dict.fromkeys(run["method"] for run in runs):
@@ -177,7 +186,10 @@ def table(rows: list[dict[str, Any]], runs: list[dict[str, Any]], args: argparse
         f"{args.epochs} epochs, rate {args.rate}, {seeds} seeds, {rows[0]['buckets'][0]} buckets"
     )
     made = Table("method", "test accuracy", "difference", "bytes a step", "ratio", "ms a step", title=title)
-    made.caption = "accuracy: mean and standard deviation over seeds; difference: to fp32 in points; ratio: fp32's bytes over these"
+    made.caption = (
+        "accuracy: mean and standard deviation over seeds; difference: to fp32 in points; "
+        "ratio: fp32's bytes over those of the method"
+    )
     for column in made.columns[1:]:
         column.justify = "right"
     for row in rows:
@@ -198,15 +210,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
     parser.add_argument("--model", choices=MODELS, default="perceptron")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=0.02, help="the optimizer's largest")
+    parser.add_argument("--rate", type=float, default=0.02, help="the largest rate of the optimizer")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each method")
-    parser.add_argument(
-        "--method", choices=METHODS, action="append", help="only this one beside fp32; may be given again"
-    )
+    parser.add_argument("--method", choices=METHODS, action="append", help="only this method and fp32; can be repeated")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     args.method = list(dict.fromkeys([PLAIN, *(args.method or METHODS)]))
-    fashion_mnist.load(args.data)  # If it is not there, one process says so.
+    fashion_mnist.load(args.data)  # If the data are missing, only one process says so.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

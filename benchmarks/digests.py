@@ -1,8 +1,9 @@
-"""Digests of every strategy's run in the simulator, in this checkout and in another one: does a change leave results alone?
+"""Digests of every strategy's run in the simulator, here and in another checkout: has a change changed results?
 
-`python -m benchmarks.digests` prints a table.  `--against FOLDER` runs the same list in another checkout (say, of the commit before)
-and compares.  Each run's digest covers its whole trace (every span, byte, loss and time) and the bits of every worker's parameters.
-Exit code 1 means that an ordered strategy, whose result must not depend on timing, has changed.
+`python -m benchmarks.digests` prints a table.  `--against FOLDER` runs the same list in another checkout (say, of the
+commit before) and compares.  Each run's digest covers its whole trace (every span, byte, loss and time) and the bits
+of every worker's parameters.  Exit code 1 means that an ordered strategy, whose result must not depend on timing, has
+changed.
 """
 
 from __future__ import annotations

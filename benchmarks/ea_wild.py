@@ -1,8 +1,9 @@
-"""What EA-wild costs in accuracy as workers grow at one global batch: Fashion-MNIST, 1 to 64 simulated workers, beside AllReduceSGD.
+"""The accuracy of EA-wild as workers are added at one global batch: Fashion-MNIST on 1 to 64 simulated workers.
 
-The shape of the EA-wild paper's table of GoogLeNet on ImageNet: 65.68 % with 8 workers, 59.26 with 16, 50.03 with 32 and 35.69 with 64,
-and 71.26 synchronously.  Here too every run sees the data as often, at the same rate and in minibatches of 1,024 samples, of which each
-worker has its part.  Runs that --json already holds are not run again.
+AllReduceSGD is the reference. The shape is that of the EA-wild paper's table of GoogLeNet on ImageNet: 65.68 % with 8
+workers, 59.26 with 16, 50.03 with 32 and 35.69 with 64, and 71.26 synchronously. Here too every run sees the data as
+often, at the same rate and in minibatches of 1,024 samples, of which each worker has its part. Runs that are already in
+the --json file do not run again.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def main() -> None:
     wanted = [(m, n, seed) for seed in range(args.seeds) for n in WORKERS for m in METHODS if n > 1 or "group" not in m]
     jobs: list[Job] = [(*job, args.data) for job in wanted if job not in done]
     if jobs and args.processes:
-        fashion_mnist.load(args.data)  # If it is not there, one process says so.
+        fashion_mnist.load(args.data)  # If the data are missing, only one process says so.
         for run in worked(result_of, jobs, args.processes):
             runs.append(run)
             print(

@@ -1,8 +1,9 @@
-"""Hogwild! on one and on two real processes: steps a second, and what the lost updates cost.
+"""Hogwild! on one and on two real processes: steps a second, and the cost of lost updates.
 
-Dense: a perceptron on Fashion-MNIST.  Sparse: logistic regression on 20 of 50,000 features a sample, of which a step touches only its own
-rows.  One process, two, and two that have nothing in common, which shows what the machine can do, take turns in rounds.  All have one
-thread each, see as many samples in minibatches of the same size, and start from the same parameters; ratios are taken within a round.
+Dense: a perceptron on Fashion-MNIST. Sparse: logistic regression on 20 of 50,000 features a sample, where a step
+touches only its own rows. Three contestants take turns in rounds: one process, two processes, and two processes that
+share nothing, which show the limit of the machine. All have one thread each, see as many samples in minibatches of the
+same size, and start from the same parameters. Ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def dense(workers: int, seed: int, folder: Path | None) -> pl.Task:
 
 
 class Linear(nn.Module):
-    """A weight for each class and feature, of which only those of a sample's features get a gradient."""
+    """A weight for each class and feature. Only those of a sample's features get a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 def sparse(workers: int, seed: int, folder: Path | None) -> pl.Task:
     g = torch.Generator().manual_seed(seed)
     truth = torch.randn(FEATURES, generator=g)
-    # Few features are frequent, and most are rare, as words are.
+    # Few features are frequent and most are rare, as words are.
     features = (FEATURES * torch.rand(SAMPLES + TESTED, ACTIVE, generator=g).pow(3)).long()
     labels = (truth[features].sum(1) + torch.randn(SAMPLES + TESTED, generator=g) > 0).long()
     (x, tested), (y, expected) = features.split([SAMPLES, TESTED]), labels.split([SAMPLES, TESTED])
@@ -85,13 +86,13 @@ PROBLEMS = {"dense": dense, "sparse": sparse}
 
 
 def steps_per_second(run: pl.Run) -> float:
-    """Of all workers together, from the first step that ended to the last: without what it takes to start processes."""
+    """The rate of all workers together, from the first finished step to the last, without the start of processes."""
     times = sorted(p.time for p in run.trace.points if p.loss is not None)
     return (len(times) - 1) / (times[-1] - times[0])
 
 
 class Apart(pl.Strategy):
-    """Every worker trains a model of its own."""
+    """Every worker trains its own model."""
 
     needs = pl.Needs(shared_memory=True)
 

@@ -1,9 +1,10 @@
-"""Workers killed in mid-run: Fashion-MNIST by an asynchronous method on four real processes, undisturbed and with 20 kills.
+"""Workers killed during a run: Fashion-MNIST by an asynchronous method on four real processes.
 
-How long the others pause, whether every image is applied once an epoch, whether a replacement joins each time, and what it costs in
-accuracy.  Beside the perceptron the model has counters of how often each image's gradient was applied, so that it is seen on the run
-itself.  A gradient's time is mostly a sleep, so that four workers on few cores are as fast as on four machines.  The data are those of
-Debian's package dataset-fashion-mnist, or of the folder given by --data.
+Runs with 20 kills are compared with runs without. The table shows how long the others pause, whether every image is
+applied once an epoch, whether a replacement joins each time, and the cost in accuracy. In addition to the perceptron,
+the model has counters of how often each image's gradient was applied, so the run itself shows it. A gradient's time is
+mostly a sleep, so four workers on few cores are as fast as on four machines. The data are those of Debian's package
+dataset-fashion-mnist, or of the folder given by --data.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BATCH = 64  # Of one worker.
 EPOCHS = 8
 RATE, DROP = 2.0**-3, 2.0**-3  # Powers of two, so that counters are exact.
 GRADIENT_S = 0.015
-AFTER_S = 1.0  # What began so soon after a kill is laid to it.
+AFTER_S = 1.0  # A pause that starts this soon after a kill is attributed to it.
 CASES = {  # Whether workers are killed, and the number of shards.
     "undisturbed": (False, 1),
     "20 kills": (True, 1),
@@ -51,7 +52,7 @@ CASES = {  # Whether workers are killed, and the number of shards.
 
 
 class Counted(nn.Module):
-    """A perceptron between two counts of how often each image was applied; two shards have one of them each."""
+    """A perceptron between two counters of how often each image was applied. With two shards, each has one of them."""
 
     def __init__(self, images: int) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Counted(nn.Module):
 
 
 class Life(NamedTuple):
-    """One process in a worker's seat, and when it began each of its minibatches."""
+    """The data shard of one worker process, and the times at which it started each of its minibatches."""
 
     data_shard: int
     pid: int
@@ -75,7 +76,7 @@ class Life(NamedTuple):
 
 
 class Log:
-    """Who began a minibatch when, in memory that forked workers share: what was written by those that are killed stays."""
+    """Which worker started a minibatch when, in memory that forked workers share: what a killed worker wrote stays."""
 
     def __init__(self, data_shards: int, capacity: int) -> None:
         self._counts = np.frombuffer(mmap(-1, 8 * data_shards), dtype=np.int64)
@@ -85,7 +86,7 @@ class Log:
         self._pids = np.frombuffer(mmap(-1, 8 * data_shards * capacity), dtype=np.int64).reshape(data_shards, capacity)
 
     def note(self) -> None:
-        """This worker begins a minibatch; nobody else writes in its seat's row."""
+        """This worker starts a minibatch. No other worker writes in its row."""
         data_shard = int(multiprocessing.current_process().name.removeprefix("worker-"))
         at = self._counts[data_shard]
         self._times[data_shard, at], self._pids[data_shard, at] = time.monotonic(), os.getpid()
@@ -96,7 +97,7 @@ class Log:
         return int(self._counts.sum())
 
     def at_work(self, without: Collection[int]) -> list[tuple[int, int]]:
-        """The seat and process of each worker that has begun a minibatch, but for some processes."""
+        """The data shard and process of each worker that has started a minibatch, except for some processes."""
         last = [
             (data_shard, int(self._pids[data_shard, count - 1]))
             for data_shard, count in enumerate(self._counts)
@@ -115,7 +116,7 @@ class Log:
 
 
 class Strike(NamedTuple):
-    """A moment at which a worker was killed; of seat -1 if it is only the moment that is compared to."""
+    """A moment at which a worker was killed. Data shard -1 is a moment without a kill, for comparison."""
 
     time: float
     data_shard: int = -1
@@ -124,9 +125,9 @@ class Strike(NamedTuple):
 
 @contextmanager
 def striking(log: Log, parts: int, *, kills: bool, seed: int) -> Generator[list[Strike]]:
-    """Kill one of the workers that are at work, whatever it is doing, at random moments of a run of so many minibatches.
+    """Kill a worker at random moments of a run of this many minibatches, whatever it is doing.
 
-    The last moments are left out, so that the last replacement too has time to join.
+    There is no kill near the end, so that the last replacement too has time to join.
     """
     chance, done, strikes = random.Random(seed), threading.Event(), list[Strike]()
     sums = list(accumulate(chance.uniform(0.2, 1.8) for _ in range(KILLS)))
@@ -194,7 +195,7 @@ def result_of(case: str, seed: int, data: fashion_mnist.FashionMnist, epochs: in
         right = (model(pixels(data.test_images)).argmax(1) == data.test_labels).float().mean().item()
     shards = range(WORKERS, WORKERS + servers)
     points = {rank: [p for p in run.trace.points if p.rank == rank] for rank in shards}
-    # Each epoch adds its own factor, so that one too many in one of them does not make up for one that is missing in another.
+    # Each epoch adds its own factor. So an extra update in one epoch does not hide a missing one in another.
     once = sum(drop(epoch, epochs) for epoch in range(epochs))
     wrong = torch.stack([count != once for count in model.counts()]).any(0)
     return {
@@ -213,7 +214,7 @@ def result_of(case: str, seed: int, data: fashion_mnist.FashionMnist, epochs: in
 
 
 def pauses(lives: list[Life], strikes: list[Strike]) -> dict[str, Any]:
-    """How long workers that were not killed took from one minibatch to the next, and replacements to join."""
+    """The times between minibatches of workers that were not killed, and the times until replacements joined."""
     begin, end = min(life.times[0] for life in lives), max(life.times[-1] for life in lives)
     firsts = [
         [life.times[0] for life in lives if life.data_shard == s.data_shard and life.times[0] > s.time] for s in strikes
@@ -230,7 +231,8 @@ def pauses(lives: list[Life], strikes: list[Strike]) -> dict[str, Any]:
 
 
 def longest_after(lives: list[Life], strike: Strike) -> float:
-    """The longest time between two minibatches of one worker that a strike fell into, or that began within a second of it."""
+    """The longest time between two minibatches of one worker that contains a kill, or that starts within a second after
+    it."""
     longest = 0.0
     for life in lives:
         if life.pid != strike.pid:
@@ -241,7 +243,7 @@ def longest_after(lives: list[Life], strike: Strike) -> float:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the runs of each case have in common."""
+    """The mean over the runs of each case."""
     cases: dict[str, dict[str, Any]] = {}
     for case in CASES:
         if own := [run for run in runs if run["case"] == case]:
@@ -303,7 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four IDX files")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of each run")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="epochs of each run")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()

@@ -1,9 +1,10 @@
-"""What a user's loop pays for communication: AllReduceSGD under `paceline.attach` beside DistributedDataParallel.
+"""The cost of communication in a user's loop: AllReduceSGD under `paceline.attach`, compared with DDP.
 
-Two processes of one thread each train copies of one model, and take turns in blocks of steps: local (no communication), DDP,
-DDP with gradient_as_bucket_view, paceline on each rank's own batches (as in the others) and paceline on `session.shard`.
-A block takes as long as its slower rank; a ratio is taken within a round, and its median and quartiles over all rounds.
-The processor's time of both ranks is told as well: it says what the work costs even where other programs take turns.
+Two processes of one thread each train copies of one model, and take turns in blocks of steps: local (no communication),
+DDP, DDP with gradient_as_bucket_view, paceline on each rank's own batches (as in the others) and paceline on
+`session.shard`. A block takes as long as its slower rank. Ratios are taken within a round; the table shows their median
+and quartiles over all rounds. It also shows the CPU time of both ranks, which is the cost of the work even when other
+programs use the cores.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Trainer:
         self.optimizer = optimizer
 
     def block(self, steps: int) -> tuple[float, float]:
-        """Seconds a step of the slower rank, and of the processors of both."""
+        """The seconds a step of the slower rank, and the CPU seconds of both."""
         dist.barrier()
         began, began_cpu = time.perf_counter(), time.process_time()
         for x, y in islice(self.batches, steps):
@@ -105,7 +106,7 @@ def forever(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def measure(setting: Setting, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds a step of each contestant, and its processor's, in each round."""
+    """The seconds a step of each contestant, and its CPU seconds, in each round."""
     torch.manual_seed(0)
     model = setting.model()
     everyones = [
@@ -155,7 +156,7 @@ def work(rank: int, port: int, names: list[str], rounds: int, results: Any) -> N
 
 
 def summary(name: str, taken: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    """All that is reported of one model: each contestant against the faster DDP, and what it lost to communication."""
+    """The whole report of one model: each contestant compared with the faster DDP, and its loss to communication."""
     seconds = {contestant: [s for s, _ in blocks] for contestant, blocks in taken.items()}
     peer = min((DDP, DDP_VIEWS), key=lambda n: median(seconds[n]))
     numel = sum(p.numel() for p in SETTINGS[name].model().parameters())
@@ -183,9 +184,9 @@ def summary(name: str, taken: dict[str, list[tuple[float, float]]]) -> dict[str,
 
 
 def table(result: dict[str, Any]) -> Table:
-    title = "{model}: {parameters:,} parameters, {batch_per_worker} samples a worker and step, 2 workers, {rounds} rounds".format(
-        **result
-    )
+    title = (
+        "{model}: {parameters:,} parameters, {batch_per_worker} samples a worker and step, 2 workers, {rounds} rounds"
+    ).format(**result)
     made = Table("", "ms a step", "CPU ms", "steps/s", "ratio", "quartiles", "lost", title=title)
     made.caption = f"ratio: steps/s over those of {result['peer']}; lost: part of a step that goes to communication"
     for column in made.columns[1:]:
@@ -202,7 +203,7 @@ def table(result: dict[str, Any]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--model", choices=SETTINGS, action="append", help="only this one; may be given again")
+    parser.add_argument("--model", choices=SETTINGS, action="append", help="only this one; can be repeated")
     parser.add_argument("--rounds", type=int, help="blocks of each contestant")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()

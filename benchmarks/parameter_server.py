@@ -1,9 +1,10 @@
-"""Push and pull of a whole model between a worker and a parameter server on one host: ours beside torch RPC, gloo, Ray and a copy.
+"""Push and pull of a whole model within one host: a parameter server compared with torch RPC, gloo, Ray and a copy.
 
-Everybody does the same: a worker hands over a gradient, the server takes value -= lr * gradient, and the worker has the new value in a
-tensor of its own.  The gradient lies where training leaves it: for us in memory that shards of the same host read, for the others in
-ordinary memory.  All contestants are ready, asleep, in processes of one thread, and take turns in rounds; ratios are taken within a
-round.  "copy" moves the bytes of a push and of a pull on one core, once each.  Of nothing, it is the round trip of an empty message.
+All contestants do the same: a worker sends a gradient, the server computes value -= lr * gradient, and the worker gets
+the new value in its own tensor. The gradient is where training leaves it: for paceline in memory that shards of the
+same host read, for the others in ordinary memory. All contestants are processes of one thread, started and asleep, and
+take turns in rounds. Ratios are taken within a round. "copy" moves the bytes of a push and of a pull on one core, once
+each. The size "nothing" is the round trip of an empty message.
 """
 
 from __future__ import annotations
@@ -43,10 +44,9 @@ SIZES = {"nothing": 0, "10 kB": 10_000, "1 MB": 1_000_000, "25 MB": 25_000_000, 
 RPC, GLOO, RAY, COPY = "torch RPC", "gloo send and recv", "Ray actor", "copy"
 TIMEOUT_S = 120.0
 
-Exchange = Callable[
-    [Tensor, Tensor], None
-]  # A gradient, and where the new value goes; if they are empty, only a message each way.
-Room = Callable[[int], Tensor]  # Where so many values of a gradient lie.
+# Takes a gradient and a tensor for the new value. If they are empty, it is only a message each way.
+Exchange = Callable[[Tensor, Tensor], None]
+Room = Callable[[int], Tensor]  # Memory for a gradient with this many values.
 
 
 def ours(shards: int) -> str:
@@ -54,7 +54,7 @@ def ours(shards: int) -> str:
 
 
 class Model:
-    """As much of a replica as a store asks for."""
+    """The parts of a replica that a store uses."""
 
     def __init__(self, endpoint: Any, params: Tensor) -> None:
         self.endpoint, self.params, self.batch_samples, self.step_index, self.data_shard = (
@@ -71,7 +71,7 @@ class Model:
 
 
 class Worker:
-    """A contestant's worker, which takes its turn when told."""
+    """The worker of a contestant, which takes its turn on command."""
 
     def __init__(self, connection: Connection, exchange: Exchange, room: Room = torch.empty) -> None:
         self.connection, self.exchange, self.send_buffer = connection, exchange, room
@@ -82,7 +82,7 @@ class Worker:
             self.connection.send(self.advance(*order))
 
     def advance(self, nbytes: int, repeats: int) -> float:
-        """Seconds of one exchange."""
+        """The seconds of one exchange."""
         if nbytes not in self.vectors:
             self.vectors[nbytes] = self.send_buffer(nbytes // 4).fill_(1e-3), torch.zeros(nbytes // 4)
         gradient, value = self.vectors[nbytes]
@@ -101,12 +101,12 @@ def repeats(nbytes: int) -> int:
 
 
 def paceline_worker(path: str, shards: int) -> None:
-    """A store, and with it server processes, for every size."""
+    """A store with its server processes, for every size."""
     jobs: list[Job] = []
     stores: dict[int, Store] = {}
 
     def send_buffer(numel: int) -> Tensor:
-        strategy = pl.ParameterServer(rule=pl.Sgd(lr=LR), servers=shards)
+        strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=LR), servers=shards)
         folder = tempfile.mkdtemp(dir=path)
         place = Place("benchmark", 0, 1, lambda _: dist.FileStore(f"{folder}/store"))
         jobs.append(Job(strategy.needs, device=torch.device("cpu"), served=strategy, place=place))
@@ -118,7 +118,7 @@ def paceline_worker(path: str, shards: int) -> None:
         store = stores[len(gradient)]
         if len(gradient):
             store.exchange(gradient, into=value).wait()
-        else:  # A question for an update that there never was.
+        else:  # A probe for an update that was never sent.
             store.endpoint.send(store.shards[0], ProbePush(request_id=1)).wait()
             store.endpoint.recv(src=store.shards[0], types=(Arrived, SendAgain)).wait()
 
@@ -129,14 +129,14 @@ def paceline_worker(path: str, shards: int) -> None:
 
 
 def pair(path: str, worker: Callable[[], None], server: Callable[[], None]) -> None:
-    """Two processes, of which this is the worker's."""
+    """Two processes; this one is the worker's."""
     other = multiprocessing.get_context("fork").Process(target=server, daemon=True)
     other.start()
     worker()
     other.kill()
 
 
-VALUES: dict[int, Tensor] = {}  # A server's.
+VALUES: dict[int, Tensor] = {}  # This one is the server's.
 
 
 def value_after(gradient: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def value_after(gradient: Tensor) -> Tensor:
 
 
 def kept(values: dict[int, Tensor], numel: int) -> Tensor:
-    """The value of so many numbers; zeros at first."""
+    """The value with this many elements; zeros at first."""
     if numel not in values:
         values[numel] = torch.zeros(numel)
     return values[numel]
@@ -210,7 +210,7 @@ def ray_worker(path: str) -> None:
         def exchange(self, gradient: Any) -> Any:
             with warnings.catch_warnings(
                 action="ignore"
-            ):  # torch is not told that it only reads what may not be written to.
+            ):  # torch does not know that it only reads this read-only memory.
                 return kept(self.values, len(gradient)).sub_(torch.from_numpy(gradient), alpha=LR).numpy()
 
     server: Any = Server.remote()  # pyright: ignore
@@ -233,7 +233,7 @@ def copy_worker(path: str) -> None:
 
 
 class Contestant:
-    """One, as seen by whoever calls the turns."""
+    """A contestant, as the controlling process sees it."""
 
     def __init__(self, work: Callable[..., None], *args: Any) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -317,13 +317,13 @@ def table(result: dict[str, Any]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--size", choices=SIZES, action="append", help="only this one; may be given again")
+    parser.add_argument("--size", choices=SIZES, action="append", help="only this one; can be repeated")
     parser.add_argument("--rounds", type=int, help="turns of each contestant")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(arguments)
     players = contestants()
     if RAY not in players:
-        print("Without Ray: `pip install ray` for it to take part.")
+        print("Ray is not installed: `pip install ray` to include it.")
     rounds = args.rounds or (5 if args.quick else 25)
     results = [summary(size, measure(players, SIZES[size], rounds)) for size in args.size or SIZES]
     for player in players.values():

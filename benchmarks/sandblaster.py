@@ -1,7 +1,8 @@
-"""Sandblaster L-BFGS beside SGD at the same number of passes over the data, and its passes when one worker is ten times slower.
+"""Sandblaster L-BFGS and SGD at the same number of passes over the data, and passes with one slow worker.
 
-All in the simulator, so the figures are the same in every run.  Losses are of all of the training data; of SGD the best of several
-learning rates at each budget.  Every try of a line search counts as a pass.
+The slow worker is ten times slower. All runs are in the simulator, so the figures are the same every time. Losses are
+of all of the training data. SGD has the best of several learning rates at each budget. Every step of a line search
+counts as a pass.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from paceline.data import digits
 BUDGETS = (10, 20, 40)
 RATES = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 WORKERS, SLOW, FACTOR = 8, 3, 10.0
-PASS_S, PASSES = 0.5, 4  # What a pass takes on all workers together, and how many are timed.
+PASS_S, PASSES = 0.5, 4  # The time of a pass on all workers together, and the number of timed passes.
 
 
 def logistic(spread: float) -> pl.Task:
-    """Two classes, and features whose scales lie between 1 and 1 / spread."""
+    """Two classes, and features whose scales are between 1 and 1 / spread."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1000, 30, generator=generator, dtype=torch.float64) * torch.logspace(
         0, -math.log10(spread), 30, dtype=torch.float64
@@ -74,7 +75,7 @@ TASKS = {
 
 
 def losses(quick: bool) -> list[dict[str, Any]]:
-    """Of each method at each budget."""
+    """The loss of each method at each budget."""
     rows: list[dict[str, Any]] = []
     rates = RATES[1::2] if quick else RATES
     for name, make in TASKS.items():
@@ -98,7 +99,7 @@ def losses(quick: bool) -> list[dict[str, Any]]:
 
 
 def passes() -> list[dict[str, Any]]:
-    """Seconds of a pass, as the data is cut into more and more portions."""
+    """The seconds of a pass, as the data is cut into more and more portions."""
     rows: list[dict[str, Any]] = []
     for portions in (8, 40, 80, 160, 400):
         for backups in (0, 1):

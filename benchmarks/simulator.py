@@ -1,7 +1,8 @@
-"""How many waits a second the simulator carries out, of ranks that compute nothing and exchange a few values.
+"""The awaits a second of the simulator, with ranks that compute nothing and exchange a few values.
 
-Three patterns: neighbours in a ring exchange messages, all ranks reduce, workers push to and pull from parameter servers.
-`strict` also guards every buffer that is under way against being written to.  "all three" is their waits over their seconds.
+Three patterns: neighbours in a ring exchange messages, all ranks reduce, workers push to and pull from parameter
+servers. `strict` also checks that no buffer in flight is written to. "all three" is the sum of their awaits over the
+sum of their seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
 
-VALUES = 4  # of a tensor that travels
+VALUES = 4  # of a tensor that is sent
 RANKS_PER_SERVER = 16
 SIZES = [8, 64, 512, 1024]
 
@@ -36,7 +37,7 @@ class Values(Message):
 
 
 def compute_s(rank: int) -> float:
-    """Ranks are not equally fast, so that their events interleave."""
+    """Ranks are not equally fast, so their events interleave."""
     return 1e-3 * (1 + rank % 7 / 10)
 
 
@@ -76,7 +77,7 @@ async def server(endpoint: SimEndpoint, steps: int) -> None:
 
 
 def play(pattern: str, ranks: int, steps: int, *, strict: bool) -> tuple[int, float, float]:
-    """Waits, seconds and seconds of the processor that one run took."""
+    """The awaits, seconds and CPU seconds of one run."""
     servers = max(1, ranks // RANKS_PER_SERVER) if pattern == "server" else 0
     layout = Layout(ranks - servers, servers)
     simulator = Simulator(layout.name)
@@ -95,7 +96,7 @@ def play(pattern: str, ranks: int, steps: int, *, strict: bool) -> tuple[int, fl
 
 
 def measure(waits: int, repeats: int) -> list[dict[str, Any]]:
-    """About so many waits for every pattern, size and mode; rates are medians over the repeats."""
+    """About this many awaits for every pattern, size and mode. Rates are medians over the repeats."""
     rows: list[dict[str, Any]] = []
     for strict in (True, False):
         for ranks in SIZES:
@@ -118,7 +119,7 @@ def table(rows: list[dict[str, Any]], *, strict: bool) -> Table:
     made = Table(
         "",
         *(f"{ranks} ranks" for ranks in SIZES),
-        title=f"thousand waits a second (of processor time), strict={strict}",
+        title=f"thousand awaits a second (a second of CPU time), strict={strict}",
     )
     for column in made.columns[1:]:
         column.justify = "right"
@@ -132,7 +133,7 @@ def table(rows: list[dict[str, Any]], *, strict: bool) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer waits and repeats")
+    parser.add_argument("--quick", action="store_true", help="fewer awaits and repeats")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
-"""Seconds a step over a slow network: paceline's methods beside DistributedDataParallel, torchft and hivemind.
+"""Seconds a step over a slow network: paceline's methods compared with DDP, torchft and hivemind.
 
-Four hosts, as network namespaces on one bridge, whose links carry so many bits a second in each direction; one worker of one
-thread on each.  All methods train in the same four processes and take turns; before and after each turn the workers train
-for a while without any communication, which is the limit that its speed is a share of.  A turn has whole periods of its
-method and lasts until its slowest worker is done.  Needs root and iproute2.
+Four hosts, as network namespaces on one bridge, have links with a limited rate in each direction, and one worker of one
+thread each. All methods train in the same four processes and take turns. Before and after each turn the workers train
+for a while without communication: this is the limit, and a method's speed is shown as a share of it. A turn has whole
+periods of its method and lasts until its slowest worker is done. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RETRANSMIT_S = 300.0
 
 
 class Worker:
-    """One worker's copy of the model under every method, which take their turns when told."""
+    """One worker's copies of the model, one for each method, which take their turns on command."""
 
     def __init__(self, place: Place) -> None:
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ class Worker:
             connection.send(reply if not isinstance(reply, Exception) else (type(reply).__name__, str(reply)))
 
     def advance(self, name: str, steps: int) -> dict[str, float]:
-        """When this worker began and ended, on the clock that all processes of a machine share, and what that took."""
+        """The start and end of this worker, on the clock that all processes of a machine share, and its cost."""
         if name not in self.trainees:
             model = copy.deepcopy(self.model)
             optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
@@ -88,7 +88,7 @@ class Worker:
             F.cross_entropy(trainee.model(x), y).backward()
             trainee.step()
         ended, cpu = time.perf_counter(), time.process_time() - cpu
-        dist.barrier()  # What a slower peer is still to be sent belongs to the turn.
+        dist.barrier()  # Data that a slower peer has not yet received belongs to the turn.
         turn = {"began": began, "ended": ended, "cpu": cpu, "sent": sent_bytes() - sent, "period": BY_NAME[name].period}
         if trainee.session is not None:
             now = trainee.session.loop.replica.cursor.step
@@ -110,10 +110,10 @@ def work(rank: int, address: str, master: str, path: str) -> None:
     connection = Client(path)
     connection.send(rank)
     Worker(Place(rank, WORKERS, address, master)).serve(connection)
-    os._exit(0)  # Peers' servers and threads would keep the process.
+    os._exit(0)  # Servers and threads of peers would keep the process alive.
 
 
-# In front.
+# In the controlling process.
 
 BY_NAME = {m.name: m for m in [Method(LIMIT, alone), *METHODS]}
 
@@ -127,7 +127,7 @@ class Lost(Exception):
 
 
 class Workers:
-    """The four processes, as seen by the one who calls the turns."""
+    """The four processes, as the controlling process sees them."""
 
     def __init__(self, places: Sequence[tuple[str, str]]) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -142,7 +142,7 @@ class Workers:
                     command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "benchmarks.slow_network"]
                     command += ["--worker", str(rank), address, places[0][1], f"{self.folder.name}/orders"]
                     with Path(self.folder.name, f"err-{rank}").open("w") as err:
-                        # A session of its own: with it everything ends that a method has started.
+                        # Its own session, so that everything that a method has started ends with it.
                         self.processes.append(
                             subprocess.Popen(
                                 command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True
@@ -155,7 +155,7 @@ class Workers:
             raise
 
     def advance(self, name: str, steps: int) -> dict[str, float]:
-        """Seconds and megabytes a step; Lost if a worker cannot do it."""
+        """Seconds and megabytes a step; raises Lost if a worker fails."""
         for connection in self.connections:
             connection.send((name, steps))
         replies: dict[Connection, Any] = {}
@@ -171,7 +171,7 @@ class Workers:
                 except EOFError:
                     raise Lost(name, self.why_ended(self.connections.index(connection))) from None
             for error in replies.values():
-                if isinstance(error, tuple):  # The others may wait for the one that failed.
+                if isinstance(error, tuple):  # The others may wait for the failed one.
                     raise Lost(name, f"{error[0]}: {error[1]}")
         told = list(replies.values())
         seconds = max(t["ended"] for t in told) - min(t["began"] for t in told)
@@ -183,7 +183,7 @@ class Workers:
         }
 
     def why_ended(self, rank: int) -> str:
-        """How a worker's process ended, and the last that it said."""
+        """How a worker's process ended, and its last output."""
         code = self.processes[rank].wait(10)
         lines = Path(self.folder.name, f"err-{rank}").read_text().strip().splitlines()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
@@ -200,7 +200,7 @@ class Workers:
 
 
 def limit_links(places: Sequence[tuple[str, str]], rate: str) -> None:
-    """Both ends of each host's cable: what it sends, and what the bridge sends to it."""
+    """Both ends of each host's link: what the host sends, and what the bridge sends to it."""
     shaped = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
     links = json.loads(subprocess.run(["ip", "-j", "link"], check=True, capture_output=True, text=True).stdout)
     for namespace, _ in places:
@@ -223,7 +223,7 @@ class Benchmark:
         self.workers = self.prepared()
 
     def prepared(self) -> Workers:
-        """Workers with which every method has had a first turn; they start anew after one that cannot be gone on from."""
+        """Workers with which every method has had a first turn. They restart after a method that fails for good."""
         while True:
             workers = Workers(self.places)
             try:
@@ -247,7 +247,7 @@ class Benchmark:
         self.methods = [m for m in self.methods if m.name != lost.name]
 
     def measure(self, rounds: int) -> dict[str, list[Turn]]:
-        """So many turns of every method, in another order each round."""
+        """This many turns of every method, in another order each round."""
         taken: dict[str, list[Turn]] = {m.name: [] for m in self.methods}
         done = 0
         while done < rounds:
@@ -283,7 +283,7 @@ def say(line: str) -> None:
 def measured(
     places: Sequence[tuple[str, str]], methods: Sequence[Method], rates: Sequence[str], rounds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What methods that share their processes take at each rate."""
+    """The times at each rate of methods that share their processes."""
     limit_links(places, rates[0])
     benchmark = Benchmark(places, methods)
     results: list[dict[str, Any]] = []
@@ -303,11 +303,11 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=list(RATES), help="of the links, as `tc` writes them")
     parser.add_argument("--rounds", type=int, nargs="+", help="turns of each method, for each rate")
     parser.add_argument(
-        "--method", action="append", help="only those whose name holds this, beside DDP; may be given again"
+        "--method", action="append", help="only DDP and methods whose name contains this; can be repeated"
     )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--plot", type=Path, help="where to write a chart, .svg or .png")
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)  # What is started in the namespaces.
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)  # Started in the namespaces.
     args = parser.parse_args()
     if args.worker:
         return work(int(args.worker[0]), *args.worker[1:])
@@ -316,9 +316,9 @@ def main() -> None:
     methods = [m for m in METHODS if m.name == DDP or not args.method or any(part in m.name for part in args.method)]
     given: list[int] = args.rounds or [2 if args.quick else 6]
     results: list[dict[str, Any]] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the hosts are taken down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the hosts are removed.
     with hosts.hosts(WORKERS) as places:
-        # A peer whose own processes never rest would slow down all others.
+        # A peer with processes that never sleep would slow down all others.
         here = [m for m in methods if find_spec(m.needs)]
         parties = [[m for m in here if not m.apart], *([BY_NAME[DDP], m] for m in here if m.apart)]
         for party in parties:
@@ -326,7 +326,7 @@ def main() -> None:
             results = merged(results, part) if results else part
             for result in results:
                 result["failed"] |= {m.name: f"{m.needs} is not installed" for m in methods if m not in here}
-            if args.json:  # After each party: it may take an hour.
+            if args.json:  # After each group of methods: one may take an hour.
                 args.json.write_text(json.dumps(results, indent=2))
     for result in results:
         Console(width=130).print(table(result))

@@ -1,10 +1,10 @@
-"""Six asynchronous solvers on one host: time to an accuracy on Fashion-MNIST, on 4 simulated GPUs and on 4 real processes.
+"""Six asynchronous solvers on one host: time to an accuracy on Fashion-MNIST, on 4 simulated GPUs and 4 real processes.
 
-The comparison of the EA-wild paper: EA-wild, Hogwild!, a parameter server, asynchronous momentum, EAMSGD, and EASGD in turns (with the
-lock that the paper blames).  The simulated GPUs take 1 ms for a gradient of 32 images and reach their host's memory over one bus of
-12 GB/s, as on a PCIe switch.  Real processes compute in earnest, four on however many cores there are, and one run at a time.  Every
-solver runs at its own best of six learning rates, tried in the simulator on held-out images.  Runs that --json already holds are not
-run again.
+The comparison of the EA-wild paper: EA-wild, Hogwild!, a parameter server, asynchronous momentum, EAMSGD, and
+round-robin EASGD (with the lock that the paper criticises). The simulated GPUs take 1 ms for a gradient of 32 images
+and reach their host's memory over one bus of 12 GB/s, as on a PCIe switch. Real processes really compute, four on the
+available cores, and one run at a time. Every solver runs at its own best of six learning rates, tried in the simulator
+on held-out images. Runs that are already in the --json file do not run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGET = 86.0  # Percent of the test images.
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 SWEEP_SEED = 100
 IN_TURNS = "EASGD in turns"
-SOLVERS = {  # With `lr` for the rate; where shards step, they have it, otherwise the workers' optimizer.
+SOLVERS = {  # `lr` stands for the rate. Where shards step, they have it; otherwise the workers' optimizer has it.
     "EA-wild": "EAWild()",
     "Hogwild!": "Hogwild()",
     "parameter server": "ParameterServer(rule=Sgd(lr=lr), servers=1)",
@@ -75,9 +75,9 @@ def task_of(rate: float, seed: int, data: fashion_mnist.FashionMnist, *, held_ou
 
 
 def result_of(solver: str, kind: str, rate: float, seed: int, folder: Path | None) -> dict[str, Any]:
-    """One run: how fast it was, and its accuracy after so many seconds and samples.
+    """One run: its speed, and its accuracy after some seconds and samples.
 
-    Time begins with the first gradient: to start a server takes a real process as long as thousands of them.
+    Time starts with the first gradient: the start of a real server process takes as long as thousands of gradients.
     """
     task, strategy = (
         task_of(rate, seed, fashion_mnist.load(folder), held_out=kind == "held out"),
@@ -106,14 +106,14 @@ def key(run: dict[str, Any]) -> Key:
 
 
 def own_rate(solver: str, runs: Runs) -> float | None:
-    """The one with the best accuracy on held-out images; None if not all of them have run."""
+    """The rate with the best accuracy on held-out images; None if not all of them have run."""
     tried = [runs.get((solver, "held out", rate, SWEEP_SEED)) for rate in RATES]
     found = {run["rate"]: run["accuracy"] for run in tried if run is not None}
     return max(found, key=found.__getitem__) if len(found) == len(RATES) else None
 
 
 def own_runs(solver: str, kind: str, runs: Runs) -> dict[int, dict[str, Any]]:
-    """Those at its own rate, by their seeds."""
+    """The runs of a solver at its own rate, by their seeds."""
     rate = own_rate(solver, runs)
     return {
         run["seed"]: run
@@ -170,7 +170,7 @@ def main() -> None:
         return [(*k, args.data) for k in keys if k not in runs]
 
     if args.processes:
-        fashion_mnist.load(args.data)  # If it is not there, one process says so.
+        fashion_mnist.load(args.data)  # If the data are missing, only one process says so.
         keep(
             worked(
                 result_of,
@@ -178,14 +178,14 @@ def main() -> None:
                 args.processes,
             )
         )
-        # The solvers take turns: what disturbs the machine for a while disturbs all of them.
+        # The solvers take turns, so that a disturbance of the machine affects all of them.
         own = [(solver, own_rate(solver, runs), seed) for seed in range(args.seeds) for solver in SOLVERS]
         of_kind = {
             kind: missing((solver, kind, rate, seed) for solver, rate, seed in own if rate is not None)
             for kind in KINDS
         }
         keep(worked(result_of, of_kind["simulated"], args.processes))
-        keep(result_of(*job) for job in of_kind["real"])  # They are timed, so nothing runs beside them.
+        keep(result_of(*job) for job in of_kind["real"])  # They are timed, so nothing else runs at the same time.
     told = lines(runs)
     show(markdown(HEAD, told) if args.markdown else table(HEAD, told, right=1), width=160)
     if any("*" in rate for _, rate, *_ in told):

@@ -1,8 +1,8 @@
 """Samples a second when one of four workers is five times slower: simulated, and on real processes.
 
-What the workers could do together is the sum of their own speeds: samples over the time that their gradients took, in the same run.  A
-gradient's time is a sleep, so that four workers on few cores are as fast as on four machines.  In the simulator it is the same in
-virtual time, behind a link of 10 Gbit/s.
+The limit is the sum of the workers' own speeds: samples over the time of their gradients, in the same run. A gradient's
+time is a sleep, so four workers on few cores are as fast as on four machines. In the simulator it is the same in
+virtual time, over a link of 10 Gbit/s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRADIENT_S = 0.02
 METHODS: dict[str, pl.Strategy] = {
     "AllReduceSGD()": pl.AllReduceSGD(),
     "PeriodicAveraging(period=8)": pl.PeriodicAveraging(period=8),
-    "ParameterServer()": pl.ParameterServer(rule=pl.Sgd(lr=0.05)),
+    "ParameterServer()": pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05)),
     "StaleSynchronous(bound=4)": pl.StaleSynchronous(lr=0.05, bound=4),
     "ASGD(period=4)": pl.ASGD(period=4),
     "ASGD(period=4, pipeline=True)": pl.ASGD(period=4, pipeline=True),
@@ -55,7 +55,7 @@ def task(steps: int, *, sleeps: bool) -> pl.Task:
 
 
 def speeds(trace: pl.Trace) -> dict[str, Any]:
-    """Of all workers together, and what the sum of their own would be."""
+    """The speed of all workers together, and the sum of their own speeds."""
     own: list[float] = []
     total, begin, end = 0, float("inf"), 0.0
     for rank in range(WORKERS):

@@ -1,8 +1,9 @@
-"""How many bytes an update of Strom's method takes at its thresholds, in a model of 14.6 million parameters; and what it learns.
+"""The bytes of an update of Strom's method at its thresholds, with 14.6 million parameters; and its accuracy.
 
-The source gives 0.21 MB at a threshold of 2 and 4.5 KB at 15, for a speech model of that size whose gradients are sums over a minibatch.
-Here it is a perceptron of that size on Fashion-MNIST, whose loss is a sum over the worker's samples too, so that the thresholds are in the
-same units; but what gradients there are is another matter, and so the sizes can be compared in their order only.
+The paper gives 0.21 MB at a threshold of 2 and 4.5 KB at 15, for a speech model of that size whose gradients are sums
+over a minibatch. Here it is a perceptron of that size on Fashion-MNIST. Its loss is a sum over the worker's samples
+too, so the thresholds are in the same units. But the gradients themselves differ, so only the order of the sizes can be
+compared.
 """
 
 from __future__ import annotations
@@ -35,24 +36,25 @@ SOURCE = {2.0: (0.21e6, 52_500), 15.0: (4.5e3, 1_125)}  # Bytes and values of an
 
 
 @dataclass(frozen=True)
-class Weighed(pl.Threshold):
-    """A threshold that notes of each message how many values it has, its bytes, and in the end those of a Rice code and by frequencies."""
+class Weighed(pl.codecs.Threshold):
+    """A threshold codec that records each message: its number of values, its bytes, and later its bytes with a Rice
+    code and with a code by frequencies."""
 
-    first: int = 0  # The message from which on it does.
+    first: int = 0  # The first message whose coded sizes are recorded.
     notes: list[tuple[int, int, int, int]] = field(
         default_factory=list[tuple[int, int, int, int]], repr=False, compare=False
     )
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
         data = super().encode(x, rng)
-        coders = (pl.Threshold(self.tau, entropy=True), pl.Entropy(pl.Threshold(self.tau)))
+        coders = (pl.codecs.Threshold(self.tau, entropy=True), pl.codecs.Entropy(pl.codecs.Threshold(self.tau)))
         rice, frequencies = (c.encode(x).numel() if len(self.notes) >= self.first else 0 for c in coders)
         self.notes.append((Header.of(data).sent, data.numel(), rice, frequencies))
         return data
 
 
 def values(state: Any, slot: str) -> dict[str, Any]:
-    """What a slot of a saved state holds."""
+    """The content of one slot of a saved state."""
     return state["slots"][slot]["values"]
 
 
@@ -66,7 +68,7 @@ def perceptron(linear: Callable[[int, int], nn.Module] = nn.Linear) -> nn.Module
 
 
 class Ledger:
-    """Makes layers whose values and gradients have so few bits that all sums of them are exact, and adds up all gradients."""
+    """Rounds layer values and gradients to so few bits that all sums of them are exact, and adds up all gradients."""
 
     def __init__(self) -> None:
         self.totals: list[Tensor] = []
@@ -126,7 +128,7 @@ def speech_sized(
 
 
 def sizes(steps: int, path: Path | None) -> list[dict[str, Any]]:
-    """The updates of the last quarter of a run, when what waits in the residuals has grown to its usual size."""
+    """The updates of the last quarter of a run, when the residuals have their usual size."""
     rows: list[dict[str, Any]] = []
     for tau in SOURCE:
         messages = WORKERS * steps
@@ -150,7 +152,7 @@ def sizes(steps: int, path: Path | None) -> list[dict[str, Any]]:
 
 
 def mass(steps: int, path: Path | None) -> dict[str, Any]:
-    """Whether two models of that size end exactly where all gradients lead, less what the residuals hold."""
+    """Whether two models of that size end exactly at the sum of all gradients, minus the residuals."""
     ledger, rate, codec = Ledger(), 2.0**-14, Weighed(tau=2.0, limit=math.inf)
     task = speech_sized(steps, 2, ledger.model, path)
     start = torch.cat([p.detach().view(-1) for p in task.build().parameters()]).double()
@@ -174,15 +176,15 @@ def accuracy(epochs: int) -> list[dict[str, Any]]:
     methods: dict[str, pl.Strategy] = {
         "AllReduceSGD()": pl.AllReduceSGD(),
         "Gossip()": pl.Gossip(),
-        "Gossip(Exponential())": pl.Gossip(pl.Exponential()),
-        "Gossip(RandomPairs())": pl.Gossip(pl.RandomPairs()),
+        "Gossip(Exponential())": pl.Gossip(pl.topologies.Exponential()),
+        "Gossip(RandomPairs())": pl.Gossip(pl.topologies.RandomPairs()),
         "Strom(None, lr=0.2/8)": pl.Strom(None, lr=0.2 / workers),
-        "Strom(Threshold(0.01), lr=0.2/8)": pl.Strom(pl.Threshold(tau=0.01, limit=math.inf), lr=0.2 / workers),
-        "Strom(Threshold(0.05), lr=0.2/8)": pl.Strom(pl.Threshold(tau=0.05, limit=math.inf), lr=0.2 / workers),
+        "Strom(Threshold(0.01), lr=0.2/8)": pl.Strom(pl.codecs.Threshold(tau=0.01, limit=math.inf), lr=0.2 / workers),
+        "Strom(Threshold(0.05), lr=0.2/8)": pl.Strom(pl.codecs.Threshold(tau=0.05, limit=math.inf), lr=0.2 / workers),
         "Strom(Threshold(0.05), lr=0.2/8, few_steps=24)": pl.Strom(
-            pl.Threshold(tau=0.05, limit=math.inf), lr=0.2 / workers, few=2, few_steps=24
+            pl.codecs.Threshold(tau=0.05, limit=math.inf), lr=0.2 / workers, few=2, few_steps=24
         ),
-        "Strom(Threshold(0.2), lr=0.2/8)": pl.Strom(pl.Threshold(tau=0.2, limit=math.inf), lr=0.2 / workers),
+        "Strom(Threshold(0.2), lr=0.2/8)": pl.Strom(pl.codecs.Threshold(tau=0.2, limit=math.inf), lr=0.2 / workers),
     }
     rows: list[dict[str, Any]] = []
     for name, strategy in methods.items():
@@ -231,10 +233,10 @@ def print_all(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("sizes", "mass", "accuracy"), action="append", help="only this one")
-    parser.add_argument("--steps", type=int, default=60, help="of the large model")
-    parser.add_argument("--epochs", type=int, default=20, help="of the small task")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the large model")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of the small task")
     parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's files")
-    parser.add_argument("--json", type=Path, help="where to write the figures, beside what is there")
+    parser.add_argument("--json", type=Path, help="the file to which the figures are added")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}

@@ -1,8 +1,8 @@
 """SCAFFOLD (Karimireddy et al., ICML 2020) as a strategy of your own, on workers with different data.
 
-Where workers have different data, their local steps drift towards their own optimum.  SCAFFOLD corrects every gradient by
-the difference of two control variates: the direction in which all workers move, less the one in which this worker moves.
-Without control variates it is PeriodicAveraging.
+Where workers have different data, their local steps drift towards their own optimum.  SCAFFOLD corrects every
+gradient by the difference of two control variates: the direction in which all workers move, less the one in which
+this worker moves.  Without control variates it is PeriodicAveraging.
 
 Run it: `python examples/scaffold.py`.  It is written by docs/writing-a-strategy.md alone.
 """
@@ -19,9 +19,9 @@ from paceline.state import per_worker
 
 @dataclass(frozen=True)
 class Scaffold(pl.Strategy):
-    """Train alone with corrected gradients, average models and control variates every `period` steps (the paper's option II).
+    """Train alone with corrected gradients, average models and control variates every `period` steps.
 
-    The workers' optimizer is plain SGD: its learning rate is the paper's local rate.
+    It is the paper's option II.  The workers' optimizer is plain SGD: its learning rate is the paper's local rate.
     """
 
     period: int = 8

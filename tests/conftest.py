@@ -1,4 +1,4 @@
-"""One thread a process, tests on two cores, and nothing left behind by tests that start real processes."""
+"""One thread a process, tests on two cores, and a check that tests with real processes leave nothing behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _quick(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The cases of a test are spread evenly.  Different tests begin at different cases."""
+    """Spread the chosen cases evenly over each test. Different tests start at different cases."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not (item.get_closest_marker("dist") or item.get_closest_marker("slow")):
@@ -65,9 +65,10 @@ def _function(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """All tests with real processes run one after another in one pytest process: they depend on load, ports and /dev/shm.
+    """Run all tests with real processes one after another in one pytest process: they depend on load, ports and
+    /dev/shm.
 
-    The others are handed out function by function.  So the cases of one law share what they keep in a cache.
+    Distribute the others function by function, so that the cases of one law share a cache.
     """
     from xdist.scheduler import LoadGroupScheduling
 
@@ -80,7 +81,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def children() -> dict[int, str]:
     """The processes that this one has started and not yet waited for, with their command lines."""
-    multiprocessing.active_children()  # Waits for those of its own that have ended.
+    multiprocessing.active_children()  # Reaps its own ended processes.
     found: dict[int, str] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -94,7 +95,8 @@ def children() -> dict[int, str]:
 
 
 def shared_files() -> set[str]:
-    """The files in /dev/shm with the name of the package, the number of this process, or that of a process that has ended."""
+    """The files in /dev/shm whose name has the package's name, the id of this process, or the id of an ended
+    process."""
     found: set[str] = set()
     for path in Path("/dev/shm").glob("*"):
         torchs = re.match(r"torch_(\d+)_", path.name)

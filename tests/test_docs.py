@@ -1,7 +1,7 @@
-"""The pages that users read: their examples run, the commands they show exist, their figures are those of a run.
+"""The pages that users read: their examples run, their commands exist, and their figures are those of a run.
 
-A ```python block runs in its page's namespace, after the blocks above it.  One that begins with `# name.py` is a script: it is
-written to that file, and the page's ```console blocks that start it are run.
+A ```python block runs in its page's namespace, after the blocks above it. A block that begins with `# name.py` is a
+script: it is written to that file, and the page's ```console blocks that start it are run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
-    """The page's blocks of a language, each with the line that it begins in."""
+    """The page's blocks of a language, each with the number of its first line."""
     written = page.read_text()
     for found in FENCE.finditer(written):
         if found["language"] == language:
@@ -45,7 +45,7 @@ def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """What the page tells a reader to type, word by word; lines of output have no `$` before them."""
+    """The commands of the page, as lists of words. Lines of output have no `$` before them."""
     for _, body in blocks(page, "console"):
         for line in body.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):
@@ -61,7 +61,7 @@ def test_there_are_pages():
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     module = types.ModuleType(
         f"page_{page.stem.replace('-', '_')}"
-    )  # Dataclasses look for the module that they are defined in.
+    )  # Dataclasses look up the module in which they are defined.
     monkeypatch.setitem(sys.modules, module.__name__, module)
     scripts: set[str] = set()
     with chdir(tmp_path):
@@ -70,11 +70,11 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
                 Path(script[1]).write_text(body)
                 scripts.add(script[1])
             else:
-                # Tracebacks then show the page's own line.
+                # With this, tracebacks show the page's own line.
                 exec(compile("\n" * line + body, str(page), "exec"), vars(module))
         started = [words for words in commands(page) if words[:2] == ["paceline", "run"] and scripts & set(words)]
         for words in started:
-            words = ["2" if before == "-n" else word for before, word in pairwise(words)]  # Two workers will do.
+            words = ["2" if before == "-n" else word for before, word in pairwise(words)]  # Two workers are enough.
             done = forked.paceline(*words, folder=tmp_path, timeout_s=100)
             assert done.returncode == 0, f"{words}: {done.stderr}"
     unstarted = scripts - {word for words in started for word in words}
@@ -106,19 +106,20 @@ def test_the_commands_of_a_page_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_links_of_a_page_lead_somewhere(page):
+def test_the_links_of_a_page_have_targets(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", FENCE.sub("", page.read_text())):
         assert (page.parent / target).exists(), target
 
 
-def test_every_strategy_codec_and_public_name_is_told_of():
+def test_every_strategy_codec_and_public_name_is_documented():
     written = "\n".join(page.read_text() for page in PAGES)
     assert [name for name in pl.__all__ if not re.search(rf"\b{name}\b", written)] == []
 
 
 @pytest.mark.slow
 def test_the_readmes_times_and_bytes_are_those_of_the_demo():
-    """Neither depends on what is learnt, so a model of as many parameters that learns nothing has them too."""
+    """Neither depends on the values. So a model with as many parameters that learns nothing has the same times and
+    bytes."""
     demo = Demo().task()
     numel = sum(p.numel() for p in demo.build().parameters())
 
@@ -143,7 +144,7 @@ def test_the_readmes_times_and_bytes_are_those_of_the_demo():
 
 
 def _table(page: Path, heading: str) -> list[list[str]]:
-    """The cells of the page's first table whose heading holds a word."""
+    """The cells of the page's first table whose heading contains a word."""
     lines = iter(page.read_text().splitlines())
     for line in lines:
         if line.startswith("|") and heading in line:

@@ -1,4 +1,4 @@
-"""A model as one vector: all of it, once, in the order in which backward fills it."""
+"""A model as one vector: every parameter, once, in the order in which backward fills it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_model_with_mixed_types_is_refused_with_the_parameters_name():
         FlatModel(model)
 
 
-def test_frozen_parameters_are_left_alone_whatever_their_type():
+def test_frozen_parameters_of_any_type_are_not_changed():
     model = nn.ModuleDict({"frozen": nn.Linear(2, 2).half().requires_grad_(False), "free": nn.Linear(2, 2)})
     assert FlatModel(model).names == ["free.weight", "free.bias"]
 
@@ -58,7 +58,7 @@ def test_complex_parameters_are_refused_by_name():
 
 
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=12), bucket_bytes=st.integers(1, 300))
-def test_buckets_cover_the_vector_once_from_its_end_to_its_beginning(sizes: list[int], bucket_bytes: int):
+def test_buckets_cover_the_vector_once_from_its_end_to_its_start(sizes: list[int], bucket_bytes: int):
     flat = FlatModel(model_of(sizes), bucket_bytes=bucket_bytes)
     stops = flat.numel
     for i, bucket in enumerate(flat.buckets):
@@ -86,7 +86,7 @@ def test_a_bucket_is_closed_as_soon_as_it_is_full_and_the_first_one_early():
     assert [b.parameters for b in flat.buckets] == [(11,), tuple(range(3, 11)), (0, 1, 2)]
 
 
-def test_tied_parameters_are_one():
+def test_tied_parameters_are_stored_once():
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,7 +104,7 @@ def test_tied_parameters_are_one():
     assert model.decode.weight is model.encode.weight and bool((model.decode.weight == 2).all())
 
 
-def test_gradients_are_collected_and_shown_to_the_optimizer():
+def test_gradients_are_collected_and_given_to_the_optimizer():
     model = model_of([3, 2])
     flat = FlatModel(model)
     (model[0] * torch.tensor([1.0, 2.0, 3.0])).sum().backward()

@@ -14,7 +14,7 @@ from tests.laws.every import STRATEGIES
 
 @dataclass(frozen=True)
 class Method(Strategy):
-    """A strategy of which only the needs matter."""
+    """A strategy that only has needs."""
 
     needs: Needs  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -96,7 +96,7 @@ def test_a_driver_refuses_exactly_the_strategies_whose_needs_it_does_not_meet(ne
 
 
 @pytest.mark.parametrize("strategy", [Sandblaster(), EAWild(groups="random")], ids=str)
-def test_a_loop_of_your_own_refuses_strategies_whose_workers_read_any_part_of_a_minibatch(strategy: Strategy):
+def test_a_users_own_loop_refuses_strategies_whose_workers_read_any_part_of_a_minibatch(strategy: Strategy):
     with pytest.raises(ValueError, match=NO_GLOBAL_DATA):
         check(strategy, OFFERS["a loop of your own"])
 

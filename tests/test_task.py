@@ -18,7 +18,7 @@ from tests.laws.tasks import OPTIMIZERS, quadratic, regression, same
 
 
 def counting(*, samples: int, batch: int, seed: int = 0) -> Task:
-    """Whose samples are their own numbers."""
+    """A data set in which each sample is its own index."""
     return Task(
         lambda: nn.Linear(1, 1),
         lambda model, batch: model.weight.sum(),
@@ -36,7 +36,7 @@ def drawn(task: Task, workers: int) -> list[list[list[int]]]:
 
 @given(samples=st.integers(1, 60), batch=st.integers(1, 20), workers=st.integers(1, 9), seed=st.integers(0, 5))
 def test_parts_are_disjoint_nearly_equal_and_together_the_minibatch(samples: int, batch: int, workers: int, seed: int):
-    """Also where there are fewer samples than workers."""
+    """This includes fewer samples than workers."""
     task = counting(samples=samples, batch=batch, seed=seed)
     steps = drawn(task, workers)
     for k, parts in enumerate(steps):
@@ -62,7 +62,7 @@ def test_the_global_order_does_not_depend_on_the_number_of_workers(samples: int,
     assert [[*chain(*parts)] for parts in together] == [parts[0] for parts in alone]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_every_epoch_and_every_seed_has_its_own_order():
     orders = [
         tuple(chain(*(task.part(k, 0, 1)[0].tolist() for k in range(start, start + 5))))
         for task, start in ((counting(samples=50, batch=10, seed=s), e) for s in (0, 1) for e in (0, 5))
@@ -71,7 +71,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_epochs_may_be_visited_in_any_order():
-    """Where a run is resumed the epochs before it were never drawn."""
+    """A resumed run never draws the epochs before it."""
     task, fresh = counting(samples=50, batch=10), counting(samples=50, batch=10)
     for k in range(7):
         task.part(k, 0, 1)
@@ -99,7 +99,7 @@ def test_stripes_cover_everything_once_in_order_and_in_whole_units(numel: int, o
         ({"steps": 3, "data": [torch.zeros(0)]}, r"lengths \[0\]"),
     ],
 )
-def test_a_task_that_cannot_be_is_refused_by_name(settings: dict[str, Any], named: str):
+def test_an_impossible_task_is_refused_by_name(settings: dict[str, Any], named: str):
     usual = {
         "model": nn.Identity,
         "loss": lambda m, b: b[0],
@@ -124,7 +124,7 @@ def test_epochs_are_counted_in_steps():
     assert half.total_steps == 2
 
 
-def test_the_initial_model_is_the_same_everywhere_and_disturbs_no_random_numbers():
+def test_the_initial_model_is_the_same_everywhere_and_does_not_change_the_random_state():
     task = regression(steps=1, batch=4)
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -136,7 +136,7 @@ def test_the_initial_model_is_the_same_everywhere_and_disturbs_no_random_numbers
     assert not same(next(a.parameters()), next(other.parameters()))
 
 
-def test_a_simulation_disturbs_no_random_numbers():
+def test_a_simulation_does_not_change_the_random_state():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -148,7 +148,7 @@ def test_a_simulation_disturbs_no_random_numbers():
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_failing_loss_disturbs_no_random_numbers():
+def test_a_failing_loss_does_not_change_the_random_state():
     def fails(model: nn.Module, batch: Any) -> torch.Tensor:
         raise ArithmeticError
 
@@ -161,8 +161,8 @@ def test_a_failing_loss_disturbs_no_random_numbers():
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_workers_have_random_numbers_of_their_own():
-    """Were they to share one stream, all would drop the same units."""
+def test_each_worker_has_its_own_random_numbers():
+    """With one shared stream, all workers would drop the same units."""
     task = regression(steps=1, batch=4, model=lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)).double())
     batch = (torch.ones(8, 6, dtype=torch.float64), torch.zeros(8, 3, dtype=torch.float64))
     losses = []
@@ -173,7 +173,7 @@ def test_workers_have_random_numbers_of_their_own():
     assert len(set(losses)) == 3
 
 
-def test_evaluation_sees_the_model_in_eval_mode_and_puts_everything_back():
+def test_evaluation_uses_eval_mode_and_restores_everything():
     modes: list[bool] = []
 
     def evaluate(model: nn.Module) -> dict[str, float]:

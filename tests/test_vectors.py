@@ -68,7 +68,7 @@ def threads(request: pytest.FixtureRequest) -> Generator[int]:
     torch.set_num_threads(before)
 
 
-LONG = 1_000_003  # Long enough to be shared out.
+LONG = 1_000_003  # Long enough to be divided between threads.
 
 
 def test_a_delta_does_not_depend_on_the_number_of_threads(threads: int) -> None:

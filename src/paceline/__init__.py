@@ -1,88 +1,29 @@
-"""paceline: train any PyTorch model data-parallel over workers that are far apart, slow to reach, unequal or unreliable."""
+"""paceline: data-parallel training over workers that are far apart, slow to reach, unequal or unreliable.
+
+The verbs are here (`attach`, `train`, `simulate`, `ddp_hook`, `split`), the strategies, and what a Task and a Cluster
+are made of.  Other names live in small namespaces: `codecs` (wire formats), `rules` and `gates` (of parameter
+servers), `topologies` (of gossip), `state` (slots and resize rules), `registry` (strategies and codecs by name).
+"""
 
 from typing import TYPE_CHECKING, Any
 
-from paceline import registry
-from paceline.codecs import (
-    DGC,
-    QSGD,
-    AdaptiveThreshold,
-    BFloat16,
-    Chunked,
-    Codec,
-    Entropy,
-    ErrorFeedback,
-    Fp8,
-    Fp16,
-    Fp32,
-    NBit,
-    OneBit,
-    PerTensor,
-    PowerSGD,
-    TernGrad,
-    Threshold,
-    TopK,
-)
+from paceline import codecs, registry, state, strategies
 from paceline.errors import ClusterError, PeerLost
+from paceline.families import topology as topologies
 from paceline.families.averaging import Averaging, NonFiniteReplica, SyncRounds
+from paceline.families.server_strategy import ServerStrategy
 from paceline.families.sync import SyncResult
-from paceline.families.topology import Exponential, RandomPairs, Ring
 from paceline.needs import Needs
 from paceline.op import Op
 from paceline.pipeline.split import Split, split
+from paceline.protocol.messages import Message, Reply, Request
 from paceline.run import Run
-from paceline.server import (
-    Adagrad,
-    Adam,
-    Attract,
-    Bound,
-    Compensated,
-    Every,
-    Free,
-    Gate,
-    Momentum,
-    Push,
-    Quorum,
-    RoundRobin,
-    Rule,
-    Scaled,
-    ServerStrategy,
-    Sgd,
-    Shard,
-    Store,
-    Turns,
-)
+from paceline.server import gates, rules
+from paceline.server.shard import Shard
+from paceline.server.store import Store
 from paceline.sim import Cluster, Compute, Constant, Faults, Link, LogNormal, Measured, Stragglers, simulate
 from paceline.state import Slot, resized
-from paceline.strategies import (
-    ASGD,
-    EAMSGD,
-    EASGD,
-    AdaComm,
-    AdaptiveAveraging,
-    AllReduceSGD,
-    AsyncDiLoCo,
-    AsyncEASGD,
-    AsyncMomentum,
-    BlockMomentum,
-    DecreasingAveraging,
-    DelayCompensated,
-    DiLoCo,
-    Downpour,
-    EAWild,
-    Gossip,
-    Hogwild,
-    ParameterServer,
-    PeriodicAveraging,
-    Replicated,
-    RoundRobinEASGD,
-    Sandblaster,
-    SlowMo,
-    SoftSync,
-    StaleSynchronous,
-    Strom,
-    Then,
-)
+from paceline.strategies import *  # noqa: F403
 from paceline.strategy import Strategy
 from paceline.task import Task
 from paceline.trace import Trace
@@ -99,107 +40,53 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ASGD",
-    "DGC",
-    "EAMSGD",
-    "EASGD",
-    "QSGD",
-    "AdaComm",
-    "Adagrad",
-    "Adam",
-    "AdaptiveAveraging",
-    "AdaptiveThreshold",
-    "AllReduceSGD",
-    "AsyncDiLoCo",
-    "AsyncEASGD",
-    "AsyncMomentum",
-    "Attract",
     "Averaging",
-    "BFloat16",
-    "BlockMomentum",
-    "Bound",
-    "Chunked",
     "Cluster",
     "ClusterError",
-    "Codec",
-    "Compensated",
     "Compute",
     "Constant",
-    "DecreasingAveraging",
-    "DelayCompensated",
-    "DiLoCo",
-    "Downpour",
-    "EAWild",
-    "Entropy",
-    "ErrorFeedback",
-    "Every",
-    "Exponential",
     "Faults",
-    "Fp8",
-    "Fp16",
-    "Fp32",
-    "Free",
-    "Gate",
-    "Gossip",
-    "Hogwild",
     "Link",
     "LogNormal",
     "Measured",
-    "Momentum",
-    "NBit",
+    "Message",
     "Needs",
     "NonFiniteGradient",
     "NonFiniteReplica",
-    "OneBit",
     "Op",
-    "ParameterServer",
     "PeerLost",
-    "PerTensor",
-    "PeriodicAveraging",
     "Plan",
-    "PowerSGD",
-    "Push",
-    "Quorum",
-    "RandomPairs",
     "Replica",
-    "Replicated",
-    "Ring",
-    "RoundRobin",
-    "RoundRobinEASGD",
-    "Rule",
+    "Reply",
+    "Request",
     "Run",
-    "Sandblaster",
-    "Scaled",
     "ServerStrategy",
     "Session",
-    "Sgd",
     "Shard",
     "Slot",
-    "SlowMo",
-    "SoftSync",
     "Split",
-    "StaleSynchronous",
     "Store",
     "Stragglers",
     "Strategy",
-    "Strom",
     "SyncResult",
     "SyncRounds",
     "Task",
-    "TernGrad",
-    "Then",
-    "Threshold",
-    "TopK",
     "Trace",
-    "Turns",
     "attach",
+    "codecs",
     "ddp_hook",
+    "gates",
     "registry",
     "resized",
+    "rules",
     "simulate",
     "split",
+    "state",
+    "strategies",
+    "topologies",
     "train",
 ]
+__all__ += strategies.__all__
 
 _LATER = {
     "Session": "paceline.session.session",
@@ -210,9 +97,13 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Real processes need more than torch and numpy: what they need is imported when they are asked for."""
+    """Real processes need more than torch, numpy and msgspec: import what they need when it is first used."""
     import importlib
 
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -1,7 +1,7 @@
-"""Endpoint: all that a rank can do to the outside world.
+"""Endpoint: how a rank communicates with the other ranks.
 
-The simulator, real processes and a process on its own each implement it; strategies and collectives know nothing else.
-Ranks count the workers first and the servers after them: worker i is rank i, server j is rank `layout.workers + j`.
+The simulator, real processes and a single process each implement it.  Strategies and collectives use nothing else.
+Workers have the first ranks, servers the next: worker i is rank i, server j is rank `layout.workers + j`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks there are, and which of them serve.
+    """How many workers and servers a job starts with, and which ranks they have.
 
     >>> Layout(workers=4, servers=2).server_ranks
     range(4, 6)
@@ -48,14 +48,15 @@ class Layout:
         return range(self.workers, self.size)
 
     def name(self, rank: int) -> str:
-        """Ranks beyond those of the beginning are workers that have joined."""
+        """How messages name a rank.  Ranks from `size` on are workers that joined later."""
         return f"server {rank - self.workers} (rank {rank})" if rank in self.server_ranks else f"worker {rank}"
 
 
 class SharedVector(Protocol):
-    """A vector in memory that several ranks read and change whenever they like, without a lock.
+    """A vector in shared memory that several ranks read and write at any time, without a lock.
 
-    Who reads while another writes may get parts of different ages, and of two changes at one place at one time one may be lost.
+    A read during a write may return old values in one part and new values in another.  Of two writes to the same value
+    at the same time, one may be lost.
     """
 
     @property
@@ -73,8 +74,9 @@ class SharedVector(Protocol):
 class Endpoint(Protocol):
     """A rank's connection to its group.
 
-    Collectives run over `ranks` (by default all workers), must be started by every member in the same order, and work
-    in place where they return what they were given.  A buffer handed to an Op belongs to it until it was awaited.
+    Collectives run over `ranks` (by default all workers), and every member must start them in the same order.  Some
+    work in place, and return the tensor that they were given.  Do not use a buffer that was given to an Op before the
+    Op has been awaited.
     """
 
     @property
@@ -88,7 +90,7 @@ class Endpoint(Protocol):
 
     @property
     def hosts(self) -> Sequence[Sequence[int]] | None:
-        """The ranks by host, where sums are best taken within each before they go over a network; None: as they come."""
+        """The ranks by host, if it is faster to sum within each host first and between hosts then; None otherwise."""
         ...
 
     @property
@@ -96,7 +98,7 @@ class Endpoint(Protocol):
 
     @property
     def retransmit_s(self) -> float | None:
-        """Seconds without an answer after which a message may have been lost; None: none ever is."""
+        """Retransmit timeout in seconds; None on transports that lose no messages."""
         ...
 
     def now(self) -> float:
@@ -104,11 +106,11 @@ class Endpoint(Protocol):
         ...
 
     def compute(self, work: Callable[[], T], *, kind: str = "compute", nbytes: int = 0) -> Op[T]:
-        """Work of this rank's own processor; in the simulator its time passes until the await."""
+        """Run `work` on this rank's own processor.  In the simulator its virtual time passes at the await."""
         ...
 
     def spawn(self, routine: Coroutine[Op[Any], Any, T], *, kind: str = "routine") -> Op[T]:
-        """Begin a coroutine of this rank's, to be awaited later."""
+        """Start a coroutine on this rank; await its result later."""
         ...
 
     def run_collectives(
@@ -116,8 +118,8 @@ class Endpoint(Protocol):
     ) -> Op[T]:
         """Start a routine of several collectives on the endpoint that it is given, possibly in another thread.
 
-        The collectives keep their order, among themselves and relative to all others, whatever this rank starts
-        meanwhile.  The routine must touch only what is its own until the Op was awaited.
+        The collectives run in the order in which they were started, also relative to those that this rank starts in
+        the meantime.  Until the Op has been awaited, the routine must not use data that other code uses.
         """
         ...
 
@@ -126,50 +128,53 @@ class Endpoint(Protocol):
     def recv(
         self, *, src: int | None = None, types: tuple[type[Message], ...] | None = None, timeout: float | None = None
     ) -> Op[Message]:
-        """The next message, from `src` and of one of `types` if these are given; TimeoutError after `timeout` seconds."""
+        """The next message, if given from `src` and of one of `types`; TimeoutError after `timeout` seconds."""
         ...
 
     def has_ended(self, rank: int) -> bool:
-        """Whether one that no longer answers has come to its end, with all work done."""
+        """Whether a rank that no longer answers has finished its work, and not died."""
         ...
 
     def members_ever(self) -> Sequence[int]:
-        """The workers that have come so far, also those that are gone again; this one is among them."""
+        """Every worker that ever joined, including dead and finished ones; this one is among them."""
         ...
 
     def send_buffer(self, like: Tensor) -> Tensor:
-        """Memory for a tensor that is sent again and again, if possible without a copy; see `in_use`."""
+        """Memory for a tensor that is sent many times, if possible without a copy; see `in_use`."""
         ...
 
     def in_use(self, x: Tensor) -> bool:
-        """Whether what lies in `room` was sent and may not have been read yet, so that it must not be written to."""
+        """Whether a send buffer may still be read by its receiver: if so, do not write to it."""
         ...
 
     def shared_vector(self, first: Tensor) -> Op[SharedVector]:
-        """Memory that the group has in common, on one host, with the first member's values in it; like a collective, for all at once."""
+        """Shared memory of the group, on one host, with the first member's values.  All members must call it."""
         ...
 
     def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Op[Tensor]:
-        """The sum over the group, in place.  `tail`, a few float64 numbers, travels and is summed along."""
+        """The sum over the group, in place.  `extras`, a few float64 numbers, are sent and summed with it."""
         ...
 
     def all_gather(self, data: Tensor) -> Op[list[Tensor]]:
-        """Every member's `data`, in the order of `ranks`; all of one size."""
+        """Every member's `data`, in the order of `ranks`; all have the same size."""
         ...
 
     def all_to_all(self, parts: Sequence[Tensor], coming: Sequence[int] | None = None) -> Op[list[Tensor]]:
-        """Give the j-th member `parts[j]`; get what each member had for this rank.  Parts are bytes, of any sizes; who knows
-        how many bytes are `coming` from each member saves them from being asked."""
+        """Send `parts[j]` to the j-th member, and return the part that each member sent to this rank.
+
+        Parts are bytes, of any sizes.  `coming` is the number of bytes from each member; without it, members first
+        exchange the sizes.
+        """
         ...
 
     def reduce(self, x: Tensor, dst: int, extras: Tensor | None = None) -> Op[Tensor]:
-        """The sum over the group, in place on rank `dst`; what the others have then is of no use."""
+        """The sum over the group, in place on rank `dst`; on other ranks the content of `x` is then undefined."""
         ...
 
     def broadcast(self, x: Tensor, src: int) -> Op[Tensor]: ...
 
     def group(self, ranks: Sequence[int]) -> Endpoint:
-        """The same rank among fewer others, in the order of their ranks."""
+        """An endpoint of this rank in a smaller group, ordered by rank."""
         ...
 
 
@@ -177,10 +182,11 @@ SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.i
 
 
 def check_summable(x: Tensor) -> None:
-    """Refuse what a sum on the wire would silently ruin: encoded bytes wrap around at 255."""
+    """Raise ValueError for a tensor that a sum on the wire would corrupt: encoded bytes wrap around at 255."""
     if x.dtype not in SUMMABLE:
         raise ValueError(
-            f"all_reduce of {x.dtype}: encoded values cannot be summed on the wire; use mean_by_gather or mean_by_stripes"
+            f"all_reduce of {x.dtype}: encoded values cannot be summed on the wire; use mean_by_gather or "
+            "mean_by_stripes"
         )
     if not x.is_contiguous():
         raise ValueError(

@@ -1,6 +1,6 @@
 """Strategies and codecs by name, and settings to and from plain data.
 
-A class is spelled `BlockMomentum` in Python and `block-momentum` in files and flags; either is understood.
+A class is spelled `BlockMomentum` in Python and `block-momentum` in files and flags; both spellings work.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def gate(name: str, **settings: Any) -> Gate:
 
 
 def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:
-    """The class of that name; a ValueError that names the nearest one if there is none."""
+    """The class with that name.  If there is none, a ValueError names the most similar one."""
     known = {spelled(c): c for c in classes}
     wanted = spelled(type(name, (), {})) if any(ch.isupper() for ch in name) else name.replace("_", "-")
     if wanted in known:
         return known[wanted]
-    for spelling, cls in known.items():  # Where a name's hyphens go is not always plain: bfloat16, terngrad.
+    for spelling, cls in known.items():  # Hyphens are optional: in bfloat16 or terngrad their place is not obvious.
         if spelling.replace("-", "") == wanted.replace("-", ""):
             return cls
     near = get_close_matches(wanted, known, n=1, cutoff=0.0)
@@ -73,12 +73,12 @@ def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str,
             raise ValueError(f"{cls.__name__} has no setting '{key}'{hint}")
     needed = [f.name for f in dataclasses.fields(cls) if f.init and _is_required(f) and f.name not in settings]  # pyright: ignore
     if needed:
-        raise ValueError(f"{cls.__name__} needs {', '.join(needed)}: there is no default that would suit everybody")
+        raise ValueError(f"{cls.__name__} needs {', '.join(needed)}: there is no default")
     return cls(**settings)
 
 
 def describe(cls: type) -> dict[str, Any]:
-    """Name, one line and settings of a strategy or codec, as plain data."""
+    """The name, the summary line and the settings of a strategy or codec, as plain data."""
     settings = [
         {"name": f.name, "type": str(f.type), "default": _plain_default(f), "required": _is_required(f)}
         for f in dataclasses.fields(cls)
@@ -99,29 +99,38 @@ def _plain_default(f: dataclasses.Field[Any]) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass of settings as data that JSON can hold; `from_plain` makes it again, in another process too."""
+    """Settings as data that JSON can hold; `from_plain` makes the same object again, in another process too.
+
+    >>> to_plain([1, (2, 3)])
+    [1, {'tuple': [2, 3]}]
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
         where = cls.__module__
-        if where == "__main__":  # A strategy defined in the user's script: the file is where another process finds it.
+        if where == "__main__":  # The class is defined in the user's script: another process finds it by its file.
             where = getattr(sys.modules["__main__"], "__file__", None) or where
         settings = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return {"class": f"{where}:{cls.__qualname__}", "settings": settings}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):  # JSON has no tuples.  A dataclass with a list in it cannot be hashed.
+        return {"tuple": [to_plain(v) for v in value]}
+    if isinstance(value, list):
         return [to_plain(v) for v in value]
     raise TypeError(
-        f"{value!r} is no setting that another process can be told of: use numbers, text, lists and dataclasses of them"
+        f"the setting {value!r} of type {type(value).__name__} cannot be serialised for another process: "
+        "use numbers, strings, lists, tuples, or dataclasses of these"
     )
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given.  Only for data from this job's own processes: it imports what it is told to."""
+    """What `to_plain` was given.  Only for data from this job's own processes: it imports the modules named there."""
     if isinstance(value, list):
         return [from_plain(v) for v in value]
     if not isinstance(value, dict):
         return value
+    if "tuple" in value:
+        return tuple(from_plain(v) for v in value["tuple"])
     where, _, name = value["class"].rpartition(":")
     found: Any = (
         runpy.run_path(where, run_name="__paceline__")

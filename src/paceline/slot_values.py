@@ -43,8 +43,8 @@ def mean_of(values: Sequence[Any], weights: Sequence[float], name: str = "") -> 
     """The mean of equally built values.
 
     Equal values stay as they are.  Tensors of floating-point numbers are averaged by weight, single numbers without.
-    Of integers, and of an optimizer's `step`, the largest counts.  Of lists and tensors of unequal length, the longest
-    is kept.
+    Of integers, and of an optimizer's `step`, the largest counts.  Of lists and tensors of unequal length, the
+    longest is kept.
     """
     first = values[0]
     if isinstance(first, dict):

@@ -1,9 +1,9 @@
 """State: whatever outlives a step, in named and versioned slots.
 
-A strategy, a worker, a learner and a server shard each declare their slots where they use them: a name, a version, initial
-values, and a resize rule that says what becomes of the slot with another number of workers or shards.  `StateStore` holds
-the slots of one rank, writes them into a plain dict and reads them back.  `resized` and `resharded` apply the rules.  They
-know no slot by name: a new strategy resumes and resizes without a change here.
+A strategy, a worker, a learner and a server shard each declare their slots where they use them: a name, a version,
+initial values, and a resize rule that says what becomes of the slot with another number of workers or shards.
+`StateStore` holds the slots of one rank, writes them into a plain dict and reads them back.  `resized` and
+`resharded` apply the rules.  They know no slot by name: a new strategy resumes and resizes without a change here.
 """
 
 from __future__ import annotations
@@ -11,84 +11,43 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from paceline.slot_values import copied, mean_of, slice_of
+from paceline.resize import (
+    RESIZE_RULES,
+    SEES_ALL,
+    Resize,
+    ResizeRule,
+    Values,
+    name_of,
+    per_worker,
+    residual,
+    resize_rule,
+    same,
+    shard,
+)
+from paceline.slot_values import copied
+
+__all__ = [
+    "Resize",
+    "ResizeRule",
+    "Slot",
+    "StateStore",
+    "Values",
+    "check_header",
+    "copied",
+    "per_worker",
+    "resharded",
+    "residual",
+    "resize_rule",
+    "resized",
+    "same",
+    "shard",
+]
 
 FORMAT = 1  # The layout of `state_dict`; a state with another format is refused.
-
-Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Resize:
-    """A change in the number of workers, or of shards, as a resize rule sees it."""
-
-    count: int  # The new number.
-    weights: Sequence[float]  # Of each old worker: its samples since its parameters were last averaged.
-    step: int  # The step at which the states were saved.
-    unit: int = 1  # Vectors are cut between shards at multiples of this.
-
-
-class ResizeRule(Protocol):
-    """What becomes of a slot with another number of workers or shards.
-
-    It gets the values of the old workers that count (a worker whose parameters are not finite does not), and returns the
-    values of every new one: one dict that all get, or one for each.
-    """
-
-    def __call__(self, values: Sequence[Values], resize: Resize, /) -> Values | Sequence[Values]: ...
-
-
-RESIZE_RULES: dict[str, ResizeRule] = {}
-_NAMES: dict[ResizeRule, str] = {}
-_SEES_ALL: set[str] = set()  # The rules that also get the workers that do not count.
-R = TypeVar("R", bound=ResizeRule)
-
-
-def resize_rule(name: str, *, sees_all: bool = False) -> Callable[[R], R]:
-    """Register a rule under a name.  A saved slot names its rule, so that states on disk can be resized too."""
-
-    def register(rule: R) -> R:
-        if name in RESIZE_RULES:
-            raise ValueError(f"resize_rule({name!r}): another rule has this name")
-        RESIZE_RULES[name] = rule
-        _NAMES[rule] = name
-        if sees_all:
-            _SEES_ALL.add(name)
-        return rule
-
-    return register
-
-
-@resize_rule("same")
-def same(values: Sequence[Values], resize: Resize) -> Values:
-    """All workers have equal values; new workers get them too."""
-    return values[0]
-
-
-@resize_rule("per worker")
-def per_worker(values: Sequence[Values], resize: Resize) -> Values:
-    """Each worker has its own values; new workers get the mean, weighted by samples."""
-    return mean_of(values, resize.weights)
-
-
-@resize_rule("residual")
-def residual(values: Sequence[Values], resize: Resize) -> Values:
-    """Each worker has still to deliver its values, as its share of a mean; the next mean delivers as much as before."""
-    return mean_of(values, [1.0] * len(values))
-
-
-@resize_rule("shard")
-def shard(values: Sequence[Values], resize: Resize) -> Sequence[Values]:
-    """Each shard has a slice of every vector; the slices are joined and cut again.
-
-    Of a number, the largest counts.  A dict by rank keeps the ranks that every shard has.  Other values are the same
-    for all.
-    """
-    return [slice_of("a slot", values, index, resize.count, resize.unit) for index in range(resize.count)]
 
 
 class Slot:
@@ -104,9 +63,6 @@ class Slot:
         self, name: str
     ) -> Any:  # Called only for a missing name; it tells type checkers that others exist.
         raise AttributeError(f"this slot holds {sorted(vars(self))}, not '{name}'")
-
-
-Memory = Slot
 
 
 @dataclass
@@ -153,15 +109,15 @@ class StateStore:
     ) -> Slot:
         """Declare a slot and get its values: those of the loaded state, otherwise the initial ones.
 
-        Declare slots before the first step.  `before_save` is awaited before the state is saved: it brings what is still in
-        flight into the slot.
+        Declare slots before the first step.  `before_save` is awaited before the state is saved: it brings what is
+        still in flight into the slot.
         """
         full = self._new_name(name)
         if self._has_loaded:
             slot = Slot(**_restored(full, self._take(full, version), initial))
         else:
             slot = Slot(**{key: copied(value) for key, value in initial.items()})
-        self._entries[full] = _Entry(_name_of(rule), version, lambda: copied(vars(slot)), before_save=before_save)
+        self._entries[full] = _Entry(name_of(rule), version, lambda: copied(vars(slot)), before_save=before_save)
         return slot
 
     def bind(
@@ -180,7 +136,7 @@ class StateStore:
         `check` raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
         """
         full = self._new_name(name)
-        entry = _Entry(_name_of(rule), version, save, load, check)
+        entry = _Entry(name_of(rule), version, save, load, check)
         if self._has_loaded:
             _check_fits(full, self._saved, entry)
             load(copied(self._saved.pop(full)["values"]))
@@ -188,7 +144,10 @@ class StateStore:
 
     @contextmanager
     def scope(self, prefix: str, *, keep: bool = False) -> Generator[None]:
-        """Within this block, slot names start with `prefix/`.  Unless told to keep them, the end of the block drops them."""
+        """Within this block, slot names start with `prefix/`.
+
+        Unless told to keep them, the end of the block drops them.
+        """
         outer = self._prefix
         self._prefix = f"{outer}{prefix}/"
         inner = self._prefix
@@ -216,8 +175,8 @@ class StateStore:
     def load_state_dict(self, state: Mapping[str, Any], *, strategy: str) -> None:
         """Load what `state_dict` gave, before the strategy starts.
 
-        A bound slot is loaded now.  Other slots are filled when they are declared.  Nothing is loaded unless all bound slots
-        fit.
+        A bound slot is loaded now.  Other slots are filled when they are declared.  Nothing is loaded unless all
+        bound slots fit.
         """
         check_header(state, strategy)
         slots = dict(state["slots"])
@@ -253,14 +212,6 @@ class StateStore:
         return values
 
 
-def _name_of(rule: ResizeRule) -> str:
-    if rule not in _NAMES:
-        raise ValueError(
-            f"{rule!r} is no resize rule: use same, per_worker, residual or shard of paceline.state, or @resize_rule"
-        )
-    return _NAMES[rule]
-
-
 def check_header(state: Any, strategy: str) -> None:
     """Raise if a saved state has another format, or another strategy saved it."""
     if not isinstance(state, Mapping) or "slots" not in state or "format" not in state:
@@ -278,7 +229,8 @@ def check_header(state: Any, strategy: str) -> None:
 def _check_slot(name: str, slots: Mapping[str, Any], version: int) -> Values:
     if name not in slots:
         raise ValueError(
-            f"the saved state has no slot '{name}', only {sorted(slots)}: another strategy saved it, or one with other settings"
+            f"the saved state has no slot '{name}', only {sorted(slots)}: another strategy saved it, or one with other "
+            "settings"
         )
     if (saved := slots[name]["version"]) != version:
         raise ValueError(
@@ -300,8 +252,8 @@ def _restored(name: str, saved: Values, initial: Values) -> Values:
     for key, value in initial.items():
         if isinstance(value, Tensor) and saved[key].shape != value.shape:
             raise ValueError(
-                f"'{key}' in the saved slot '{name}' has the shape {tuple(saved[key].shape)}, and the strategy declares "
-                f"{tuple(value.shape)}: it was saved with another model, or with other settings"
+                f"'{key}' in the saved slot '{name}' has the shape {tuple(saved[key].shape)}, and the strategy "
+                f"declares {tuple(value.shape)}: it was saved with another model, or with other settings"
             )
     return {
         key: saved[key].to(value, copy=True) if isinstance(value, Tensor) else copied(saved[key])
@@ -316,8 +268,8 @@ def _kind(value: object) -> str:
 def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str, Any]]:
     """The saved states of all workers, turned into those of another number of workers.
 
-    Every slot follows its own rule.  A worker with NaN or infinity in its parameters does not count.  No minibatch is lost:
-    each is cut into as many parts as there are workers.
+    Every slot follows its own rule.  A worker with NaN or infinity in its parameters does not count.  No minibatch is
+    lost: each is cut into as many parts as there are workers.
     """
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")
@@ -337,7 +289,7 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     ]
     for name in states[0]["slots"]:
         rule = states[0]["slots"][name]["rule"]
-        _resize_slot(name, states if rule in _SEES_ALL else counted, resize, new)
+        _resize_slot(name, states if rule in SEES_ALL else counted, resize, new)
     return new
 
 

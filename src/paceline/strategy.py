@@ -1,8 +1,8 @@
 """Strategy: a distributed training method as its paper writes it.
 
-A strategy is a frozen dataclass of hyper-parameters with one coroutine per role.  It waits for gradients, steps, messages
-and means, and knows nothing of processes, threads or clocks: the same file runs in the simulator, on real processes and
-inside a user's own loop.  A strategy is abstract or final, never both.
+A strategy is a frozen dataclass of hyper-parameters with one coroutine per role.  It waits for gradients, steps,
+messages and means, and knows nothing of processes, threads or clocks: the same file runs in the simulator, on real
+processes and inside a user's own loop.  A strategy is abstract or final, never both.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from paceline.worker.plan import Plan
 class Task:
     """A training job.  `batch` counts the samples of one step over all workers together; give `steps` or `epochs`.
 
-    `data` is a sequence of equally long tensors, which the workers share out.  Or it is a function `data(rank, workers)` that
-    gives each worker its own tensors, which no other worker reads; then give `steps`.
+    `data` is a sequence of equally long tensors, which the workers share out.  Or it is a function
+    `data(rank, workers)` that gives each worker its own tensors, which no other worker reads; then give `steps`.
     """
 
     model: Callable[[], nn.Module]
@@ -52,7 +52,8 @@ class Task:
             raise ValueError(f"Task(batch={self.batch}): a step needs at least 1 sample")
         if self.has_own_data and self.steps is None:
             raise ValueError(
-                f"Task(epochs={self.epochs}) with data of each worker's own: epochs differ from worker to worker; give steps"
+                f"Task(epochs={self.epochs}) with data of each worker's own: epochs differ from worker to worker; "
+                "give steps"
             )
         assert self.source is not None  # It checks the data.
 

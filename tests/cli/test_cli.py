@@ -69,18 +69,18 @@ def test_list_of_one_strategy_shows_only_that_one():
         (lambda: registry.strategy("strom"), "Strom needs codec: there is no default"),
         (
             lambda: registry.strategy("periodic-averaging", period=0),
-            "PeriodicAveraging(period=0): it counts steps between synchronisations",
+            "PeriodicAveraging(period=0): it counts steps between syncs",
         ),
         (
             lambda: registry.strategy("block-momentum", period=-1),
-            "BlockMomentum(period=-1): it counts steps between synchronisations",
+            "BlockMomentum(period=-1): it counts steps between syncs",
         ),
         (
             lambda: registry.strategy("block-momentum", momentum=1.0),
             "BlockMomentum(momentum=1.0): block momentum lies in [0, 1)",
         ),
         (lambda: registry.strategy("parameter-server", servers=0), "ParameterServer(servers=0): at least 1 shard"),
-        (lambda: registry.codec("one-bit", bucket=12), "OneBit(bucket=12): a bucket holds a multiple of 32 values"),
+        (lambda: registry.codec("one-bit", bucket=12), "OneBit(bucket=12): the bucket size is a multiple of 32"),
         (lambda: registry.rule("sgd", lr=0), "Sgd(lr=0): the learning rate must be positive"),
     ],
 )
@@ -94,9 +94,24 @@ def test_settings_are_the_same_after_serialisation():
     for strategy in (
         registry.strategy("block-momentum", period=3),
         registry.strategy("parameter-server", rule=registry.rule("sgd", lr=0.5)),
+        registry.strategy("parameter-server", rule=registry.rule("adam", betas=(0.8, 0.99))),
+        registry.strategy("decreasing-averaging", periods=[8, 4]),
+        registry.strategy("decreasing-averaging", periods=(8, 4)),
     ):
         plain = json.loads(json.dumps(registry.to_plain(strategy)))
         assert registry.from_plain(plain) == strategy
+
+
+def test_a_rule_with_a_tuple_can_be_hashed_after_serialisation():
+    rule = registry.rule("adam", betas=(0.8, 0.99))
+    plain = json.loads(json.dumps(registry.to_plain(rule)))
+    assert hash(registry.from_plain(plain)) == hash(rule)
+
+
+def test_setting_that_cannot_be_serialised_is_refused():
+    strategy = registry.strategy("parameter-server", rule=object())
+    with pytest.raises(TypeError, match="of type object cannot be serialised for another process"):
+        registry.to_plain(strategy)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """What must hold on a GPU, as a script for torchrun: one process with NCCL, or several that share one GPU through gloo.
 
-Methods that meet by messages or in their host's memory are simulated there, as they need no group.
+Methods that use messages or the memory of their host are simulated there, because they need no group.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import paceline as pl
 
 STRATEGIES = {
     "all-reduce": pl.AllReduceSGD(),
-    "fp16": pl.AllReduceSGD(codec=pl.Fp16()),
-    "one-bit": pl.AllReduceSGD(codec=pl.OneBit()),
+    "fp16": pl.AllReduceSGD(codec=pl.codecs.Fp16()),
+    "one-bit": pl.AllReduceSGD(codec=pl.codecs.OneBit()),
     "averaging": pl.PeriodicAveraging(period=4),
     "block-momentum": pl.BlockMomentum(period=4),
     "elastic": pl.EASGD(period=4),
 }
 SIMULATED = (
     pl.ASGD(),
-    pl.ASGD(codec=pl.OneBit()),
+    pl.ASGD(codec=pl.codecs.OneBit()),
     pl.Downpour(),
     pl.DelayCompensated(),
     pl.AsyncDiLoCo(),
-    pl.ParameterServer(rule=pl.Sgd(lr=0.05), sparse=True),
+    pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), sparse=True),
     pl.AsyncEASGD(),
     pl.EAMSGD(),
     pl.RoundRobinEASGD(),
@@ -38,7 +38,7 @@ SIMULATED = (
     pl.EAWild(group=2, servers=2),
     pl.Hogwild(),
     pl.Gossip(),
-    pl.Strom(pl.Threshold(0.001)),
+    pl.Strom(pl.codecs.Threshold(0.001)),
     pl.Sandblaster(),
 )
 
@@ -101,7 +101,8 @@ def main() -> None:
     for name, strategy in STRATEGIES.items():
         here, there = loop(strategy, "cuda", scaled=False), loop(strategy, "cpu", scaled=False)
         drift = (here - there).abs().max().item()
-        # The same mathematics on other hardware: sums in another order; OneBit may flip a sign that is almost zero.
+        # The same mathematics on other hardware: sums have another order, and OneBit may flip a sign that is almost
+        # zero.
         assert drift < (0.2 if name == "one-bit" else 2e-3), (name, drift)
         for poison in (None, 5):
             vector = loop(strategy, "cuda", scaled=True, poison=poison)

@@ -1,6 +1,6 @@
-"""Forked processes: one function on several ranks of a gloo process group, or a program with streams of its own.
+"""Forked processes: one function on several ranks of a gloo process group, or a program with its own streams.
 
-A fresh interpreter takes seconds to import torch.  A forked one has it.
+A fresh interpreter takes seconds to import torch. A forked one has it already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 
 def run(workers: int, work: Callable[[int], Any], folder: Path, *, timeout_s: float = 60.0) -> list[Any]:
-    """`work(rank)` on each rank; its result must be JSON's.  A rank that raised gives {"error": "Type: message"}."""
+    """Run `work(rank)` on each rank. Its result must be valid JSON. A rank that raised gives {"error": "Type:
+    message"}."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_child, args=(rank, workers, work, folder)) for rank in range(workers)]
@@ -77,7 +78,8 @@ def start(
     err: Path,
     environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """`program` in a process of its own, as a fresh interpreter would run it: its exit code, streams, arguments and warnings."""
+    """Run `program` in its own process, as a fresh interpreter would: with its own exit code, streams, arguments and
+    warnings."""
     process = multiprocessing.get_context("fork").Process(
         target=_program, args=(program, arguments, folder, out, err, environment or {})
     )
@@ -88,7 +90,7 @@ def start(
 def paceline(
     *arguments: str, folder: Path, environment: Mapping[str, str] | None = None, timeout_s: float = 200.0
 ) -> subprocess.CompletedProcess[str]:
-    """The command `paceline` with these arguments.  The processes that it starts are fresh interpreters."""
+    """Run the command `paceline` with these arguments. The processes that it starts are fresh interpreters."""
     from paceline import cli
 
     out, err = folder / "paceline.out", folder / "paceline.err"
@@ -120,7 +122,7 @@ def _program(
         os.chdir(folder)
         sys.argv = list(arguments)
         warnings.resetwarnings()
-        tempfile.tempdir = None  # TMPDIR may be another.
+        tempfile.tempdir = None  # TMPDIR may be different.
         torch.set_num_threads(1)
         code = _exit_code(program)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces on a bridge.  Needs root and iproute2; says so where it cannot."""
+"""Several hosts on one machine: network namespaces on a bridge. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str | None:
-    """What keeps this machine from playing several; None if nothing does."""
+    """Why this machine cannot run several hosts; None if it can."""
     if shutil.which("ip") is None:
         return "there is no `ip` command (Debian: iproute2)"
     if os.geteuid() != 0:
@@ -42,7 +42,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
-    """(namespace, address) of each host; all of it is gone afterwards."""
+    """(namespace, address) of each host. All namespaces are removed afterwards."""
     tag = os.getpid() % 100_000
     bridge = f"plb{tag}"
     names = [f"pl{tag}-{i}" for i in range(count)]
@@ -72,11 +72,12 @@ def run_on(
     timeout_s: float = 120,
     torchrun: bool = False,
 ) -> list[str]:
-    """The script on every host; what each host printed, or an AssertionError with what went wrong.
+    """Run the script on every host. Returns what each host printed, or raises an AssertionError with the failure.
 
-    Its workers are forked, each into the network of its host, with the variables that torchrun sets; or torchrun starts them.
+    The workers are forked, each into the network of its host, with the variables that torchrun sets; or torchrun starts
+    them.
     """
-    # Streams go into files: a full pipe would stop the host that writes, and all others with it.
+    # Streams go to files: a full pipe would block the host that writes, and then all others.
     outs = [script.parent / f"out-{i}" for i in range(len(places))]
     errs = [script.parent / f"err-{i}" for i in range(len(places))]
     for path in (*outs, *errs):
@@ -90,7 +91,8 @@ def run_on(
     return [out.read_text() for out in outs]
 
 
-Wait = Callable[[float], tuple[int | None, int]]  # Waits so many seconds for a process: its exit code, and its host.
+# Waits at most this many seconds for a process. Returns its exit code and its host.
+Wait = Callable[[float], tuple[int | None, int]]
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def _by_fork(
         "LOCAL_WORLD_SIZE": per_host,
         "MASTER_ADDR": places[0][1],
         "MASTER_PORT": PORT,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # As under torchrun, the store is in none of the workers.
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # As under torchrun, none of the workers has the store.
         "OMP_NUM_THREADS": 1,
         "GLOO_SOCKET_IFNAME": "eth0",
     }
@@ -182,14 +184,14 @@ def _by_torchrun(
 
 
 def _enter(namespace: str) -> None:
-    """This thread's network, and that of the threads that it starts, is that of the namespace (os.setns is new in Python 3.12)."""
+    """Move this thread, and the threads that it starts, into the network namespace (os.setns is new in Python 3.12)."""
     with open(f"/var/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
 def say(value: object) -> None:
-    """A line of JSON, written in one piece: the workers of a host share one file, and the parts of two prints may mix."""
+    """Write a line of JSON in one call: the workers of a host share one file, and the parts of two prints may mix."""
     os.write(1, (json.dumps(value) + "\n").encode())
 
 

@@ -1,4 +1,5 @@
-"""A parameter server of one shard behind a real mailbox, a worker that keeps its books, and rogue ranks that may write to it."""
+"""A parameter server of one shard behind a real mailbox, a worker that checks its values, and rogue ranks with a
+key."""
 
 # pyright: basic, reportPrivateImportUsage=false
 from __future__ import annotations
@@ -21,14 +22,16 @@ from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed import Store as Keys
 
-from paceline import Free, Gate, Memory, Push, Rule, Sgd
+from paceline import Slot
 from paceline.codecs import Codec
 from paceline.endpoint import Layout
 from paceline.op import drive
 from paceline.protocol.messages import Message, Numbered
 from paceline.protocol.requests import Refusal
 from paceline.server import Shard, Store
+from paceline.server.gates import Free, Gate
 from paceline.server.messages import Arrived, Bye, Leave
+from paceline.server.rules import Push, Rule, Sgd
 from paceline.session.train import ProcessLearner
 from paceline.state import StateStore
 from paceline.task import Trainee
@@ -57,7 +60,7 @@ def updates(n: int, numel: int = NUMEL) -> Tensor:
 
 
 class Server:
-    """A shard that serves in a thread of its own."""
+    """A shard that serves in its own thread."""
 
     def __init__(
         self, keys: Keys, rule: Rule, gate: Gate = FREE, codec: Codec | None = None, pulls: Codec | None = None
@@ -68,7 +71,7 @@ class Server:
             SERVER, LAYOUT, Clock(time.time()), open_mailbox=lambda: self.box, trace=Trace(keep=100)
         )
         self.shard = Shard(endpoint)
-        self.silent = 0  # Messages that were refused without an answer, as they were no requests.
+        self.silent = 0  # Messages that were refused without a reply, because they were not requests.
         self._refuse, self.shard.replies.refuse = self.shard.replies.refuse, self.refuse
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, args=(gate,), daemon=True)
@@ -88,7 +91,7 @@ class Server:
 
     @property
     def refused(self) -> tuple[int, int]:
-        """So many by the mailbox, and by the shard."""
+        """The numbers of messages refused by the mailbox, and by the shard."""
         return self.box.refused, self.shard.refused
 
     def assert_lives(self) -> None:
@@ -104,7 +107,7 @@ class Server:
 
 
 class Good:
-    """A worker that does as it should, and knows what the shard must hold: what its own updates alone have made."""
+    """A correct worker that knows the expected value of the shard: the result of its own updates alone."""
 
     def __init__(
         self,
@@ -126,11 +129,12 @@ class Good:
         learner.flat.params.copy_(updates(5, numel))
         self.store = Store(Replica(endpoint, learner, StateStore(), plan=task.plan), codec=codec, pulls=pulls)
         self.expected = learner.flat.params.clone()
-        self._memory = Memory(**rule.memory(self.expected))
+        self._memory = Slot(**rule.memory(self.expected))
         self.pushed, self.draws = 0, True
 
     def exchange(self) -> None:
-        """Exchange an update, of the next minibatch if work is handed out; the shard must hold what it should."""
+        """Exchange an update, of the next minibatch if the server gives out work. The shard must hold the expected
+        value."""
         if self.draws:
             assert drive(self.store.next())
         self.rule.apply(self.expected, updates(self.pushed, self.numel), self._memory, Push(workers=LAYOUT.workers))
@@ -140,7 +144,7 @@ class Good:
 
 
 class Rogue:
-    """A rank that has a key, and says what it likes."""
+    """A rank that has a key, and sends any message."""
 
     def __init__(self, rank: int, keys: Keys) -> None:
         self.rank = rank
@@ -149,7 +153,7 @@ class Rogue:
         self._last_id = 0
 
     def say(self, message: Message) -> None:
-        """Send a message; a request without a number gets the next one."""
+        """Send a message. A request without an id gets the next one."""
         message = copy.copy(message)
         if isinstance(message, Numbered) and not message.request_id:
             self._last_id += 1
@@ -157,7 +161,7 @@ class Rogue:
         self.box.send(SERVER, message).wait()
 
     def ask(self, message: Message) -> Message:
-        """The reply to a message, but for the one that says that a push has arrived."""
+        """The reply to a message, other than the acknowledgement of a push."""
         self.say(message)
         while isinstance(answer := self.hear(), Arrived):
             pass
@@ -167,11 +171,11 @@ class Rogue:
         return self.box.recv(src=SERVER).wait()
 
     def throw(self, frames: list[bytes]) -> None:
-        """Whatever this is."""
+        """Send any frames."""
         self.box._outbox.socket(SERVER).send_multipart(frames)
 
     def take(self, until: int) -> None:
-        """Count what the server has answered, up to the request with this number."""
+        """Count the replies of the server, up to the one to the request with this id."""
         while True:
             assert self.box._inbox.poll(int(1000 * DEADLINE_S), zmq.POLLIN), "no answer"
             _, body = msgspec.msgpack.decode(self.box._inbox.recv_multipart()[0])
@@ -191,7 +195,8 @@ def serving(
     numel: int = NUMEL,
     is_far: bool = True,
 ) -> Iterator[tuple[Server, Good, list[Rogue]]]:
-    """A server, the good worker and rogues; in the end it must be alive, hold what it should, and end when all have left."""
+    """A server, the good worker and rogues. In the end the server must be alive, hold the expected value, and exit when
+    all ranks have left."""
     keys = HashStore()
     with pytest.MonkeyPatch.context() as patch:
         if is_far:
@@ -221,7 +226,7 @@ def serving(
 
 
 def kept(thing: Any, seen: set[int]) -> int:
-    """How many things lie in it, and in what it consists of."""
+    """The number of objects in a thing, including those in its parts."""
     if id(thing) in seen:
         return 0
     seen.add(id(thing))
@@ -233,5 +238,5 @@ def kept(thing: Any, seen: set[int]) -> int:
 
 
 def resident() -> float:
-    """Megabytes of this process."""
+    """The resident memory of this process in megabytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6

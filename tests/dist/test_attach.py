@@ -1,4 +1,4 @@
-"""attach: a strategy in a loop that the user wrote."""
+"""attach: a strategy in a user's own loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 
 ORDERED = {
     "all-reduce": pl.AllReduceSGD(),
-    "one-bit": pl.AllReduceSGD(codec=pl.OneBit()),
+    "one-bit": pl.AllReduceSGD(codec=pl.codecs.OneBit()),
     "averaging": pl.PeriodicAveraging(period=4),
     "block-momentum": pl.BlockMomentum(period=7),
     "block-momentum, kept": pl.BlockMomentum(period=7, optimizer_state="keep"),
@@ -75,7 +75,7 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
 
 @pytest.mark.parametrize("name", ["all-reduce", "one-bit", "averaging", "block-momentum, kept", "server"])
 def test_one_worker_needs_no_launcher_and_equals_the_plain_loop(name):
-    strategy = pl.ParameterServer(rule=pl.Sgd(lr=0.2), servers=2) if name == "server" else ORDERED[name]
+    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=0.2), servers=2) if name == "server" else ORDERED[name]
     job = task()
     model = job.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2) if name == "server" else job.optimizer(model.parameters())
@@ -131,7 +131,7 @@ def test_ranks_that_read_different_minibatches_get_an_error(tmp_path):
 
 @pytest.mark.parametrize("name", [*ORDERED, "server"])
 def test_unequal_data_ends_cleanly_with_equal_models(name, tmp_path):
-    strategy = pl.ParameterServer(rule=pl.Sgd(lr=0.05)) if name == "server" else ORDERED[name]
+    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05)) if name == "server" else ORDERED[name]
 
     def work(rank):
         job = task()
@@ -660,7 +660,7 @@ def test_a_gradient_beyond_its_codec_is_skipped_like_a_nan(tmp_path):
         warns = pytest.warns(
             pl.NonFiniteGradient, match=r"beyond its codec: Fp16\(\) cannot encode .* fp16 ends at 65504"
         )
-        with warns, pl.attach(model, optimizer, pl.AllReduceSGD(codec=pl.Fp16())) as session:
+        with warns, pl.attach(model, optimizer, pl.AllReduceSGD(codec=pl.codecs.Fp16())) as session:
             for x, y in session.shard(minibatches(job)):
                 optimizer.zero_grad()
                 scaler.scale(F.cross_entropy(model(x), y)).backward()
@@ -696,7 +696,7 @@ def test_the_other_ranks_report_a_killed_worker_at_once(tmp_path):
 
     first, killed, third = forked.run(3, work, tmp_path)
     assert killed == {"error": "no result, exit code -9"}
-    # A survivor may also hear of it from another survivor that has already failed.
+    # A survivor may also learn of it from another survivor that has already failed.
     assert 1 in (first[0], third[0])
     # It takes a fraction of a second on an idle machine; the timeout is 30 minutes.
     assert first[1] < 3.0 and third[1] < 3.0

@@ -17,17 +17,17 @@ pytestmark = pytest.mark.dist
 
 METHODS = {
     "averaging, delayed": pl.PeriodicAveraging(period=4, optimizer_state="average", delay=2),
-    "averaging by samples and one-bit": pl.PeriodicAveraging(samples=30, codec=pl.OneBit()),
+    "averaging by samples and one-bit": pl.PeriodicAveraging(samples=30, codec=pl.codecs.OneBit()),
     "adaptive": pl.AdaptiveAveraging(period=2, warmup=3, sampling=9),
-    "block momentum by one-bit, delayed": pl.BlockMomentum(period=5, codec=pl.OneBit(), delay=3),
+    "block momentum by one-bit, delayed": pl.BlockMomentum(period=5, codec=pl.codecs.OneBit(), delay=3),
     "diloco, streaming": pl.DiLoCo(period=6, fragments=3, delay=1),
     "slow momentum": pl.SlowMo(period=5),
     "then": pl.Then(pl.AllReduceSGD(), pl.AdaptiveAveraging(period=2, warmup=0, sampling=14, delay=1), steps=7),
     "then, replicated": pl.Then(pl.Replicated(), pl.PeriodicAveraging(period=4), steps=6),
     "then, from averaging": pl.Then(
-        pl.PeriodicAveraging(period=4, delay=1), pl.AllReduceSGD(codec=pl.OneBit()), steps=6
+        pl.PeriodicAveraging(period=4, delay=1), pl.AllReduceSGD(codec=pl.codecs.OneBit()), steps=6
     ),
-    "all-reduce by groups": pl.AllReduceSGD(group=2, codec=pl.OneBit()),
+    "all-reduce by groups": pl.AllReduceSGD(group=2, codec=pl.codecs.OneBit()),
 }
 
 
@@ -47,7 +47,7 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
 )
 @pytest.mark.parametrize("at", [5, 9])
 def test_a_resumed_session_equals_an_unbroken_one(name, at, tmp_path):
-    """Also while an exchange is in flight."""
+    """This includes an exchange in flight."""
 
     def work(rank):
         def session_on(model):
@@ -211,13 +211,13 @@ def test_the_loader_decides_how_many_samples_an_epoch_has():
     assert _plan(DataLoader(data, batch_size=10, drop_last=True), None, 1).steps_for(samples=205) == 21
     assert _plan(DataLoader(data, batch_size=10, sampler=drawn), None, 1).steps_for(samples=500) == 50
     assert _plan([1, 2, 3, 4], 2.0, 2) == pl.Plan(4, 2)
-    with pytest.raises(ValueError, match=r"Then must know the samples beforehand.*batch_size tell it"):
+    with pytest.raises(ValueError, match=r"Then must know the samples before the run.*a batch_size"):
         _plan([1, 2, 3], None, 1).steps_for(samples=9, by="Then")
 
 
 @pytest.mark.parametrize("workers_of_loader", [0, 2])
 def test_whole_minibatches_become_parts_at_the_switch(workers_of_loader, tmp_path):
-    """Also those that the loader has prefetched."""
+    """This includes minibatches that the loader has prefetched."""
 
     def work(rank):
         model = nn.Linear(1, 1)
@@ -240,7 +240,7 @@ def test_whole_minibatches_become_parts_at_the_switch(workers_of_loader, tmp_pat
 
 
 def test_another_number_of_workers_resumes_from_the_states_of_all(tmp_path):
-    job, strategy = task(), pl.BlockMomentum(period=4, codec=pl.OneBit(), optimizer_state="average", delay=1)
+    job, strategy = task(), pl.BlockMomentum(period=4, codec=pl.codecs.OneBit(), optimizer_state="average", delay=1)
 
     def train(rank, batches, state=None):
         model = job.build()

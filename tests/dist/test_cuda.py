@@ -1,4 +1,4 @@
-"""On a machine with a GPU: the same script alone (NCCL's case) and as two ranks that share the GPU."""
+"""On a machine with a GPU: the same script in one process (with NCCL) and as two ranks that share the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-# Asking torch would start CUDA in this process, which then could not fork workers.
+# torch.cuda.is_available() would start CUDA in this process, which then could not fork workers.
 @pytest.mark.dist
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no NVIDIA GPU here")
 @pytest.mark.parametrize("workers", [1, 2])

@@ -50,15 +50,15 @@ EVERY: dict[str, Codec] = {
     "DGC in warm-up": DGC(ratio=0.1, momentum=0.0, warmup=8),
     "TopK": TopK(ratio=0.1),
     "AdaptiveThreshold": AdaptiveThreshold(tau=0.01, low=0.05, high=0.2, decay=0.8),
-    "PerTensor": PerTensor(pl.OneBit(bucket=32), raw_below=40),
-    "Chunked": Chunked(pl.OneBit(bucket=32), chunk=96),
+    "PerTensor": PerTensor(pl.codecs.OneBit(bucket=32), raw_below=40),
+    "Chunked": Chunked(pl.codecs.OneBit(bucket=32), chunk=96),
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm():
     """Load the kernels once, before the processes fork."""
-    for codec in (*EVERY.values(), pl.OneBit(bucket=32)):
+    for codec in (*EVERY.values(), pl.codecs.OneBit(bucket=32)):
         codec_state, x = (
             codec.codec_state(Slots(), torch.zeros(4096)),
             torch.randn(4096) / 100,
@@ -166,7 +166,10 @@ def test_fp32_equals_ddp_without_a_hook(ranks, tmp_path):
     settings = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
 
     def work(rank):
-        return [[trained(rank, codec, **s) for codec in (None, pl.Fp32(), pl.OneBit(bucket=64))] for s in settings]
+        return [
+            [trained(rank, codec, **s) for codec in (None, pl.codecs.Fp32(), pl.codecs.OneBit(bucket=64))]
+            for s in settings
+        ]
 
     results = forked.run(ranks, work, tmp_path)
     assert all_equal(results)
@@ -243,7 +246,7 @@ def test_every_codec_keeps_all_ranks_equal_and_loses_no_residual(name, of_every_
             assert result["gaps"][-1] < 1.0
 
 
-@pytest.mark.parametrize("codec", [pl.OneBit(bucket=32), pl.Fp16(), PowerSGD(rank=1)], ids=str)
+@pytest.mark.parametrize("codec", [pl.codecs.OneBit(bucket=32), pl.codecs.Fp16(), PowerSGD(rank=1)], ids=str)
 def test_the_hook_exchanges_buckets_exactly_as_the_collective_does(codec, tmp_path):
     def work(rank):
         model = ddp(net())
@@ -284,7 +287,7 @@ def test_the_first_steps_can_go_without_the_codec_and_a_saved_model_keeps_their_
     def work(rank):
         model = nn.Linear(40, 30)
         ddp = DistributedDataParallel(model)
-        hook = pl.ddp_hook(pl.OneBit(bucket=32), ddp, start=2)
+        hook = pl.ddp_hook(pl.codecs.OneBit(bucket=32), ddp, start=2)
         distinct = []
         for step in range(4):
             ddp.zero_grad()
@@ -307,7 +310,7 @@ def test_a_hook_changes_nothing_for_one_rank(tmp_path):
         optimizer = sgd(model)
         for batch in batches(rank, 6):
             step(model, optimizer, batch)
-        return [trained(rank, pl.OneBit()), state_of(model)]
+        return [trained(rank, pl.codecs.OneBit()), state_of(model)]
 
     ((hooked, plain),) = forked.run(1, work, tmp_path)
     assert hooked == plain
@@ -329,7 +332,7 @@ def test_gradients_accumulated_without_sync_are_exchanged_once(tmp_path):
         return [state_of(model.module), 0 if hook is None else hook.trace.bytes_sent(rank)]
 
     def both(rank):
-        return [work(rank, codec) for codec in (None, pl.Fp32(), pl.OneBit())]
+        return [work(rank, codec) for codec in (None, pl.codecs.Fp32(), pl.codecs.OneBit())]
 
     results = forked.run(2, both, tmp_path)
     for plain, fp32, one_bit in results:
@@ -366,7 +369,9 @@ def test_unused_parameters_work_as_without_a_hook(tmp_path):
         return [state_of(model), [p.grad is None for p in model.parameters()]]
 
     results = forked.run(
-        2, lambda rank: [work(rank, codec) for codec in (None, pl.Fp32(), pl.OneBit(), PowerSGD(rank=2))], tmp_path
+        2,
+        lambda rank: [work(rank, codec) for codec in (None, pl.codecs.Fp32(), pl.codecs.OneBit(), PowerSGD(rank=2))],
+        tmp_path,
     )
     assert all_equal(results)
     plain, fp32, *encoded = results[0]
@@ -376,7 +381,7 @@ def test_unused_parameters_work_as_without_a_hook(tmp_path):
         assert torch.tensor(state).isfinite().all()
 
 
-@pytest.mark.parametrize("codec", [pl.OneBit(), TopK(ratio=0.1), PowerSGD(rank=2), pl.Fp32()], ids=str)
+@pytest.mark.parametrize("codec", [pl.codecs.OneBit(), TopK(ratio=0.1), PowerSGD(rank=2), pl.codecs.Fp32()], ids=str)
 def test_a_nan_of_one_rank_reaches_all_ranks_and_leaves_the_residuals(codec, tmp_path):
     def work(rank):
         model = ddp(net())
@@ -409,7 +414,7 @@ def test_owner_residuals_are_sent_once_when_buckets_change(hosts):
     numel, owners = 4096, sorted(min(h) for h in hosts)
 
     def bucket(rank: int) -> BucketState:
-        return BucketState(pl.OneBit(bucket=32), ["w"], [torch.zeros(numel)], torch.zeros(numel), rank, {})
+        return BucketState(pl.codecs.OneBit(bucket=32), ["w"], [torch.zeros(numel)], torch.zeros(numel), rank, {})
 
     unsent = torch.zeros(numel)
     for place, rank in enumerate(owners):
@@ -429,7 +434,7 @@ def test_owner_residuals_are_sent_once_when_buckets_change(hosts):
 def test_a_dead_peer_is_an_error_in_this_and_later_steps(tmp_path):
     def work(rank):
         model, errors = ddp(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), []
-        pl.ddp_hook(pl.OneBit(), model)
+        pl.ddp_hook(pl.codecs.OneBit(), model)
         for k in range(4):
             if rank == 1 and k == 2:
                 forked.kill_myself()
@@ -450,14 +455,14 @@ def test_the_hook_works_for_models_in_bfloat16(tmp_path):
             return net().to(torch.bfloat16)
 
         ends, first = [], next(batches(rank, 1))
-        for codec in (None, pl.Fp32(), pl.OneBit(), PowerSGD(rank=2)):
+        for codec in (None, pl.codecs.Fp32(), pl.codecs.OneBit(), PowerSGD(rank=2)):
             model = ddp(build())
             hook = None if codec is None else pl.ddp_hook(codec, model)
             optimizer = sgd(model)
             for x, y in [first] * 30:
                 step(model, optimizer, (x.to(torch.bfloat16), y))
             loss = F.cross_entropy(model(first[0].to(torch.bfloat16)).float(), first[1]).item()
-            if hook is not None and codec != pl.Fp32():
+            if hook is not None and codec != pl.codecs.Fp32():
                 assert hook.state_dict()["residual.last.weight"].dtype == torch.float32
             ends.append([state_of(model.module), loss])
         return ends
@@ -472,7 +477,7 @@ def test_the_hook_works_for_models_in_bfloat16(tmp_path):
 def test_the_hook_works_with_join_for_unequal_data(tmp_path):
     def work(rank):
         ends = []
-        for codec in (None, pl.Fp32(), pl.OneBit()):
+        for codec in (None, pl.codecs.Fp32(), pl.codecs.OneBit()):
             model = ddp(net())
             if codec is not None:
                 pl.ddp_hook(codec, model)
@@ -514,7 +519,7 @@ def test_a_state_that_does_not_fit_raises_an_error_and_changes_nothing(tmp_path)
         assert "residual.last.weight" not in hook.state_dict()
         assert torch.equal(hook.state_dict()["factors.hidden.weight"], before["factors.hidden.weight"])
         plain = ddp(net())
-        pl.ddp_hook(pl.OneBit(), plain)
+        pl.ddp_hook(pl.codecs.OneBit(), plain)
         plain.load_state_dict(ddp(net()).state_dict())  # A state of a model without a hook can be loaded.
         return [errors, [str(w.message) for w in caught]]
 
@@ -540,15 +545,15 @@ def test_mistakes_raise_errors_that_name_them(tmp_path):
             except (ValueError, RuntimeError) as error:
                 errors.append(str(error))
 
-        expect_error(lambda: pl.ddp_hook((pl.OneBit(), pl.OneBit(bucket=64))[rank], ddp(net())))
-        expect_error(lambda: pl.ddp_hook(pl.OneBit(), ddp(net()), start=2 * rank))
+        expect_error(lambda: pl.ddp_hook((pl.codecs.OneBit(), pl.codecs.OneBit(bucket=64))[rank], ddp(net())))
+        expect_error(lambda: pl.ddp_hook(pl.codecs.OneBit(), ddp(net()), start=2 * rank))
         half = dist.new_group([rank], use_local_synchronization=True)
-        expect_error(lambda: pl.ddp_hook(pl.OneBit(), ddp(net(), process_group=half)))
-        hook = pl.ddp_hook(pl.OneBit(), ddp(net()))
+        expect_error(lambda: pl.ddp_hook(pl.codecs.OneBit(), ddp(net(), process_group=half)))
+        hook = pl.ddp_hook(pl.codecs.OneBit(), ddp(net()))
         expect_error(lambda: hook.register(ddp(net())))
-        expect_error(pl.ddp_hook(pl.OneBit()).state_dict)
+        expect_error(pl.ddp_hook(pl.codecs.OneBit()).state_dict)
         sparse = ddp(nn.Embedding(9, 4, sparse=True))
-        pl.ddp_hook(pl.OneBit(), sparse)
+        pl.ddp_hook(pl.codecs.OneBit(), sparse)
         expect_error(lambda: sparse(torch.tensor([1, 2])).sum().backward())
         return errors
 
@@ -571,7 +576,7 @@ def test_the_hooks_process_group_has_the_timeout_of_the_hook(tmp_path):
     """torch gives every new group 30 minutes, whatever timeout the default group has."""
 
     def work(rank):
-        hook = pl.ddp_hook(pl.OneBit(), ddp(net()), timeout_s=77.0)
+        hook = pl.ddp_hook(pl.codecs.OneBit(), ddp(net()), timeout_s=77.0)
         return hook._job.endpoint._torch.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     assert forked.run(2, work, tmp_path) == [77.0, 77.0]
@@ -581,7 +586,7 @@ def test_a_hook_is_freed_with_its_model_and_a_copy_of_the_model_has_no_hook(tmp_
     def work(rank):
         threads = threading.active_count()
         model = ddp(net())
-        hook = pl.ddp_hook(pl.OneBit(), model)
+        hook = pl.ddp_hook(pl.codecs.OneBit(), model)
         optimizer = sgd(model)
         for batch in batches(rank, 3):
             step(model, optimizer, batch)
@@ -605,7 +610,7 @@ import paceline as pl
 def main(rank):
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
     ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)), bucket_cap_mb=0.001)
-    pl.ddp_hook(pl.OneBit(), ddp)
+    pl.ddp_hook(pl.codecs.OneBit(), ddp)
     for _ in range(3):
         ddp(torch.randn(4, 40)).sum().backward()
     if sys.argv[3] == "destroy":

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def mortal(task: pl.Task, flag: Path, when: Callable[[int], bool], how: signal.S
         done += 1
         return task.loss(model, batch)
 
-    return pl.Task(**{**vars(task), "loss": loss, "_orders": {}})  # pyright: ignore
+    return replace(task, loss=loss)
 
 
 def visits(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
@@ -53,8 +54,8 @@ def visits(task: pl.Task, params: torch.Tensor) -> list[list[float]]:
     return rows
 
 
-@pytest.mark.parametrize("codec", [None, pl.Threshold(tau=1.0)], ids=str)
-def test_every_gradient_is_applied_once(codec: pl.Codec | None):
+@pytest.mark.parametrize("codec", [None, pl.codecs.Threshold(tau=1.0)], ids=str)
+def test_every_gradient_is_applied_once(codec: pl.codecs.Codec | None):
     task = counting(STEPS, BATCH)
     run = pl.train(task, pl.Strom(codec, lr=1.0), workers=WORKERS)
     assert run.params.tolist() == [1.0] * task.samples
@@ -162,7 +163,7 @@ import json, sys, torch, paceline as pl
 from torch.utils.data import DataLoader, TensorDataset
 torch.set_num_threads(1)
 x = torch.randn(240, 8, generator=torch.Generator().manual_seed(0))
-for strategy in (pl.Gossip(), pl.Strom(pl.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
+for strategy in (pl.Gossip(), pl.Strom(pl.codecs.Threshold(tau=2.0), lr=0.02), pl.Strom(None)):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02) if strategy.needs.optimizer else None

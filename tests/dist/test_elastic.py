@@ -1,4 +1,5 @@
-"""Workers that are killed, on real processes: the others go on, and no acknowledged update is lost or applied twice."""
+"""Workers that are killed, on real processes: the others continue, and no acknowledged update is lost or applied
+twice."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ WORKERS = 3
 
 
 def counting(steps: int, batch: int, slow_s: float = 0.0) -> pl.Task:
-    """Every sample has a parameter of its own, to which an update adds one."""
+    """Every sample has its own parameter, and an update adds one to it."""
     samples = steps * batch
 
     class Sum(nn.Module):
@@ -74,24 +76,24 @@ def killer(times: int, *, every_s: float, choose: Callable[[], bool] = lambda: T
 def test_every_sample_is_applied_once_when_workers_are_killed_and_replaced():
     task = counting(steps=150, batch=6, slow_s=0.01)
     with killer(5, every_s=0.3) as killed:
-        run = pl.train(task, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=10)
+        run = pl.train(task, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=10)
     assert killed, "the run was over before anybody was killed"
     assert run.params.tolist() == [1.0] * task.samples
 
 
-def test_the_others_go_on_without_a_replacement():
+def test_the_others_continue_without_a_replacement():
     task = counting(steps=120, batch=6, slow_s=0.01)
     with killer(2, every_s=0.4) as killed:
         run = pl.train(task, pl.StaleSynchronous(lr=1.0, bound=2, servers=2), workers=WORKERS, replacements=0)
     assert len(killed) == 2
-    # Of an update that was under way one shard may have heard, and the other not.
+    # One shard may have received an update in flight, and the other not.
     assert sum(abs(v - 1.0) > 0 for v in run.params.tolist()) <= 2 * 6
     starts = sorted(s.start for s in run.trace.spans if s.kind == "gradient")
     assert max(b - a for a, b in pairwise(starts)) < 1.0
 
 
-def test_a_replacement_that_comes_too_late_changes_nothing(tmp_path: Path):
-    """The first worker is killed, and its successor takes longer to begin than the others to end."""
+def test_a_replacement_that_starts_too_late_changes_nothing(tmp_path: Path):
+    """The first worker is killed, and its replacement starts only after the others have finished."""
     task, parent, flag = counting(steps=40, batch=6, slow_s=0.01), os.getpid(), tmp_path / "killed"
 
     def model() -> nn.Module:
@@ -105,12 +107,12 @@ def test_a_replacement_that_comes_too_late_changes_nothing(tmp_path: Path):
             os.kill(os.getpid(), signal.SIGKILL)
         return task.loss(model, batch)
 
-    late = pl.Task(**{**vars(task), "model": model, "loss": loss, "_orders": {}})  # pyright: ignore
-    run = pl.train(late, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=1)
+    late = replace(task, model=model, loss=loss)
+    run = pl.train(late, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=1)
     assert flag.exists() and run.params.tolist() == [1.0] * task.samples
 
 
-def test_what_the_servers_did_is_told_whoever_is_killed(tmp_path: Path):
+def test_servers_report_their_work_when_workers_are_killed(tmp_path: Path):
     task, flag = counting(steps=60, batch=6, slow_s=0.01), tmp_path / "killed"
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -119,13 +121,13 @@ def test_what_the_servers_did_is_told_whoever_is_killed(tmp_path: Path):
             os.kill(os.getpid(), signal.SIGKILL)
         return task.loss(model, batch)
 
-    mortal = pl.Task(**{**vars(task), "loss": loss, "_orders": {}})  # pyright: ignore
-    run = pl.train(mortal, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=0)
+    mortal = replace(task, loss=loss)
+    run = pl.train(mortal, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=0)
     assert run.params.tolist() == [1.0] * task.samples
     assert sum(run.trace.staleness_counts.values()) == 60 * WORKERS
 
 
-def test_if_all_are_killed_that_is_said():
+def test_an_error_says_that_all_workers_were_killed():
     with killer(WORKERS, every_s=0.1), pytest.raises(pl.ClusterError, match="was killed by SIGKILL"):
         pl.train(counting(steps=400, batch=6, slow_s=0.02), pl.ParameterServer(), workers=WORKERS, replacements=0)
 
@@ -137,10 +139,10 @@ def test_an_error_in_a_worker_ends_the_run_and_is_named():
         raise KeyError("a mistake of the user's")
 
     with pytest.raises(pl.ClusterError, match="a mistake of the user's"):
-        pl.train(pl.Task(**{**vars(task), "loss": loss, "_orders": {}}), pl.ParameterServer(), workers=2)  # pyright: ignore
+        pl.train(replace(task, loss=loss), pl.ParameterServer(), workers=2)
 
 
-def test_a_killed_server_is_named():
+def test_an_error_names_a_killed_server():
     def kill_a_server(k: int) -> None:
         if k >= 5:
             for pid in _servers():

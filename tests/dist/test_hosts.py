@@ -1,4 +1,4 @@
-"""Workers on several hosts: gloo between them, mailboxes across, no shared memory."""
+"""Workers on several hosts: gloo between them, mailboxes, and no shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 import paceline as pl
 from tests.dist.test_attach import ORDERED, task
 torch.set_num_threads(1)
-for name, strategy in {**ORDERED, "server": pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2)}.items():
+for name, strategy in {**ORDERED, "server": pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), servers=2)}.items():
     run = pl.train(task(), strategy, ordered=True)
     print(json.dumps([name, run.params.tolist()]), flush=True)
 """
@@ -57,17 +57,18 @@ from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
 from tests.laws.slots import Slots
 torch.set_num_threads(1)
-# What the interface sent, less the 66 bytes of Ethernet, IPv4 and TCP headers of each packet, acknowledgements included, and less
-# the segments, of 1448 bytes at most, that TCP has sent twice.
+# The bytes that the interface sent, without the 66 bytes of Ethernet, IPv4 and TCP headers of each packet (also of
+# acknowledgements), and without retransmitted segments of at most 1448 bytes.
 def on_the_wire():
     [sent] = [line.split()[9:11] for line in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line]
-    names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
+    lines = Path("/proc/net/snmp").read_text().splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
     return int(sent[0]) - 66 * int(sent[1]) - 1448 * int(values[names.index("RetransSegs")])
 numel = 1_000_000
 with Job(pl.Needs(), device=torch.device("cpu")) as job:
     e = job.endpoint
     for name in ["none", *json.loads(Path(__file__).with_name("codecs.json").read_text())]:
-        # Messages large enough for their headers, some 5 kB for ten of them, not to count.
+        # The messages are so large that their headers, about 5 kB for ten of them, do not matter.
         settings = {"threshold": {"tau": 1.5}, "power-sgd": {"rank": 64}}.get(name, {})
         codec = None if name == "none" else pl.registry.codec(name, **settings)
         remember = lambda slot, *, rule, version=1, **initial: SimpleNamespace(**initial)
@@ -90,9 +91,9 @@ with Job(pl.Needs(), device=torch.device("cpu")) as job:
 
 
 def test_the_bytes_in_the_trace_are_those_that_the_interface_counts(two_hosts, tmp_path):
-    """Within 3 %, which is what the headers of gloo may add.
+    """Within 3 %, because the headers of gloo add some bytes.
 
-    How many packets carry them, and what is sent twice, is the kernel's choice and depends on how busy it is.
+    The kernel chooses the number of packets and of retransmissions, depending on its load.
     """
     names = ["fp32", "fp16", "one-bit", "n-bit", "qsgd", "threshold", "top-k", "power-sgd"]
     script = tmp_path / "count.py"
@@ -111,13 +112,13 @@ import paceline as pl
 from tests.dist.hosts import say
 from tests.dist.test_attach import task
 torch.set_num_threads(1)
-for name, codec in {"plain": None, "fp32": pl.Fp32(), "one-bit": pl.OneBit()}.items():
+for name, codec in {"plain": None, "fp32": pl.codecs.Fp32(), "one-bit": pl.codecs.OneBit()}.items():
     run = pl.train(task(), pl.AllReduceSGD(codec=codec))
     say([name, run.params.tolist()])
 """
 
 
-def test_two_hosts_of_two_workers_sum_within_each_before_they_sum_between(two_hosts, tmp_path):
+def test_two_hosts_of_two_workers_sum_within_each_host_before_they_sum_between_hosts(two_hosts, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(GROUPED)
     said = [json.loads(line) for out in hosts.run_on(two_hosts, script, per_host=2) for line in out.splitlines()]
@@ -143,7 +144,7 @@ for _ in range(2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 40), nn.Linear(40, 30))
     alone, ddp = copy.deepcopy(model), nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.008)
-    hook = pl.ddp_hook(pl.OneBit(bucket=32), ddp)
+    hook = pl.ddp_hook(pl.codecs.OneBit(bucket=32), ddp)
     generator, meant, said = torch.Generator().manual_seed(rank), 0, 0
     for _ in range(4):
         x = torch.randn(8, 40, generator=generator)
@@ -162,7 +163,7 @@ dist.barrier()
 """
 
 
-def test_hooks_by_host_lose_nothing_when_buckets_are_cut_anew_and_may_follow_one_another(two_hosts, tmp_path):
+def test_hooks_by_host_lose_nothing_when_buckets_change_and_may_follow_one_another(two_hosts, tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(TWICE)
     said = [
@@ -200,13 +201,13 @@ say([sums, [sync.step for sync in session.trace.syncs]])
 """
 
 
-def test_the_users_own_collectives_do_not_meet_those_under_way(two_hosts, tmp_path):
+def test_the_users_own_collectives_do_not_mix_with_those_in_flight(two_hosts, tmp_path):
     script = tmp_path / "beside.py"
     script.write_text(BESIDE)
     for said in hosts.run_on(two_hosts, script, per_host=1, timeout_s=60):
         sums, syncs = json.loads(said)
         assert sums == 2 * [2 * step + 1 for step in range(10)]
-        assert syncs == [2, 5, 8, 11]  # The last when the session ends, after empty steps.
+        assert syncs == [2, 5, 8, 11]  # The last one is when the session ends, after empty steps.
 
 
 STAGES = """
@@ -220,7 +221,7 @@ for name, strategy in FAR.items():
 """
 
 
-def test_replicas_in_stages_on_a_host_each_are_workers_on_a_host_each(two_hosts, tmp_path):
+def test_replicas_in_stages_on_one_host_each_equal_workers_on_one_host_each(two_hosts, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(STAGES)
     for said in hosts.run_on(two_hosts, script, per_host=2, timeout_s=200):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("through", ["shared memory", "gloo"])
-def test_groups_sum_among_their_members_alone(through, tmp_path):
+def test_groups_sum_only_over_their_members(through, tmp_path):
     def work(rank):
         if through == "gloo":
             del os.memfd_create
@@ -43,7 +43,7 @@ def test_groups_sum_among_their_members_alone(through, tmp_path):
     assert four == [[5.0, 2.0], [2, 3], [4.0, 2.0], [1, 3], [6.0]]
 
 
-def test_a_group_of_others_is_refused(tmp_path):
+def test_a_worker_outside_a_group_is_refused(tmp_path):
     def work(rank):
         with Job(Needs(), device=torch.device("cpu")) as job:
             for ranks in ((1 - rank,), (0, 7)):
@@ -53,8 +53,8 @@ def test_a_group_of_others_is_refused(tmp_path):
     assert forked.run(2, work, tmp_path) == [None, None]
 
 
-def test_a_job_that_has_ended_leaves_no_thread_of_its_process_group(tmp_path):
-    """One that lets go of a tensor while the interpreter ends is stopped by it, and takes the process down."""
+def test_an_ended_job_leaves_no_thread_of_its_process_group(tmp_path):
+    """A thread that frees a tensor while the interpreter exits is stopped by it, and crashes the process."""
 
     def gloos():
         return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
@@ -63,7 +63,7 @@ def test_a_job_that_has_ended_leaves_no_thread_of_its_process_group(tmp_path):
         del os.memfd_create
         dist.destroy_process_group()
         gc.collect()
-        gc.disable()  # It would find them in the end; nobody knows when.
+        gc.disable()  # Garbage collection would free them at some later time.
         before, store = gloos(), dist.FileStore(str(tmp_path / "own"), 2)
         with Job(Needs(), device=torch.device("cpu"), place=Place("test", rank, 2, lambda _: store)) as job:
             job.endpoint.all_reduce(torch.ones(3)).wait()

@@ -1,4 +1,4 @@
-"""`paceline run`: the launcher as a user meets it, in real processes."""
+"""`paceline run`: the launcher as a user sees it, in real processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Of the processes of a test, so that they can be found."""
+    """The environment of the processes of a test. PACELINE_TEST marks them, so that they can be found."""
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
         "PACELINE_TEST": str(folder),
@@ -81,7 +81,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("launcher", "through", "workers"), [("paceline", "gloo", 3), ("torchrun", "shared memory", 4)]
 )
-def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launcher, through, workers, tmp_path):
+def test_the_same_script_gives_the_simulators_bits_under_both_launchers(launcher, through, workers, tmp_path):
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
     if launcher == "paceline":
@@ -107,7 +107,7 @@ def test_the_same_script_gives_the_simulators_bits_under_either_launcher(launche
         ("kill", "was killed by SIGKILL", "all-reduce-sgd", 3),
     ],
 )
-def test_a_failure_names_the_rank_and_leaves_nobody_behind(how, said, strategy, workers, tmp_path):
+def test_a_failure_names_the_rank_and_leaves_no_process(how, said, strategy, workers, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING)
     done = launch("-n", str(workers), str(script), how, strategy, str(tmp_path), folder=tmp_path)
@@ -120,7 +120,7 @@ def test_a_failure_names_the_rank_and_leaves_nobody_behind(how, said, strategy, 
 
 
 def _left_of(folder: Path) -> list[str]:
-    """Processes started by this test that are still there; servers may take a moment to see their worker's end."""
+    """Processes of this test that still run. Servers may take a moment to notice the end of their worker."""
     deadline = time.monotonic() + 10
     while True:
         found = [
@@ -140,7 +140,7 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
+def test_workers_end_when_their_launcher_is_killed(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING.replace("step == 20", "False"))
     arguments = ["paceline", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)]
@@ -150,7 +150,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path):
         folder=tmp_path,
         out=tmp_path / "out",
         err=tmp_path / "err",
-        # A killed launcher cannot remove its folder: let it be where pytest does.
+        # A killed launcher cannot remove its folder, so let it be inside pytest's folder.
         environment={**variables(tmp_path), "TMPDIR": str(tmp_path)},
     )
     try:
@@ -231,7 +231,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_forked_worker_is_like_a_fresh_interpreter(tmp_path):
+def test_a_forked_worker_behaves_like_a_fresh_interpreter(tmp_path):
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
     done = launch("-n", "2", str(script), str(tmp_path), "--flag", "3", folder=tmp_path)
@@ -245,7 +245,7 @@ def test_a_forked_worker_is_like_a_fresh_interpreter(tmp_path):
         assert probe["place"] == [str(rank), "2", "0", str(rank)]
         # Exit handlers run after the last thread has ended.
         assert (tmp_path / f"said-{rank}").read_text().split() == ["thread", "handler"]
-    # torch begins with the same seed in every process; the others begin with a random one.
+    # torch starts with the same seed in every process; the others start with a random one.
     assert probes[0]["torch"] == probes[1]["torch"]
     assert probes[0]["numpy"] != probes[1]["numpy"] and probes[0]["python"] != probes[1]["python"]
     assert not _left_of(tmp_path)
@@ -271,7 +271,7 @@ Path(sys.argv[1], f"done-{session.rank}").write_text(f"{count} {model.weight.ite
 """
 
 
-def test_all_workers_are_started_again_after_a_failure(tmp_path):
+def test_all_workers_restart_after_a_failure(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(RESTARTED)
     done = launch("-n", "2", "--restarts", "1", str(script), str(tmp_path), folder=tmp_path)
@@ -290,7 +290,7 @@ def test_workers_are_fresh_interpreters_where_a_fork_could_break_a_gpu(tmp_path,
     assert _left_of(tmp_path) == []
 
 
-def test_a_port_in_use_is_told_at_once(tmp_path):
+def test_a_port_in_use_is_reported_at_once(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
     with socket.socket() as taken:
@@ -312,7 +312,7 @@ def test_a_port_in_use_is_told_at_once(tmp_path):
         (["-n", "2", "nowhere.py"], "there is no script 'nowhere.py'"),
     ],
 )
-def test_a_wrong_call_is_told_in_a_line(arguments, said, tmp_path):
+def test_a_wrong_call_is_reported_in_one_line(arguments, said, tmp_path):
     (tmp_path / "train.py").write_text("")
     done = launch(*arguments, folder=tmp_path)
     assert done.returncode == 1
@@ -331,7 +331,7 @@ def test_train_names_the_worker_whose_task_failed():
         pl.train(broken, pl.AllReduceSGD(), 2)
 
 
-def test_train_brings_back_the_whole_model_buffers_included():
+def test_train_returns_the_whole_model_with_its_buffers():
     def model():
         return torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 5))
 
@@ -345,7 +345,7 @@ def test_train_brings_back_the_whole_model_buffers_included():
             assert torch.equal(ours, theirs), name
 
 
-def test_servers_import_a_strategy_that_lies_beside_the_script(tmp_path):
+def test_servers_import_a_strategy_from_the_scripts_folder(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mystrategy.py").write_text(
         "from dataclasses import dataclass\nimport paceline as pl\n\n"
@@ -361,7 +361,7 @@ def test_servers_import_a_strategy_that_lies_beside_the_script(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_workers_started_by_a_launcher_that_is_gone_end_at_once(tmp_path):
+def test_workers_end_at_once_if_their_launcher_has_ended(tmp_path):
     arguments = ["entry", "1", "script", str(tmp_path / "never.py")]  # Process 1 is not its parent.
     files = {"folder": tmp_path, "out": tmp_path / "out", "err": tmp_path / "err"}
     worker = forked.start(entry.main, arguments, **files)
@@ -375,7 +375,7 @@ def test_train_without_a_number_of_workers_says_what_to_do():
 
 
 def test_a_server_applies_every_push_once_on_real_processes():
-    run = pl.train(task(), pl.ParameterServer(rule=pl.Sgd(lr=0.05), servers=2), 3)
+    run = pl.train(task(), pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), servers=2), 3)
     # Every worker pushes at every step to each of two shards; its first push is stale by at most the others' pushes.
     updates = [p for p in run.trace.points if p.staleness is not None]
     assert len(updates) == 2 * 3 * 22
@@ -403,7 +403,7 @@ class Sum(nn.Module):
 
 
 model, loader = Sum(), [torch.eye(samples)[i : i + 6] for i in range(0, samples, 6)]
-with pl.attach(model, None, pl.ParameterServer(rule=pl.Sgd(lr=1.0), servers=1)) as session:
+with pl.attach(model, None, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1)) as session:
     for epoch in range(3):
         for step, batch in enumerate(session.shard(loader)):
             model.zero_grad()
@@ -418,12 +418,12 @@ if session.rank == (victim + 1) % 3:
 """
 
 
-def test_a_killed_worker_is_replaced_and_its_part_of_the_data_is_done_once(tmp_path: Path):
+def test_a_killed_worker_is_replaced_and_its_data_shard_is_done_once(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(REPLACED)
     done = launch(
         "-n", "3", "--replacements", "2", str(script), str(tmp_path), "0", folder=tmp_path
-    )  # Who has started the servers.
+    )  # The process that has started the servers.
     assert done.returncode == 0, done.stderr
     assert "rank 0 was killed by SIGKILL; another takes its place" in done.stderr
     assert (tmp_path / "died").exists()

@@ -1,4 +1,5 @@
-"""A replica in stages, on real processes: it trains as the whole model does, alone and beside others, and only cuts are sent."""
+"""A replica in stages, on real processes: it trains as the whole model does, alone and with others, and sends only what
+crosses a cut."""
 
 from __future__ import annotations
 
@@ -34,12 +35,13 @@ def network() -> nn.Module:
 
 
 def task(**more: Any) -> pl.Task:
-    """Minibatches of 10 samples, the last of every epoch of 7: two replicas have 4 and 3 of them, and 8 microbatches none alike."""
+    """Minibatches of 10 samples, and of 7 at the end of every epoch. Two replicas have 4 and 3 of those, and 8
+    microbatches have unequal sizes."""
     return regression(**{"steps": 8, "batch": 10, "samples": 27, "model": network} | more)
 
 
 def whole(job: pl.Task, strategy: pl.Strategy, workers: int, **more: Any) -> pl.Run:
-    """The same without stages; the simulator's bits are those of real processes."""
+    """The same run without stages. The simulator's bits are those of real processes."""
     return pl.simulate(job, strategy, instant(workers), **more)
 
 
@@ -58,12 +60,12 @@ METHODS: dict[str, pl.Strategy] = {
 }
 
 
-# Between hosts an exchange goes on in a thread of its own while stages talk.
+# Between hosts, an exchange runs in its own thread while stages communicate.
 FAR = {name: METHODS[name] for name in ("all-reduce-sgd", "periodic-averaging, optimizer averaged, delayed")}
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_two_replicas_of_two_stages_are_two_workers(name: str):
+def test_two_replicas_of_two_stages_equal_two_workers(name: str):
     job = task(evaluate=lambda model: {"loss": float(squared_error(model, task().data))}, evaluate_every=3)
     split, other = pl.train(job, METHODS[name], 2, stages=2), whole(job, METHODS[name], 2)
     assert close(split.params, other.params)
@@ -76,20 +78,20 @@ def test_two_replicas_of_two_stages_are_two_workers(name: str):
 @pytest.mark.parametrize(
     ("stages", "pipeline"), [(2, "1f1b"), (4, "1f1b"), (["1", "4"], "1f1b"), (4, "gpipe")], ids=str
 )
-def test_a_model_in_stages_alone_is_the_whole_model(stages: int | list[str], pipeline: Any):
+def test_a_single_replica_in_stages_equals_the_whole_model(stages: int | list[str], pipeline: Any):
     job = task(optimizer=OPTIMIZERS["adam"])
     run = pl.train(job, pl.PeriodicAveraging(period=3), 1, stages=stages, pipeline=pipeline)
     assert close(run.params, whole(job, pl.PeriodicAveraging(period=3), 1).params)
     assert same(run.params, torch.cat([p.detach().view(-1) for p in run.model.parameters()]))
 
 
-def test_four_stages_of_two_replicas_are_two_workers():
+def test_two_replicas_of_four_stages_equal_two_workers():
     strategy = pl.PeriodicAveraging(period=3)
     assert close(pl.train(task(), strategy, 2, stages=4).params, whole(task(), strategy, 2).params)
 
 
-def test_one_step_is_that_of_the_whole_model():
-    """With plain SGD and a rate of 1 the step is the gradient; its loss is that of the output."""
+def test_one_step_equals_that_of_the_whole_model():
+    """With plain SGD and a rate of 1 the step is the gradient. The loss is that of the output."""
     job = task(steps=1, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
     run, model = pl.train(job, pl.AllReduceSGD(), 1, stages=3), job.build()
     loss = job.loss(model, job.part(0, 0, 1))
@@ -99,7 +101,7 @@ def test_one_step_is_that_of_the_whole_model():
 
 
 class Mixed(nn.Module):
-    """Numbers of words, a layer that lies crosswise in memory, statistics."""
+    """Word indices, a layer that is not contiguous in memory, and statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +120,10 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(
     ("stages", "equal"), [(2, close), (["across"], close), (["each", "norm"], same)], ids=["2", "across", "each, norm"]
 )
-def test_microbatches_are_the_passes_of_accumulation(stages: int | list[str], equal: Callable[[Tensor, Tensor], bool]):
-    """Bit for bit where what is sent lay in one piece; statistics too, which are those of microbatches."""
+def test_microbatches_equal_the_passes_of_accumulation(
+    stages: int | list[str], equal: Callable[[Tensor, Tensor], bool]
+):
+    """To the bit where the sent tensors were contiguous. This includes statistics, which are those of microbatches."""
     words = torch.randint(0, 10, (27, 3), generator=torch.Generator().manual_seed(4))
     job = replace(task(model=lambda: Mixed().double(), accumulate=3), data=[words, numbers(27, 3, seed=3)])
     run, other = pl.train(job, pl.AllReduceSGD(), 1, stages=stages, microbatches=3), whole(job, pl.AllReduceSGD(), 1)
@@ -128,9 +132,10 @@ def test_microbatches_are_the_passes_of_accumulation(stages: int | list[str], eq
 
 
 def test_only_what_crosses_a_cut_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Of every sample its activations at the cut forward, and their gradients backward; in and out of the pipeline nothing.
+    """Each sample's activations at the cut forward, and their gradients backward. Nothing else enters or leaves a
+    stage.
 
-    Beside that torch greets its neighbours with a number each, once for every size of microbatches.
+    In addition, torch exchanges one number with each neighbour, once for every size of microbatch.
     """
     sent: list[list[int]] = []
     isend = dist.isend
@@ -158,7 +163,7 @@ def test_only_what_crosses_a_cut_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 class Cursed(torch.autograd.Function):
-    """x * w, whose gradient for w is multiplied by a curse, and that for x is not."""
+    """x * w. The gradient for w is multiplied by `curse`; the one for x is not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, curse: Tensor) -> Tensor:
@@ -181,7 +186,7 @@ class Stumbling(nn.Module):
 
 
 def stumbling(over: float = torch.nan) -> pl.Task:
-    """One sample in 27 leads to NaN, or to a factor, in the gradient of the first layer, and nowhere else."""
+    """One sample in 27 gives NaN, or a factor, in the gradient of the first layer, and only there."""
     data = [numbers(27, 6, seed=2).clamp(-2, 2), numbers(27, 3, seed=3)]
     data[0][11, 3] = 7.0
     return replace(task(model=lambda: nn.Sequential(Stumbling(6, over), nn.Linear(6, 3)).double()), data=data)
@@ -189,7 +194,7 @@ def stumbling(over: float = torch.nan) -> pl.Task:
 
 @pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient")
 @pytest.mark.parametrize("name", ["all-reduce-sgd", "periodic-averaging"])
-def test_nan_in_one_stage_lets_all_of_them_skip_the_step(name: str):
+def test_nan_in_one_stage_makes_all_stages_skip_the_step(name: str):
     run, other = pl.train(stumbling(), METHODS[name], 2, stages=2), whole(stumbling(), METHODS[name], 2)
     assert run.params.isfinite().all() and close(run.params, other.params)
     assert not close(run.params, whole(stumbling(over=1.0), METHODS[name], 2).params, rtol=1e-3), (
@@ -201,19 +206,19 @@ def test_nan_in_one_stage_lets_all_of_them_skip_the_step(name: str):
 @pytest.mark.parametrize(
     "method", [pl.AllReduceSGD, partial(pl.PeriodicAveraging, period=1)], ids=["gradients", "parameters"]
 )
-def test_what_one_stage_cannot_encode_none_of_them_takes(method: Callable[..., pl.Strategy]):
-    """Half precision ends at 65504; what the whole model's worker had to say beyond that, nobody heard."""
+def test_a_gradient_that_one_stage_cannot_encode_is_skipped_by_all_stages(method: Callable[..., pl.Strategy]):
+    """The largest value in half precision is 65504. A worker with the whole model skips a gradient beyond that too."""
     run, other = (
-        train(stumbling(over=1e9), method(codec=pl.Fp16()), 2) for train in (partial(pl.train, stages=2), whole)
+        train(stumbling(over=1e9), method(codec=pl.codecs.Fp16()), 2) for train in (partial(pl.train, stages=2), whole)
     )
     assert close(run.params, other.params, rtol=1e-6)
-    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.Fp16()), 2).params, rtol=1e-3), (
+    assert not close(run.params, whole(stumbling(over=1.0), method(codec=pl.codecs.Fp16()), 2).params, rtol=1e-3), (
         "there was something to skip"
     )
 
 
 class Poisoned(torch.optim.SGD):
-    """After four steps of one rank its first parameter is no number any more."""
+    """After four steps of one rank its first parameter is NaN."""
 
     def __init__(self, params: Any, rank: int) -> None:
         super().__init__(params, lr=0.05)
@@ -227,7 +232,7 @@ class Poisoned(torch.optim.SGD):
 
 
 @pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient", "ignore::paceline.NonFiniteReplica")
-def test_a_replica_with_nan_in_one_stage_counts_in_none():
+def test_a_replica_with_nan_in_one_stage_has_no_weight_in_any_stage():
     strategy = METHODS["periodic-averaging"]
     split = pl.train(task(optimizer=lambda params: Poisoned(params, rank=2)), strategy, 2, stages=2)
     other = pl.train(task(optimizer=lambda params: Poisoned(params, rank=1)), strategy, 2)
@@ -237,8 +242,9 @@ def test_a_replica_with_nan_in_one_stage_counts_in_none():
     )
 
 
-def test_a_process_holds_no_more_than_its_stage(tmp_path: Path):
-    """Of the parameters of all models that it has built, once it trains, and of what the optimizer keeps for them."""
+def test_a_process_holds_only_its_stage(tmp_path: Path):
+    """This counts the parameters of all models that the process has built, while it trains, and the optimizer's state
+    for them."""
     built: list[weakref.ref[nn.Parameter]] = []
 
     def model() -> nn.Module:
@@ -272,12 +278,12 @@ def test_the_simulators_bytes_at_the_cuts_are_those_of_real_processes():
         assert sent == sum(s.nbytes for s in modelled if s.kind == "stages" and s.rank == replica)
 
 
-def test_nan_in_one_stage_can_stop_all_of_them():
+def test_nan_in_one_stage_can_stop_all_stages():
     with pytest.raises(pl.ClusterError, match=r"NaN or infinity in the gradient of '0.w' at step"):
         pl.train(stumbling(), METHODS["periodic-averaging"], 2, stages=2, nonfinite="stop")
 
 
-def test_a_stage_that_is_killed_is_named():
+def test_an_error_names_a_killed_stage():
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         if dist.is_initialized() and dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -315,7 +321,7 @@ REFUSED: dict[str, tuple[Callable[[], pl.Run], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_before_a_process_starts(name: str):
+def test_impossible_stages_are_refused_before_a_process_starts(name: str):
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call()

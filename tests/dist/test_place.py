@@ -77,7 +77,7 @@ ENGINES: dict[str, Variables] = {
 
 
 def start(variables: Variables, work: Callable[[], Any], folder: Path) -> list[Any]:
-    """What `work` returns in each of four processes with exactly these variables of launchers."""
+    """What `work` returns in each of four processes that have exactly these launcher variables."""
 
     def child(rank: int) -> None:
         torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def start(variables: Variables, work: Callable[[], Any], folder: Path) -> list[A
 
 
 def sockets() -> set[str]:
-    """The abstract sockets through which ranks meet."""
+    """The abstract sockets through which ranks connect."""
     return {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@paceline-meet-" in line}
 
 
@@ -122,7 +122,7 @@ def test_four_processes_with_a_launchers_variables_are_one_job(engine, tmp_path)
         place = detect()
         assert place is not None
         sums: list[float] = []
-        for _ in range(2):  # A second job of the same processes meets through the same store.
+        for _ in range(2):  # A second job of the same processes uses the same store.
             with Job(Needs(), device=torch.device("cpu")) as job:
                 sums.append(float(job.endpoint.all_reduce(torch.tensor([float(job.rank)])).wait()))
         return [place.engine.split()[0] in engine or "PMI" in engine, place.rank, place.world, sums]
@@ -131,7 +131,7 @@ def test_four_processes_with_a_launchers_variables_are_one_job(engine, tmp_path)
     assert not sockets()
 
 
-def test_train_without_a_number_of_workers_trains_on_all_that_mpiexec_started(tmp_path):
+def test_train_without_a_number_of_workers_uses_all_that_mpiexec_started(tmp_path):
     expected = pl.simulate(task(), pl.AllReduceSGD(), pl.Cluster(workers=WORKERS)).params.tolist()
     assert start(mpich, lambda: pl.train(task(), pl.AllReduceSGD()).params.tolist(), tmp_path) == [expected] * WORKERS
 
@@ -167,7 +167,7 @@ def test_one_process_under_mpiexec_is_one_worker():
     assert found(OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=1) == ("Open MPI", 0, 1)
 
 
-def test_launchers_that_agree_are_one():
+def test_launchers_that_agree_give_one_place():
     assert found(RANK=2, WORLD_SIZE=4, PMI_RANK=2, PMI_SIZE=4) == ("MPICH", 2, 4)
     assert found(RANK=2, WORLD_SIZE=4, SLURM_STEP_ID=0, SLURM_PROCID=2, SLURM_NTASKS=4) == ("Slurm", 2, 4)
 
@@ -183,7 +183,7 @@ def test_launchers_that_agree_are_one():
         ),
     ],
 )
-def test_launchers_that_contradict_each_other_are_named(variables: Mapping[str, object], said: str):
+def test_an_error_names_launchers_that_contradict_each_other(variables: Mapping[str, object], said: str):
     with pytest.raises(ValueError, match=said) as raised:
         found(**variables)
     assert "unset RANK and WORLD_SIZE" in str(raised.value)
@@ -198,7 +198,7 @@ def test_the_innermost_of_nested_launchers_counts():
     assert found(**{**daemon, "OMPI_COMM_WORLD_SIZE": 4}, **{**step, "SLURM_PROCID": 0}) == ("Open MPI", 1, 4)
 
 
-def test_variables_that_make_no_sense_are_named():
+def test_an_error_names_variables_with_impossible_values():
     with pytest.raises(ValueError, match="PMI_SIZE is 'four'"):
         found(PMI_RANK=0, PMI_SIZE="four")
     with pytest.raises(ValueError, match="PMI_RANK=4 and PMI_SIZE=4: a rank must be below"):
@@ -209,7 +209,7 @@ def test_variables_that_make_no_sense_are_named():
         found(PMIX_RANK=1)
 
 
-def test_slurm_says_how_many_tasks_each_node_has():
+def test_slurm_gives_the_number_of_tasks_of_each_node():
     step = {"SLURM_STEP_ID": 0, "SLURM_PROCID": 6, "SLURM_NTASKS": 7, "SLURM_TASKS_PER_NODE": "2(x3),1"}
     places = [detect({n: str(v) for n, v in step.items()} | {"SLURM_NODEID": str(node)}) for node in range(4)]
     assert [place and place.local_world for place in places] == [2, 2, 2, 1]

@@ -1,4 +1,4 @@
-"""Sandblaster on real processes: the same as simulated, also when workers are killed."""
+"""Sandblaster on real processes: the same result as in the simulator, also when workers are killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def task(epochs: int, slow_s: float = 0.0) -> pl.Task:
     )
 
 
-def test_real_processes_learn_what_simulated_ones_do():
+def test_real_processes_give_the_simulators_result():
     strategy = pl.Sandblaster(shards=1, search="wolfe")
     simulated = pl.simulate(task(12), strategy, pl.Cluster(workers=2))
     real = pl.train(task(12), strategy, workers=2)
@@ -42,7 +42,7 @@ def test_real_processes_learn_what_simulated_ones_do():
     assert simulated.final["loss"] < 0.9 * simulated.trace.evaluations[0].values["loss"]
 
 
-def test_killed_workers_change_nothing_of_what_is_learnt():
+def test_killed_workers_do_not_change_the_result():
     expected = pl.simulate(task(10), pl.Sandblaster(push=3), pl.Cluster(workers=3)).params
     with killer(3, every_s=0.5) as killed:
         run = pl.train(task(10, slow_s=0.02), pl.Sandblaster(push=3), workers=3, replacements=6)

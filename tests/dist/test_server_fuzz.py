@@ -1,7 +1,8 @@
-"""A hundred thousand messages, most of them nonsense, from ranks that have a key: a parameter server serves on.
+"""A hundred thousand messages, most of them invalid, from ranks that have a key: a parameter server continues to serve.
 
-Of each message it is known what must become of it: the mailbox drops it, the shard refuses it, answers it, or does not need to.  Only of a message in which a bit was changed it is not known which of these, but it is one.  The counts must agree, and the
-value must be what the good worker's updates alone have made of it, to the bit.
+The expected outcome of each message is known: the mailbox drops it, the shard refuses it, replies to it, or needs no
+reply. Only a message with a changed bit may have any of these outcomes. The counts must agree, and the value must be
+the result of the good worker's updates alone, to the bit.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -18,8 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import Adagrad, Bound, Compensated, Fp16, Fp32, Free, Momentum, Quorum, RoundRobin, Scaled, Sgd
+from paceline.codecs import Fp16, Fp32
 from paceline.protocol.messages import Message, Refused, Request
+from paceline.server.gates import Bound, Free, RoundRobin
 from paceline.server.messages import (
     AllDone,
     Arrived,
@@ -41,12 +43,21 @@ from paceline.server.messages import (
     Work,
     WorkerLost,
 )
+from paceline.server.rules import (
+    Adagrad,
+    Compensated,
+    Momentum,
+    Quorum,
+    Scaled,
+    Sgd,
+)
 from paceline.transport.wire import DTYPES, header_of
 from tests.dist.served import LAYOUT, NEWCOMER, NUMEL, OTHER, ROGUE, Rogue, Server, kept, resident, serving
 
 MESSAGES, BATCH = 100_000, 1000
-MOST_KEPT = 2000  # Things in a server, of which 600 are its trace's.
-LAST = 3 * 10**9  # The numbers of requests after which all before them has arrived.
+MOST_KEPT = 2000  # Objects in a server, of which 600 are its trace's.
+# Ids of requests that are sent last. Their replies show that all messages before them have arrived.
+LAST = 3 * 10**9
 SERVERS: dict[str, dict[str, Any]] = {
     "plain": {"rule": Sgd(lr=0.5)},
     "bounded": {"rule": Scaled(Momentum(lr=0.5)), "gate": Bound(10**6), "is_far": False},
@@ -59,26 +70,26 @@ WILD: dict[str, dict[str, Any]] = {
 }
 HUGE = [-(2**63), -1, 2**31 + 1, 2**40, 2**63, 2**64 - 1]
 ODD = [None, 1.5, True, b"x", [1], {"a": 1}]
-SHARES = {**dict.fromkeys(SERVERS, 20), **dict.fromkeys(WILD, 10)}  # So many batches each.
+SHARES = {**dict.fromkeys(SERVERS, 20), **dict.fromkeys(WILD, 10)}  # The number of batches of each server.
 BAD = torch.full((NUMEL,), nan)
 FINE = torch.ones(NUMEL)
 DROPPED, REFUSED, NOTHING, ANY = ("dropped",), ("refused",), (), None
 
 
 class Letter(NamedTuple):
-    """Frames, and what becomes of them: how they are answered, or that they are dropped; None: one of these."""
+    """Frames, and their outcome: the types of the replies, or that they are dropped. None: any of these."""
 
     frames: list[bytes]
     outcome: tuple[str, ...] | None
 
 
 class Fuzz:
-    """What one rank says."""
+    """The messages of one rank."""
 
     def __init__(self, rogue: Rogue, chance: Random) -> None:
         self.rogue, self.chance = rogue, chance
         self.number, self.parts = 0, 0
-        self.last_update = 0  # The number of the last update that has arrived.
+        self.last_update = 0  # The id of the last update that has arrived.
         self.has_left = False
         self.kinds: list[tuple[int, Callable[[], list[Letter]]]] = [
             (10, self.noise),
@@ -115,20 +126,20 @@ class Fuzz:
         return request
 
     def frames(self, message: Message) -> list[bytes]:
-        """As an honest rank would send it."""
+        """The frames that a correct rank would send."""
         tensors = message.tensors()
         raw = [bytes(t.contiguous().view(-1).view(torch.uint8).tolist()) for t in tensors]
         return [header_of(message, [None] * len(tensors)), *raw]
 
     def answered(self, answers: tuple[str, ...], request: Request) -> list[Letter]:
-        """The next request; of a worker that has left, all is refused."""
+        """The next request. If the worker has left, every request is refused."""
         return [Letter(self.frames(self.numbered(request)), REFUSED if self.has_left else answers)]
 
     def body(self, tag: object, forms: Any, **fields: object) -> bytes:
-        """A first frame with anything in it."""
+        """A first frame with any content."""
         return msgspec.msgpack.encode([forms, {"type": tag, **fields}])
 
-    # What a mailbox drops.
+    # Messages that a mailbox drops.
 
     def noise(self) -> list[Letter]:
         sizes = [0, 1, 7, 40, 300]
@@ -146,7 +157,7 @@ class Fuzz:
         return [Letter([head, *rest], DROPPED)]
 
     def odd(self) -> list[Letter]:
-        """A field of another type, or one that is missing."""
+        """A field of another type, or a missing field."""
         numbers = {"version": 0, "samples": 1, "steps": 0, "request_id": 5, "incarnation": 0}
         fields: dict[str, Any] = {"type": "push", "update": 0, **numbers}
         name, forms = self.chance.choice(list(fields)), [("float32", [NUMEL], None)]
@@ -168,7 +179,7 @@ class Fuzz:
         return [Letter([self.body("exchange", [form], update=0, samples=1, request_id=1), raw], DROPPED)]
 
     def lie(self) -> list[Letter]:
-        """Of what the second frame holds."""
+        """The second frame does not match its description."""
         raw, pick = bytes(4 * NUMEL), self.chance.choice
         match self.chance.randrange(6):
             case 0:
@@ -189,14 +200,14 @@ class Fuzz:
                 return self.formed("uint8", [0, 2**62, 2**62], None)
 
     def place(self) -> list[Letter]:
-        """A parcel where there is none."""
+        """A reference to shared memory where there is none."""
         numbers = [0, 1, 63, 64, 65, 4096, 2**20, 2**22, 2**31, 2**63 - 1, *HUGE]
         place = [self.chance.choice([*range(60), *numbers]), *(self.chance.choice(numbers) for _ in range(4))]
         forms = [["float32", [NUMEL], place]]
         return [Letter([self.body("exchange", forms, update=0, samples=1, request_id=1)], DROPPED)]
 
     def forged(self) -> list[Letter]:
-        """In a rank's name, or of a peer's end, or of a type with an endless name."""
+        """A message in another rank's name, about the end of a peer, or of a type with an endless name."""
         long, who = "x" * self.chance.randint(65, 500), self.chance.choice([*range(6), 2**40])
         frame = self.chance.choice(
             [
@@ -208,10 +219,11 @@ class Fuzz:
         )
         return [Letter([frame], DROPPED)]
 
-    # What may be this or that.
+    # Messages with any outcome.
 
     def damaged(self) -> list[Letter]:
-        """A bit, or a byte, of a bad update; but for its number, which says whether it has come before."""
+        """A changed bit or byte of a bad update. Its request id does not change, because that decides whether it is a
+        duplicate."""
         frames = [bytearray(frame) for frame in self.frames(self.numbered(Exchange(BAD, samples=1)))]
         victim = frames[self.chance.choice([0, 0, 0, 1])]
         value = frames[0].index(b"request_id") + len(b"request_id")
@@ -227,7 +239,7 @@ class Fuzz:
                 del victim[at]
         return [Letter([bytes(frame) for frame in frames], ANY)]
 
-    # What a shard refuses.
+    # Messages that a shard refuses.
 
     def unknown(self) -> list[Letter]:
         names = ["PUSH", "push ", "ask", "drawwork", "", "\0", "é" * 30]
@@ -235,7 +247,7 @@ class Fuzz:
         return [Letter([self.body(chosen, [], request_id=self.next_number())], DROPPED)]
 
     def no_request(self) -> list[Letter]:
-        """A message type that there is, and that a shard does not take."""
+        """A known message type that a shard does not accept."""
         replies = [Value(FINE), Refused("x"), Arrived(), AllDone(), Work(torch.tensor([[0, 1]]))]
         others = [Bring(), RunEnded(), WorkerLost(0)]
         message = self.chance.choice([*replies, *others])
@@ -245,7 +257,7 @@ class Fuzz:
         return [Letter(self.frames(message), REFUSED)]
 
     def pushed(self, update: Tensor, **more: Any) -> list[Letter]:
-        """An update that is refused when it is to be applied."""
+        """An update that is refused when it is applied."""
         cls = self.chance.choice([Push, Exchange])
         letters = self.answered(
             ("arrived", "refused") if cls is Push else REFUSED, cls(update, **{"samples": 1, **more})
@@ -325,7 +337,7 @@ class Fuzz:
         frames = self.frames(self.numbered(Join(data_shard)))
         return [Letter(frames, REFUSED if 0 <= data_shard <= 2**31 else DROPPED)]
 
-    # What makes sense.
+    # Valid messages.
 
     def twice(self) -> list[Letter]:
         cls = self.chance.choice([Push, Exchange])
@@ -364,7 +376,7 @@ class Fuzz:
                 return self.answered(("value",), Pull())
 
     def draw(self) -> list[Letter]:
-        """Take some parts, or say that those it has are done."""
+        """Take some work items, or report those that it has as done."""
         if self.parts and self.chance.random() < 0.5:
             parts, self.parts = self.parts, 0
             letters = self.answered(("value",), Exchange(BAD, steps=parts))
@@ -372,7 +384,7 @@ class Fuzz:
             return letters
         wanted = self.chance.choice([1, 2, 3])
         self.parts += wanted
-        first = self.chance.choice([0, 5, 2**62, -1])  # The first worker has said what there is to do.
+        first = self.chance.choice([0, 5, 2**62, -1])  # The first worker has sent the work to do.
         return self.answered(("work",), DrawWork(torch.tensor([first, 2**62, LAYOUT.workers]), wanted))
 
     def join(self) -> list[Letter]:
@@ -383,7 +395,7 @@ class Fuzz:
         return [Letter(self.frames(self.numbered(Leave())), NOTHING)]
 
     def wild(self) -> list[Letter]:
-        """A type that there is, with anything; but never an update, or work, that makes sense."""
+        """A known type with any content, but never a valid update or valid work."""
         pick = self.chance.choice
         wrong = [BAD, BAD[:4], FINE[:3], FINE.long(), torch.tensor(2), torch.tensor([0, 9, 2])]
         wrong += [torch.tensor([[0, 4]]), torch.tensor([[60, 8]])]
@@ -409,7 +421,7 @@ class Fuzz:
 
 
 class Books:
-    """What was sent, what must have become of it, and what has."""
+    """The messages that were sent, their expected outcomes, and their real outcomes."""
 
     def __init__(self, server: Server, rogues: list[Rogue]) -> None:
         self.server, self.rogues = server, rogues
@@ -423,20 +435,21 @@ class Books:
         self.due.update(letter.outcome or ())
 
     def check(self) -> None:
-        """Once all has arrived: nothing is missing, nothing is too much, and every refused request was answered."""
+        """After all messages have arrived: no message is missing, none is extra, and every refused request got a
+        reply."""
         seen = sum((rogue.answers for rogue in self.rogues), Counter(dropped=self.server.box.refused))
         assert seen["refused"] == self.server.shard.refused - self.server.silent
         assert not self.due - seen, "there is an answer missing"
         assert (seen - self.due).total() == self.open
 
     def weigh(self) -> None:
-        """Neither what the server keeps nor the memory of this process grows with what is said."""
+        """Neither the server's state nor the memory of this process grows with the number of messages."""
         self.sizes.append((kept(self.server.shard, set()), resident()))
         (_, before), (things, now) = self.sizes[0], self.sizes[-1]
         assert things < MOST_KEPT and now < before + 16, self.sizes
 
 
-def test_there_are_so_many_messages():
+def test_there_are_this_many_messages():
     assert sum(share * BATCH for share in SHARES.values()) == MESSAGES
 
 
@@ -468,8 +481,9 @@ def test_each_message_is_dropped_refused_or_answered_and_counted(name: str):
 
 
 @pytest.mark.parametrize("name", WILD)
-def test_whatever_waits_at_a_gate_the_server_serves_on(name: str):
-    """Even before there is a value.  What a rogue asks for may wait until its turn comes, and more than so much is refused."""
+def test_the_server_continues_with_any_requests_waiting_at_a_gate(name: str):
+    """This holds even before there is a value. A rogue's request may wait for its turn, and requests beyond a limit are
+    refused."""
     chance = Random(name)
     with serving(**WILD[name], rogues=(ROGUE, OTHER)) as (server, good, rogues):
         books, fuzzes = Books(server, rogues), [Fuzz(rogue, chance) for rogue in rogues]

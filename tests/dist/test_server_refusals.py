@@ -1,6 +1,6 @@
-"""Whatever a rank says, in any order: a parameter server refuses by name what makes no sense, counts it, and serves on.
+"""A parameter server refuses invalid messages by name, in any order, counts them, and continues to serve.
 
-Its value is afterwards what the good worker's updates alone have made of it, to the bit.
+Afterwards its value is the result of the good worker's updates alone, to the bit.
 """
 
 # pyright: basic, reportPrivateImportUsage=false
@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, HashStore
 
-from paceline import Adam, Bound, ClusterError, Compensated, Fp16, Momentum, Quorum, RoundRobin, Sgd
+from paceline import ClusterError
+from paceline.codecs import Fp16
 from paceline.op import drive
 from paceline.protocol.messages import Away, Message, Refused, Wait
 from paceline.server import dispatcher, queues, shard
+from paceline.server.gates import Bound, RoundRobin
 from paceline.server.messages import (
     DrawWork,
     Exchange,
@@ -41,6 +43,7 @@ from paceline.server.messages import (
     Work,
     WorkerLost,
 )
+from paceline.server.rules import Adam, Compensated, Momentum, Quorum, Sgd
 from paceline.transport import outbox
 from tests.dist.served import (
     LAYOUT,
@@ -99,7 +102,7 @@ def push(update: Tensor = FINE, samples: int = 1, **more: Any) -> Push:
         (push(steps=1), "it says that it has done 1 parts, and was given 0"),
         (push(bad(nan)), "it holds NaN or infinity"),
         (push(bad(-inf)), "it holds NaN or infinity"),
-        (push(FINE[:4], runs=runs([NUMEL - 3, 4])), "runs overlap, or end behind the last of 64 values"),
+        (push(FINE[:4], runs=runs([NUMEL - 3, 4])), "runs overlap, or end after the last of 64 values"),
         (push(FINE[:4], runs=runs([0, 2], [1, 2])), "runs overlap"),
         (push(FINE[:4], runs=runs([-4, 4])), "runs from -4 to -4"),
         (push(FINE[:4], runs=runs([0, 2**63 - 1], [1, 1])), "of lengths from 1 to 9223372036854775807"),
@@ -117,7 +120,7 @@ def push(update: Tensor = FINE, samples: int = 1, **more: Any) -> Push:
         (Dance(), "there is no request of the type 'dance' here"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(message: Message, reason: str):
+def test_an_invalid_request_is_refused_by_name(message: Message, reason: str):
     with serving() as (server, good, (rogue,)):
         good.exchange()
         answer = rogue.ask(message)
@@ -136,7 +139,7 @@ def test_what_makes_no_sense_is_refused_by_name(message: Message, reason: str):
         (WorkerLost(0), "there is no request of the type 'worker lost' here"),
     ],
 )
-def test_what_is_no_request_is_refused_by_name_without_an_answer(message: Message, reason: str):
+def test_an_invalid_message_that_is_no_request_is_refused_by_name_without_a_reply(message: Message, reason: str):
     with serving() as (server, good, (rogue,)):
         good.exchange()
         rogue.say(message)
@@ -174,7 +177,7 @@ def test_numbers_out_of_their_range_are_refused_by_the_mailbox(message: Message,
         good.exchange()
 
 
-# What is counted by reason.
+# Refusals that are counted by reason.
 
 
 def test_a_message_of_an_unknown_type_is_counted_and_refused_by_name():
@@ -202,7 +205,7 @@ def test_a_message_of_an_older_incarnation_is_counted_refused_by_name_and_not_ap
         assert isinstance(rogue.ask(Pull(request_id=5, incarnation=1)), Value)
 
 
-def test_an_update_that_is_sent_twice_is_counted_and_applied_once():
+def test_a_duplicate_update_is_counted_and_applied_once():
     with serving() as (server, good, (rogue,)):
         good.exchange()
         for message in (push(torch.zeros(NUMEL), request_id=7), Exchange(torch.zeros(NUMEL), samples=1, request_id=8)):
@@ -218,7 +221,7 @@ def test_an_update_that_is_sent_twice_is_counted_and_applied_once():
         assert server.shard.refusals.counts == {"duplicate": 4}
 
 
-def test_a_worker_is_told_what_was_wrong_with_its_update():
+def test_a_worker_gets_the_reason_why_its_update_was_refused():
     with serving() as (server, good, _):
         good.exchange()
         for update, reason in (
@@ -234,7 +237,7 @@ def test_a_worker_is_told_what_was_wrong_with_its_update():
 @pytest.mark.parametrize(
     "data", [torch.full((NUMEL,), nan).half().view(torch.uint8), torch.full((NUMEL,), inf).half().view(torch.uint8)]
 )
-def test_what_decodes_to_nan_or_infinity_is_refused(data: Tensor):
+def test_an_update_that_decodes_to_nan_or_infinity_is_refused(data: Tensor):
     with serving(codec=Fp16()) as (server, good, (rogue,)):
         good.exchange()
         assert told(rogue.ask(push(data))) == "it holds NaN or infinity"
@@ -244,7 +247,7 @@ def test_what_decodes_to_nan_or_infinity_is_refused(data: Tensor):
         assert server.refused == (0, 4)
 
 
-def test_an_update_of_some_values_is_refused_where_the_rule_needs_all():
+def test_a_partial_update_is_refused_where_the_rule_needs_all_values():
     with serving(Compensated(Sgd(lr=0.5), lam=1.0)) as (server, good, (rogue,)):
         good.exchange()
         rogue.ask(Pull())
@@ -253,7 +256,7 @@ def test_an_update_of_some_values_is_refused_where_the_rule_needs_all():
         assert server.refused == (0, 1)
 
 
-def test_a_number_of_samples_that_no_mean_can_bear_is_refused():
+def test_a_number_of_samples_too_large_for_a_mean_is_refused():
     with serving(Quorum(Sgd(lr=0.5), least=1)) as (server, good, (rogue,)):
         good.exchange()
         rogue.say(push(samples=2**64 - 1))
@@ -261,7 +264,7 @@ def test_a_number_of_samples_that_no_mean_can_bear_is_refused():
         assert server.refused == (1, 0)
 
 
-def test_minibatches_done_cannot_be_so_many_that_no_worker_can_be_told():
+def test_a_number_of_finished_minibatches_too_large_to_send_is_refused():
     with serving() as (server, good, (rogue,)):
         good.draws = False
         good.exchange()
@@ -275,7 +278,7 @@ def test_minibatches_done_cannot_be_so_many_that_no_worker_can_be_told():
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), FINE.long(), FINE.view(8, 8)], ids=["short", "whole", "matrix"])
-def test_the_first_value_is_the_first_workers_to_bring(value: Tensor):
+def test_only_the_first_worker_may_send_the_first_value(value: Tensor):
     with serving() as (server, good, (rogue,)):
         rogue.say(Start(value))
         assert isinstance(rogue.ask(ProbeExchange(request_id=1)), SendAgain)
@@ -284,7 +287,7 @@ def test_the_first_value_is_the_first_workers_to_bring(value: Tensor):
         assert server.refused == (0, 1)
 
 
-def test_a_probe_for_an_update_spoils_no_memory():
+def test_a_probe_for_an_update_does_not_change_the_rules_state():
     with serving(Adam(lr=0.5)) as (server, good, (rogue,)):
         rogue.say(Exchange(torch.zeros(NUMEL), request_id=1))
         assert isinstance(rogue.ask(ProbeExchange(request_id=1)), Wait)
@@ -294,10 +297,10 @@ def test_a_probe_for_an_update_spoils_no_memory():
         assert server.refused == (0, 0)
 
 
-# A shard that is full.
+# A full shard.
 
 
-def test_of_one_worker_only_so_many_requests_are_kept():
+def test_a_shard_keeps_a_limited_number_of_requests_of_one_worker():
     with serving(Momentum(lr=0.5), RoundRobin()) as (server, good, (rogue,)):
         for i in range(queues.MOST_HELD):
             rogue.say(Exchange(FINE, request_id=i + 1))
@@ -309,7 +312,7 @@ def test_of_one_worker_only_so_many_requests_are_kept():
             assert isinstance(answer, Value) and answer.request_id == i + 1
 
 
-def test_before_the_first_value_no_more_are_kept_either():
+def test_the_same_limit_holds_before_the_first_value():
     with serving() as (server, good, (rogue,)):
         for i in range(queues.MOST_HELD):
             rogue.say(Pull(request_id=i + 1))
@@ -319,14 +322,14 @@ def test_before_the_first_value_no_more_are_kept_either():
         assert server.refused == (0, 1)
 
 
-def test_parts_are_given_out_few_at_a_time():
+def test_a_worker_gets_only_a_few_parts_at_a_time():
     with serving() as (_, good, (rogue,)):
         good.exchange()
         given = rogue.ask(DrawWork(torch.tensor([0, 2**62, 3]), 2**31))
         assert isinstance(given, Work) and len(given.items) == dispatcher.MOST_DRAWN
 
 
-def test_of_one_who_wants_work_only_the_last_wish_is_kept():
+def test_only_the_last_request_for_work_of_a_worker_is_kept():
     with serving() as (server, good, (rogue,)):
         good.draws = False
         good.exchange()
@@ -336,10 +339,10 @@ def test_of_one_who_wants_work_only_the_last_wish_is_kept():
         assert kept(server.shard, set()) < 1000
 
 
-# Who comes and goes.
+# Workers that join and leave.
 
 
-def test_nobody_comes_back_who_has_left():
+def test_a_worker_that_has_left_cannot_rejoin():
     with serving(gate=Bound(1000)) as (server, good, (rogue,)):
         good.exchange()
         rogue.say(Leave(request_id=7))
@@ -351,7 +354,7 @@ def test_nobody_comes_back_who_has_left():
         assert server.refused == (0, 7)
 
 
-def test_only_those_who_are_there_can_rest():
+def test_only_workers_that_have_joined_can_be_idle():
     with serving(gate=Bound(1000), rogues=(ROGUE, NEWCOMER)) as (server, good, (_, newcomer)):
         good.exchange()
         for message in (Idle(), Pull()):
@@ -363,7 +366,7 @@ def test_only_those_who_are_there_can_rest():
 
 
 @pytest.mark.parametrize("gate", [Bound(0), RoundRobin()], ids=str)
-def test_who_asks_and_rests_is_answered(gate: Any):
+def test_a_worker_that_sends_a_request_and_becomes_idle_gets_a_reply(gate: Any):
     with serving(gate=gate) as (server, good, (rogue,)):
         good.store.pull().wait()
         for number in (1, 2):
@@ -373,7 +376,7 @@ def test_who_asks_and_rests_is_answered(gate: Any):
         assert server.refused == (0, 0)
 
 
-def test_a_part_is_done_once_however_often_that_is_said():
+def test_a_part_is_done_once_although_it_is_reported_often():
     with serving(gate=RoundRobin()) as (server, good, (rogue,)):
         good.exchange()
         assert isinstance(rogue.ask(DrawWork(EXTENT, 1)), Work)
@@ -388,7 +391,7 @@ def test_a_part_is_done_once_however_often_that_is_said():
         assert server.shard.last_refusal == f"a 'exchange' of worker {ROGUE}: {text}"
 
 
-def test_what_one_who_leaves_has_not_done_is_for_others():
+def test_the_unfinished_parts_of_a_worker_that_leaves_go_to_others():
     with serving(rogues=(ROGUE, OTHER)) as (_, good, (rogue, other)):
         good.draws = False
         good.exchange()
@@ -398,7 +401,7 @@ def test_what_one_who_leaves_has_not_done_is_for_others():
         assert other.hear().items.tolist() == [[0, 1]]
 
 
-def test_a_shard_ends_though_somebody_goes_on_talking(monkeypatch: pytest.MonkeyPatch):
+def test_a_shard_ends_although_a_rank_keeps_sending(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shard, "LINGER_S", 0.05)
     keys = HashStore()
     server, good, rogues = Server(keys, SGD), Good(keys, SGD), [Rogue(rank, keys) for rank in (ROGUE, OTHER)]
@@ -407,7 +410,7 @@ def test_a_shard_ends_though_somebody_goes_on_talking(monkeypatch: pytest.Monkey
         rogue.say(Leave())
     assert torch.equal(drive(good.store.leave()), good.expected)
     end = time.monotonic() + 10
-    while server.thread.is_alive() and time.monotonic() < end:  # They never say that they have heard how it ended.
+    while server.thread.is_alive() and time.monotonic() < end:  # They never acknowledge the end.
         rogues[0].say(Leave(request_id=1))
         time.sleep(0.01)
     assert not server.thread.is_alive()
@@ -415,7 +418,7 @@ def test_a_shard_ends_though_somebody_goes_on_talking(monkeypatch: pytest.Monkey
         box.close(linger_s=0)
 
 
-def test_who_does_not_take_its_answers_is_gone(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_does_not_receive_its_replies_is_declared_dead(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(outbox, "UNREAD_NBYTES", 2**20)
     with serving(numel=2**16, is_far=False) as (server, good, (rogue,)):
         server.box.timeout_s = 0.2
@@ -431,7 +434,7 @@ def test_who_does_not_take_its_answers_is_gone(monkeypatch: pytest.MonkeyPatch):
         assert "it is not, or no longer, among the workers" in told(answer)
 
 
-# A shard that is gone.
+# A shard that is dead.
 
 
 def serve_in_a_process(path: str) -> None:
@@ -440,7 +443,7 @@ def serve_in_a_process(path: str) -> None:
 
 
 @pytest.mark.dist
-def test_a_worker_is_told_at_once_that_a_shard_is_gone(tmp_path: Path):
+def test_a_worker_learns_at_once_that_a_shard_is_dead(tmp_path: Path):
     path = str(tmp_path / "keys")
     child = multiprocessing.get_context("fork").Process(target=serve_in_a_process, args=(path,))
     child.start()
@@ -458,7 +461,7 @@ def test_a_worker_is_told_at_once_that_a_shard_is_gone(tmp_path: Path):
         good.box.close(linger_s=0)
 
 
-def test_a_shard_that_says_nothing_is_named():
+def test_an_error_names_a_shard_that_does_not_reply():
     keys = HashStore()
     silent, good = mailbox_of(SERVER, keys), Good(keys, SGD, patience_s=0.02)
     with closing(silent), closing(good.box):

@@ -1,4 +1,5 @@
-"""All that is under law.  A new codec, rule, strategy or endpoint joins by one entry here, and then obeys or is caught."""
+"""Everything that the laws test. Add one entry here for a new codec, rule, strategy or endpoint: all laws then apply to
+it."""
 
 from __future__ import annotations
 
@@ -10,43 +11,30 @@ from typing import Literal
 import torch
 from torch import nn
 
+from examples.scaffold import Scaffold
 from paceline import (
     ASGD,
     EAMSGD,
     EASGD,
     AdaComm,
-    Adagrad,
-    Adam,
     AdaptiveAveraging,
     AllReduceSGD,
     AsyncDiLoCo,
     AsyncEASGD,
     AsyncMomentum,
-    Attract,
     BlockMomentum,
-    Compensated,
     DecreasingAveraging,
     DelayCompensated,
     DiLoCo,
     Downpour,
     EAWild,
-    Every,
-    Exponential,
-    Fp16,
-    Fp32,
     Gossip,
     Hogwild,
-    Momentum,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
-    Quorum,
-    RandomPairs,
     Replicated,
     RoundRobinEASGD,
     Sandblaster,
-    Scaled,
-    Sgd,
     SlowMo,
     SoftSync,
     StaleSynchronous,
@@ -62,7 +50,10 @@ from paceline.codecs import (
     Codec,
     Entropy,
     Fp8,
+    Fp16,
+    Fp32,
     NBit,
+    OneBit,
     PerTensor,
     PowerSGD,
     TernGrad,
@@ -70,7 +61,19 @@ from paceline.codecs import (
     TopK,
 )
 from paceline.collectives import VOTE_NBYTES, packed_nbytes
+from paceline.families.topology import Exponential, RandomPairs
 from paceline.server import Rule
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Attract,
+    Compensated,
+    Every,
+    Momentum,
+    Quorum,
+    Scaled,
+    Sgd,
+)
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
 from tests.laws.ranks import Ranks, on_gloo, on_gloo_in_comm_thread, on_shared_memory, on_simulator
@@ -114,18 +117,19 @@ CODECS: dict[str, Codec] = {
     "threshold per chunk": Chunked(Threshold(tau=5.0, limit=math.inf), chunk=512),
 }
 
-# After how many messages of a stationary stream, of standard normal values, a codec's residual has come to its full size.
+# The number of messages after which a codec's residual has reached its full size. The stream is stationary and has
+# standard normal values.
 SETTLES: dict[str, int | None] = {name: 40 for name in CODECS} | {
     "top-k": 120,
     "dgc": 120,
     "dgc, warm-up": 120,
     "power-sgd of rank 1": 60,
-    # A threshold says tau a message: what gains more than that at every step waits longer and longer.
+    # A threshold codec sends tau a message. An element that gains more than tau at every step waits longer and longer.
     "threshold, many hits": None,
     "threshold, many hits, entropy": None,
     "entropy of threshold": None,
     "adaptive threshold": None,
-    # Rounding at random to one of three values loses more than there is: it is for senders without feedback.
+    # Random rounding to one of three values loses more than the residual holds. It is for senders without feedback.
     "terngrad": None,
     "terngrad, not clipped": None,
     "terngrad per tensor": None,
@@ -150,13 +154,15 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy, and what the laws must know of it.
+    """A strategy, and what the laws must know about it.
 
-    `alone` says how closely one worker equals plain training with `plain`, by default the task's own optimizer.  It is None for a
-    method that differs from plain training on one worker too: an outer optimizer with a momentum or rate of its own (its reference is the
-    outer loop in test_lattice), elastic averaging (the model is the centre, which a single worker pulls along), Sandblaster (its
-    reference is in test_sandblaster).
-    `nbytes(numel, workers, steps, rank)` is what a worker sends in a run of float32; None if that depends on the values.
+    `alone` says how closely one worker equals plain training with `plain`, which is the task's own optimizer by
+    default. It is None for a method that differs from plain training even on one worker. Such methods are: an outer
+    optimizer with its own momentum or rate (test_lattice has the reference, an outer loop); elastic averaging (the
+    model is the centre, which a single worker pulls along); Sandblaster (test_sandblaster has the reference).
+
+    `nbytes(numel, workers, steps, rank)` is the number of bytes that a worker sends in a float32 run. It is None if
+    that number depends on the values.
     """
 
     strategy: Strategy
@@ -164,10 +170,10 @@ class Case:
     alone: Literal["bits", "rounding"] | None = "bits"
     plain: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     agrees: bool = True  # All ranks end with the same bits.
-    least: int = 1  # What a run must have, in steps.
-    group: int = 1  # What the number of workers must be a multiple of.
-    whole: bool = False  # It works on whole epochs, and leaves what is left of another.
-    doubles: bool = False  # Some work may be done twice, of which one is dropped.
+    least: int = 1  # The fewest steps that a run may have.
+    group: int = 1  # The number of workers must be a multiple of this.
+    whole: bool = False  # It works on whole epochs, and skips a last part of an epoch.
+    doubles: bool = False  # Some work may be done twice. Then one result is dropped.
 
 
 def ring(nbytes: int, workers: int) -> int:
@@ -179,15 +185,20 @@ def summed(period: int) -> Callable[[int, int, int, int], int]:
     return lambda numel, workers, steps, rank: -(-steps // period) * ring(4 * numel + VOTE_NBYTES, workers)
 
 
+def two_means(period: int) -> Callable[[int, int, int, int], int]:
+    """Two ring all-reduces of all parameters, each with a vote, every `period` steps and at the end."""
+    return lambda numel, workers, steps, rank: 2 * summed(period)(numel, workers, steps, rank)
+
+
 def averaged(period: int) -> Callable[[int, int, int, int], int]:
-    """The same, and seven numbers that every worker tells all others."""
+    """The same as `summed`, plus seven numbers that every worker sends to all others."""
     return lambda numel, workers, steps, rank: (
         summed(period)(numel, workers, steps, rank) + -(-steps // period) * 56 * (workers - 1)
     )
 
 
 def striped(codec: Codec) -> Callable[[int, int, int, int], int]:
-    """Every other rank's stripe with a vote, then the owned stripe to every other rank."""
+    """A stripe and a vote to each other rank, which owns that stripe. Then the own stripe to every other rank."""
 
     def nbytes(numel: int, workers: int, steps: int, rank: int) -> int:
         sizes = [s.stop - s.start for s in (stripe_of(j, numel, workers, unit=codec.unit) for j in range(workers))]
@@ -199,12 +210,13 @@ def striped(codec: Codec) -> Callable[[int, int, int, int], int]:
 
 
 def gathered(codec: Codec) -> Callable[[int, int, int, int], int]:
-    """The whole vector, sealed, to every other rank."""
+    """The whole encoded vector to every other rank."""
     return lambda numel, workers, steps, rank: steps * (workers - 1) * packed_nbytes(codec.nbytes(numel) or 0)
 
 
 def served(numel: int, workers: int, steps: int, rank: int) -> int:
-    """A push of all parameters at every step, and the wish for a part of each minibatch; the first worker brings the first value."""
+    """At every step, a push of all parameters and a request for a part of a minibatch. The first worker also sends the
+    initial value."""
     return 4 * numel * (steps + (rank == 0)) + 24 * (steps + 1)
 
 
@@ -256,6 +268,7 @@ STRATEGIES: dict[str, Case] = {
     "diloco": Case(DiLoCo(period=4), averaged(4), alone=None),
     "diloco, streaming": Case(DiLoCo(period=4, fragments=2, delay=1), None, alone=None),
     "diloco, streaming by fp16": Case(DiLoCo(period=6, fragments=3, codec=Fp16()), None, alone=None),
+    "scaffold": Case(Scaffold(period=4), two_means(4), alone="rounding"),  # examples/scaffold.py
     "replicated": Case(Replicated(), None, alone="bits"),
     "then": Case(Then(AllReduceSGD(), PeriodicAveraging(period=3), steps=3), None, least=3),
     "then, from averaging to one-bit": Case(

@@ -1,4 +1,4 @@
-"""Fewer cases than the full product: every two values of different parameters still meet in one of them."""
+"""Fewer cases than the full product: every two values of different parameters are still together in one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One coroutine on every rank of an endpoint of any kind, and what it returned on each."""
+"""Run one coroutine on every rank of any kind of endpoint, and return the result of each rank."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Law = Callable[[Any], Coroutine[Any, Any, Any]]
 
 @dataclass(frozen=True)
 class Ranks:
-    """A kind of endpoint.  `is_ordered`: sums are taken in the order of ranks, to the bit."""
+    """A kind of endpoint. `is_ordered`: it adds in the order of ranks, so sums are equal to the bit."""
 
     start: Callable[[Path, int, Law, bool], list[Any]]
     is_ordered: bool
     is_real: bool = True
 
     def __call__(self, path: Path, workers: int, law: Law) -> list[Any]:
-        """What `law` returns on each rank: numbers, text, None, tensors and lists, tuples and dicts of them."""
+        """What `law` returns on each rank: numbers, text, None, tensors, and lists, tuples and dicts of them."""
         return self.start(path, workers, law, self.is_ordered)
 
 
@@ -153,7 +153,7 @@ def _child(
 
         endpoint = endpoint_of(tuple(range(workers)))
         result = ("done", _frozen(drive(law(endpoint))))
-        # A rank that leaves early takes its sockets with it: gloo's peers may still be reading.
+        # A rank that exits early closes its sockets, and gloo's peers may still be reading from them.
         dist.barrier()
         endpoint.close()
         dist.destroy_process_group()
@@ -166,7 +166,7 @@ def _child(
 
 
 def _frozen(value: Any) -> Any:
-    """Tensors as numpy's bytes: torch's own way through a pipe leaves files in /dev/shm."""
+    """Replace tensors by numpy's bytes. Torch's own transfer through a pipe leaves files in /dev/shm."""
     if isinstance(value, torch.Tensor):
         return (
             "tensor",

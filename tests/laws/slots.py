@@ -1,4 +1,4 @@
-"""Slots: what a codec remembers between messages, kept by name as a checkpoint keeps it."""
+"""Slots: what a codec keeps between messages, by name, as in a checkpoint."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
 
 
 class Point(nn.Module):
-    """A vector to be moved."""
+    """A model that is one vector."""
 
     def __init__(self, numel: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def quadratic(
     dtype: torch.dtype = torch.float64,
     **more: Any,
 ) -> Task:
-    """Towards the mean of the data: every sample's Hessian is the identity."""
+    """The minimum is the mean of the data. The Hessian of every sample is the identity."""
     data = numbers(samples or 4 * batch, numel, seed=1, dtype=dtype)
     optimizer = more.pop("optimizer", OPTIMIZERS["sgd"])
     return Task(lambda: Point(numel, dtype), squared_distance, [data], batch, optimizer, steps=steps, **more)
@@ -65,7 +65,7 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
 def regression(
     *, steps: int, batch: int, samples: int | None = None, optimizer: Optimizer = OPTIMIZERS["momentum"], **more: Any
 ) -> Task:
-    """A small network in float64 with several parameters, so that there is more than one bucket if they are small."""
+    """A small float64 network with several parameters, so that small buckets give more than one bucket."""
     samples = samples or 4 * batch
     data = [numbers(samples, 6, seed=2), numbers(samples, 3, seed=3)]
     model = more.pop("model", network)
@@ -77,7 +77,7 @@ def vector(model: nn.Module) -> Tensor:
 
 
 def trained_alone(task: Task, *, optimizer: Optimizer | None = None, left_out: Sequence[int] = ()) -> Tensor:
-    """One machine, whole minibatches, plain torch."""
+    """Plain torch on one machine, with whole minibatches."""
     model = task.build()
     chosen = (optimizer or task.optimizer)(model.parameters())
     for k in range(task.total_steps):
@@ -90,7 +90,7 @@ def trained_alone(task: Task, *, optimizer: Optimizer | None = None, left_out: S
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit: equal values of either sign of zero are not enough, and a NaN equals itself."""
+    """Require equal bits. Zeros of different sign are not equal; a NaN equals itself."""
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
@@ -99,12 +99,12 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def close(a: Tensor, b: Tensor, rtol: float = 1e-10) -> bool:
-    """Up to float64's rounding over some hundred steps."""
+    """Require equal values, up to the rounding of float64 over some hundred steps."""
     return torch.allclose(a.double(), b.double(), rtol=rtol, atol=rtol)
 
 
 def values(state: Any, slot: str) -> dict[str, Any]:
-    """What a slot of a saved state holds."""
+    """The content of one slot of a saved state."""
     return state["slots"][slot]["values"]
 
 

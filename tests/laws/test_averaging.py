@@ -1,4 +1,5 @@
-"""What is said of averaging methods one by one: the identities of their papers, their controllers, and what they refuse."""
+"""Laws of single averaging methods: the identities of their papers, their controllers, and the settings that they
+refuse."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ every_linear_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "momentum"
 
 
 def slope(model: nn.Module, batch: Any) -> Tensor:
-    """A loss whose gradient is the data, wherever the model is."""
+    """A loss whose gradient is the data, and does not depend on the model."""
     return (model.w * batch[0]).sum(1).mean()
 
 
@@ -46,7 +47,7 @@ def slopes(*, steps: int, batch: int = 8, numel: int = 5, **more: Any) -> Task:
 
 
 def noise(*, steps: int, numel: int, **more: Any) -> Task:
-    """Gradients that are standard normal, and each worker's own."""
+    """The gradients are standard normal, and differ between workers."""
     return replace(
         quadratic(steps=steps, batch=4, numel=numel, **more),
         loss=lambda model, _: (model.w * torch.randn_like(model.w)).sum(),
@@ -62,7 +63,7 @@ def periods(run: Run, rank: int = 0) -> list[int]:
 
 
 def meetings(run: Run) -> list[int]:
-    """After which steps the workers met."""
+    """The steps after which the workers synchronised."""
     return [s.step for s in run.trace.syncs if s.rank == 0]
 
 
@@ -78,7 +79,8 @@ def state_of(state: Any, name: str) -> Tensor:
 
 
 def test_noise_spreads_replicas_in_proportion_to_the_period_and_the_square_of_the_rate():
-    """Gamma^2 p sigma^2 d (N - 1) / N, within 4 standard errors; without the last factor it is not."""
+    """The spread is Gamma^2 p sigma^2 d (N - 1) / N, within 4 standard errors. Without the last factor it would not
+    be."""
     for period, lr in ((2, 0.05), (4, 0.05), (4, 0.2)):
         task = noise(steps=25 * period, numel=40, optimizer=lambda p, lr=lr: torch.optim.SGD(p, lr=lr))
         spreads = torch.tensor(
@@ -108,7 +110,7 @@ def test_the_spread_is_the_population_variance_of_the_replicas_weighted_by_sampl
 
 
 def test_after_a_tenfold_drop_of_the_rate_the_period_climbs_to_28_or_29():
-    """S = gamma^2 p const, as noise alone makes it."""
+    """S = gamma^2 p const, which is what noise alone gives."""
     method, period, seen = AdaptiveAveraging(), 4, [4]
     for _ in range(40):
         period = method.next_period(period, met(0.01**2 * period * 5.0, lr=0.01), ratio=0.1 * 4 * 5.0)
@@ -116,23 +118,23 @@ def test_after_a_tenfold_drop_of_the_rate_the_period_climbs_to_28_or_29():
     assert seen[:24] == list(range(4, 28)) and seen[-1] in (28, 29) and len(set(seen[26:])) == 1
 
 
-def test_after_a_tenfold_drop_of_the_rate_so_it_does_in_a_run():
-    """In so many dimensions the spread is its expectation, but for 0.8 percent."""
+def test_after_a_tenfold_drop_of_the_rate_the_period_climbs_in_a_run_too():
+    """With this many dimensions the spread is within 0.8 percent of its expectation."""
     task = noise(steps=560, numel=10_000, schedule=lambda k: 1.0 if k < 40 else 0.1)
     seen = periods(simulate(task, AdaptiveAveraging(period=4, warmup=0, sampling=40), FOUR))
     assert seen[:10] == [4] * 10 and seen[10:35] == list(range(4, 29))
     assert seen[-1] in (28, 29) and seen[-2] == seen[-1]
 
 
-def test_a_spread_within_the_band_leaves_the_period_alone():
-    """Its ends included; nothing is less than nothing."""
+def test_a_spread_within_the_band_does_not_change_the_period():
+    """The band includes its ends. A spread of 0 is not below a band at 0."""
     method = AdaptiveAveraging(low=0.5, high=1.5)
     assert [method.next_period(6, met(s, lr=1.0), ratio=2.0) for s in (0.99, 1.0, 2.0, 3.0, 3.01)] == [7, 6, 6, 6, 5]
     assert method.next_period(6, met(0.0), ratio=0.0) == 6
     assert method.next_period(1, met(9.0), ratio=1.0) == 1
 
 
-def test_the_period_changes_by_one_at_a_time_after_sampling_and_alike_on_all_ranks():
+def test_the_period_changes_by_one_at_a_time_after_sampling_and_equally_on_all_ranks():
     task = regression(steps=120, batch=8, optimizer=OPTIMIZERS["sgd"], schedule=lambda k: 1.0 if 50 <= k < 80 else 0.05)
     run = simulate(task, AdaptiveAveraging(period=3, warmup=5, sampling=30), FOUR)
     seen = periods(run)
@@ -155,8 +157,8 @@ def test_a_warm_up_of_the_whole_run_is_all_reduce_sgd(optimizer: str):
     assert close(end(task, AdaptiveAveraging(warmup=20, sampling=30)), end(task, AllReduceSGD()))
 
 
-def test_the_first_meeting_after_the_warm_up_is_a_period_later():
-    """The warm-up is an epoch unless it is said: here 5 steps."""
+def test_the_first_synchronisation_after_the_warm_up_is_one_period_later():
+    """The warm-up is one epoch by default: here 5 steps."""
     assert meetings(simulate(quadratic(steps=16, batch=8), AdaptiveAveraging(period=4, warmup=3, sampling=9), FOUR))[
         :5
     ] == [0, 1, 2, 6, 10]
@@ -164,8 +166,8 @@ def test_the_first_meeting_after_the_warm_up_is_a_period_later():
     assert meetings(simulate(task, AdaptiveAveraging(period=4, sampling=9), FOUR))[:6] == [0, 1, 2, 3, 4, 8]
 
 
-def test_the_usual_ratio_is_the_mean_of_what_was_sampled():
-    """Not of the warm-up, nor of what came after."""
+def test_the_reference_ratio_is_the_mean_of_the_samples():
+    """It excludes the warm-up, and everything after the sampling."""
     run = simulate(
         regression(steps=40, batch=8, schedule=lambda k: 1 / (1 + k)),
         AdaptiveAveraging(period=3, warmup=4, sampling=20),
@@ -176,7 +178,7 @@ def test_the_usual_ratio_is_the_mean_of_what_was_sampled():
     assert memory["sampled"] == len(ratios) == 5 and memory["ratio"] == pytest.approx(sum(ratios) / 5)
 
 
-def test_a_rate_of_0_says_nothing_about_the_spread():
+def test_at_a_rate_of_0_the_spread_changes_nothing():
     run = simulate(
         regression(steps=32, batch=8, schedule=lambda k: float(k % 4 != 3)), AdaptiveAveraging(warmup=0), FOUR
     )
@@ -188,7 +190,7 @@ def test_a_rate_of_0_says_nothing_about_the_spread():
     [SlowMo(period=2), AdaptiveAveraging(period=2, warmup=0, sampling=4), AdaComm(period=4, steps=2)],
     ids=str,
 )
-def test_workers_with_different_learning_rates_decide_alike(strategy: Strategy):
+def test_workers_with_different_learning_rates_choose_the_same_period(strategy: Strategy):
     rates = itertools.count(1)
     task = regression(steps=24, batch=8, optimizer=lambda p: torch.optim.SGD(p, lr=0.05 * next(rates)))
     run = simulate(task, strategy, FOUR)
@@ -218,13 +220,13 @@ def test_ada_comms_period_falls_at_a_constant_rate_and_stays_within_its_bounds()
     ] == [1, 1]
 
 
-def test_ada_comm_averages_the_more_often_the_lower_the_loss():
+def test_ada_comm_averages_more_often_when_the_loss_is_lower():
     run = simulate(regression(steps=120, batch=8, samples=16), AdaComm(period=12, steps=12), FOUR)
     seen = periods(run)[:-1]
     assert seen == sorted(seen, reverse=True) and seen[0] == 12 and seen[-1] < 6 and min(seen) >= 1
 
 
-def test_decreasing_averaging_spends_its_meetings_on_equal_parts_of_the_run():
+def test_decreasing_averaging_divides_its_synchronisations_equally_over_parts_of_the_run():
     assert (
         periods(simulate(quadratic(steps=400, batch=2), DecreasingAveraging(periods=(20, 5)), Cluster(workers=2)))
         == [20] * 10 + [5] * 40
@@ -257,7 +259,7 @@ def test_cntks_form_warns_where_it_overshoots(settings: Any):
 
 
 def test_cntks_classical_form_is_the_papers_with_another_rate():
-    """N (1 - eta), which is 1 at the default momentum."""
+    """The rate is N (1 - eta), which is 1 at the default momentum."""
     task = regression(steps=18, batch=8)
     for eta, rate, ours in ((None, 1.0, 1.0), (0.5, 0.7, 1.4)):
         paper = BlockMomentum(period=3, momentum=eta, rate=ours, nesterov=False, optimizer_state="keep")
@@ -266,7 +268,8 @@ def test_cntks_classical_form_is_the_papers_with_another_rate():
 
 @pytest.mark.parametrize(("nesterov", "gain"), [(True, 1.75 / 0.25), (False, 1 / 0.25)])
 def test_cntks_nesterov_has_nearly_twice_the_gain(nesterov: bool, gain: float):
-    """A block with gradients of 1, then 80 without any: it moves by 2N - 1 = 7 times the block, the classical one by N."""
+    """One block has gradients of 1, and the next 80 have gradients of 0. The model moves by 2N - 1 = 7 times the block;
+    the classical form moves it by N."""
     task = replace(slopes(steps=162), data=[torch.ones(32, 5, dtype=torch.float64)], schedule=lambda k: float(k < 2))
     moved = end(task, cntk(period=2, nesterov=nesterov)) - vector(task.build())
     assert torch.allclose(moved, torch.tensor(-0.05 * 2 * gain, dtype=torch.float64), rtol=1e-8)
@@ -276,14 +279,14 @@ def test_cntks_nesterov_has_nearly_twice_the_gain(nesterov: bool, gain: float):
     ("workers", "expected"),
     [(2, 173_123), (4, 417_127), (8, 898_665), (16, 1_859_355), (32, 3_779_683), (64, 7_619_843)],
 )
-def test_time_constants_are_those_of_cntks_manual_and_go_both_ways(workers: int, expected: int):
+def test_time_constants_are_those_of_cntks_manual_and_convert_both_ways(workers: int, expected: int):
     eta = BlockMomentum().momentum_of(workers, 120_000)
     assert (eta, round(time_constant(120_000, eta))) == (1 - 1 / workers, expected)
     assert BlockMomentum(time_constant=time_constant(120_000, eta)).momentum_of(workers, 120_000) == pytest.approx(eta)
     assert (time_constant(120_000, 0.0), BlockMomentum(time_constant=0).momentum_of(4, 120_000)) == (0.0, 0.0)
 
 
-def test_block_momentum_by_time_constant_is_that_momentum():
+def test_block_momentum_by_time_constant_equals_that_momentum():
     task = regression(steps=16, batch=8)
     by_constant = BlockMomentum(period=4, time_constant=time_constant(8, 0.6))
     assert close(end(task, by_constant), end(task, BlockMomentum(period=4, momentum=0.6)), rtol=1e-9)
@@ -297,10 +300,11 @@ def test_one_worker_with_plain_sgd_may_reset_its_optimizer():
 @pytest.mark.parametrize(
     "strategy", [BlockMomentum(period=3), BlockMomentum(samples=6), BlockMomentum(period=3, momentum=0.75)], ids=str
 )
-def test_block_momentum_warns_if_there_are_fewer_samples_than_its_updates_take(strategy: Strategy):
-    """Blocks of 6 samples, with momentum 0.75 on 4 workers, take 4 * 6 / log(4 / 3) = 83.4."""
+def test_block_momentum_warns_if_there_are_fewer_samples_than_its_updates_need(strategy: Strategy):
+    """Blocks of 6 samples, with momentum 0.75 on 4 workers, need 4 * 6 / log(4 / 3) = 83.4."""
     with pytest.warns(
-        TooFewSamples, match=r"momentum 0\.75 and blocks of 6 samples on 4 workers .* over 83 samples, and there are 83"
+        TooFewSamples,
+        match=r"momentum 0\.75 and blocks of 6 samples on 4 workers .* over 83 samples, but there are only 83",
     ):
         simulate(regression(steps=3, batch=8, samples=83), strategy, FOUR)
     with warnings.catch_warnings():
@@ -313,7 +317,7 @@ def test_block_momentum_warns_if_there_are_fewer_samples_than_its_updates_take(s
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_diloco_is_block_momentum_that_goes_on_from_its_look_ahead(optimizer: str, nesterov: bool):
+def test_diloco_is_block_momentum_that_continues_from_its_look_ahead(optimizer: str, nesterov: bool):
     task = regression(steps=16, batch=10, optimizer=OPTIMIZERS[optimizer])
     blocks = simulate(
         task, BlockMomentum(period=4, momentum=0.6, rate=0.7, nesterov=nesterov, optimizer_state="keep"), FOUR
@@ -329,15 +333,15 @@ def test_diloco_without_an_outer_optimizer_is_averaging_and_at_every_step_all_re
     assert close(end(task, DiLoCo(period=1, rate=1.0, momentum=0.0)), end(task, AllReduceSGD()))
 
 
-def test_dilocos_inner_state_stays_with_each_worker():
+def test_dilocos_inner_state_stays_on_each_worker():
     run = simulate(regression(steps=8, batch=8, optimizer=OPTIMIZERS["adam"]), DiLoCo(period=4), FOUR)
     for state in run.states[1:]:
         assert same(values(state, "model")["params"], run.params)
         assert not close(state_of(state, "exp_avg"), state_of(run.states[0], "exp_avg"), rtol=1e-3)
 
 
-def test_every_fragment_is_synchronised_once_a_period_and_nothing_else_then():
-    """What all ranks have alike after each step, of 93 parameters in 3 fragments with a period of 6."""
+def test_every_fragment_is_synchronised_once_a_period_and_nothing_else_with_it():
+    """The parameters that are equal on all ranks after each step. There are 93, in 3 fragments with a period of 6."""
     task, strategy = regression(steps=20, batch=8), DiLoCo(period=6, fragments=3)
     for step in range(1, 19):
         points = torch.stack(params(simulate(task, strategy, FOUR, stop_at=step)))
@@ -351,7 +355,7 @@ def test_every_fragment_is_synchronised_once_a_period_and_nothing_else_then():
 )
 @pytest.mark.parametrize("steps", [11, 12, 13, 15])
 def test_fragments_and_delays_lose_nothing_of_what_was_learnt(settings: Any, steps: int):
-    """On a slope the workers' mean must have gone all the way that one machine goes."""
+    """On a slope the workers' mean must move as far as one machine moves."""
     task = slopes(steps=steps, numel=7)
     assert close(end(task, DiLoCo(period=6, rate=1.0, momentum=0.0, **settings)), trained_alone(task))
 
@@ -368,7 +372,7 @@ def test_slow_mo_at_a_constant_rate_is_classical_block_momentum(optimizer: str):
 
 @pytest.mark.parametrize("last", [0.5, 0.0])
 def test_slow_mo_without_momentum_is_averaging(last: float):
-    """Also if the learning rate has come down to 0 by the end."""
+    """This also holds if the learning rate is 0 at the end."""
     task = regression(steps=12, batch=10, schedule=lambda k: 1 + (last - 1) * k / 11)
     assert close(
         end(task, SlowMo(period=4, momentum=0.0, optimizer_state="keep")),
@@ -381,8 +385,9 @@ def test_slow_mo_without_momentum_is_averaging(last: float):
     ("strategy", "carried"),
     [(SlowMo(period=2, momentum=0.5), 0.1), (BlockMomentum(period=2, momentum=0.5, nesterov=False), 1.0)],
 )
-def test_what_slow_mo_carries_on_shrinks_with_the_rate(strategy: Strategy, carried: float):
-    """A block at rate 1, one at a tenth of it: what the second adds is its own way, and half the first, shrunk or not."""
+def test_the_momentum_of_slow_mo_shrinks_with_the_rate(strategy: Strategy, carried: float):
+    """One block at rate 1, then one at a tenth of it. The second adds its own displacement and half of the first one's,
+    shrunk or not."""
     task = replace(
         slopes(steps=4, schedule=lambda k: 1.0 if k < 2 else 0.1), data=[torch.ones(32, 5, dtype=torch.float64)]
     )
@@ -406,7 +411,7 @@ def test_slow_mo_of_one_worker_without_momentum_is_lookahead():
     assert close(end(task, SlowMo(period=4, momentum=0.0, rate=0.3, optimizer_state="keep"), workers=1), slow)
 
 
-# What is refused
+# Refused settings
 
 REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
     (PeriodicAveraging, {"period": 0}, r"PeriodicAveraging\(period=0\).*steps between syncs.*at least 1"),
@@ -417,17 +422,17 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
     (AdaComm, {"period": 4, "delay": 4}, r"AdaComm\(period=4, delay=4\).*merged before the next one begins"),
     (DecreasingAveraging, {"periods": (4, 0)}, r"DecreasingAveraging\(period=0\).*at least 1"),
     (DecreasingAveraging, {"periods": ()}, "give at least one period"),
-    (AdaComm, {"seconds": 9.0, "steps": 9}, r"seconds=9.0, steps=9.*after seconds or steps, not after both"),
+    (AdaComm, {"seconds": 9.0, "steps": 9}, r"seconds=9.0, steps=9.*in seconds or in steps, not in both"),
     (AdaComm, {"most": 0}, r"most=0\).*positive"),
-    (AdaptiveAveraging, {"low": 2.0}, r"low=2.0, high=1.3.*must begin at 0 or above and not end before"),
-    (AdaptiveAveraging, {"sampling": 0}, r"sampling=0\).*something to sample"),
+    (AdaptiveAveraging, {"low": 2.0}, r"low=2.0, high=1.3.*high at least low"),
+    (AdaptiveAveraging, {"sampling": 0}, r"sampling=0\).*sampling must be positive"),
     (
         AdaptiveAveraging,
         {"warmup": 3, "sampling": 6},
-        r"sampled from step 3 to step 6.*no whole period.*warm up for fewer",
+        r"sampled from step 3 to step 6.*shorter than one period.*fewer warmup steps",
     ),
-    (AdaptiveAveraging, {"warmup": 3, "sampling": 6, "low": 1.0, "high": 1.0}, "no whole period"),
-    (AdaptiveAveraging, {"warmup": 3, "sampling": 6, "high": math.inf}, "no whole period"),
+    (AdaptiveAveraging, {"warmup": 3, "sampling": 6, "low": 1.0, "high": 1.0}, "shorter than one period"),
+    (AdaptiveAveraging, {"warmup": 3, "sampling": 6, "high": math.inf}, "shorter than one period"),
     *(
         (kind, {"momentum": 1.0}, rf"{kind.__name__}\(momentum=1.0\).*in \[0, 1\)")
         for kind in (BlockMomentum, SlowMo, DiLoCo)
@@ -436,19 +441,19 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
         (kind, {"rate": 0.0}, rf"{kind.__name__}\(rate=0.0\).*must be positive")
         for kind in (BlockMomentum, SlowMo, DiLoCo)
     ),
-    (BlockMomentum, {"momentum": 0.5, "time_constant": 9.0}, r"momentum=0.5, time_constant=9.0.*give one"),
-    (BlockMomentum, {"time_constant": -1.0}, r"time_constant=-1.0.*from 0"),
+    (BlockMomentum, {"momentum": 0.5, "time_constant": 9.0}, r"momentum=0.5, time_constant=9.0.*give only one"),
+    (BlockMomentum, {"time_constant": -1.0}, r"time_constant=-1.0.*at least 0"),
     (BlockMomentum, {"form": "bmuf"}, r"form='bmuf'.*'paper' or 'cntk'"),
     (DiLoCo, {"period": 6, "fragments": 4}, r"period=6, fragments=4.*must divide the period"),
     (
         DiLoCo,
         {"period": 6, "fragments": 3, "delay": 2},
-        r"fragments=3, delay=2.*before the next one begins, 2 steps later",
+        r"fragments=3, delay=2.*before the next one starts, 2 steps later",
     ),
     (
         DiLoCo,
         {"period": 6, "fragments": 2, "optimizer_state": "reset"},
-        r"fragments=2, optimizer_state='reset'.*kept or averaged",
+        r"fragments=2, optimizer_state='reset'.*use 'keep' or 'average'",
     ),
     (DiLoCo, {"period": 6, "fragments": 6}, r"DiLoCo\(fragments=6\): the model has only 5 parameters"),
     (AllReduceSGD, {"group": 0}, r"AllReduceSGD\(group=0\).*at least 1 worker"),
@@ -459,7 +464,7 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("kind", "settings", "named"), REFUSED, ids=[f"{kind.__name__} {settings}" for kind, settings, _ in REFUSED]
 )
-def test_settings_that_cannot_be_are_refused_with_what_would_be_right(
+def test_impossible_settings_are_refused_with_what_would_be_right(
     kind: type[Strategy], settings: dict[str, Any], named: str
 ):
     with pytest.raises(ValueError, match=named):

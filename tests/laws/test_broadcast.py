@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline import Cluster, Faults, LogNormal, Replica, Strategy, simulate
+from paceline import (
+    Cluster,
+    Faults,
+    LogNormal,
+    Replica,
+    Strategy,
+    simulate,
+)
 from paceline.families.broadcast import BroadcastLog, Numbers
 from paceline.families.pairing import PairBusy, PairOffer
 from paceline.families.peers import Peers

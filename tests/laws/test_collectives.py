@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import Cluster, OneBit, Task, codecs, simulate
-from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32
+from paceline import Cluster, Task, codecs, simulate
+from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
 from paceline.collectives import (
     REDUCTIONS,
     SyncVote,

@@ -57,7 +57,7 @@ def up(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-# What a message is.
+# The content of a message.
 
 
 def test_each_tensor_is_encoded_separately():
@@ -155,7 +155,7 @@ def test_pieces_draw_different_random_numbers():
     assert not same(first, second)
 
 
-# What cannot be encoded.
+# Values that cannot be encoded.
 
 
 @every_one
@@ -190,7 +190,7 @@ def test_a_finite_value_beyond_the_inner_format_raises_an_error_with_its_index()
             refused()
 
 
-# Bytes that mean nothing.
+# Invalid bytes.
 
 
 @every_one
@@ -228,7 +228,7 @@ def test_random_bytes_raise_or_decode_to_the_right_number_of_values(noise: bytes
             assert values.shape == (numel,)
 
 
-# What follows the inner codec.
+# Properties of the inner codec.
 
 
 @every_inner
@@ -289,7 +289,7 @@ def test_error_feedback_works_per_tensor():
     assert (received - x).norm() < x.norm() / 10
 
 
-# Settings that make no sense.
+# Invalid settings.
 
 
 @pytest.mark.parametrize(

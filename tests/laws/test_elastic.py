@@ -1,4 +1,4 @@
-"""Elastic averaging: workers and centre pull each other, and what one is pulled the other is pulled back."""
+"""Elastic averaging: workers and centre pull each other with equal and opposite force."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline import (
     Then,
     simulate,
 )
-from paceline.strategies.easgd import UnstableElastic, largest_share
+from paceline.families.elastic import UnstableElastic, largest_share
 from paceline.strategy import Strategy
 from tests.laws.tasks import (
     Point,
@@ -51,16 +51,18 @@ def plain(params: Any) -> torch.optim.Optimizer:
 
 
 def ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
-    """Where each worker of the next run ends, and the centre as it knows it: a run itself ends with the centre alone."""
+    """The final parameters of each worker of the next run, and the centre as that worker knows it. The run itself
+    returns only the centre."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def keep(self: Replica) -> None:
-        if self.published is not None:
-            found[self.rank] = self.params.clone(), self.published.clone()
-            self.params.copy_(self.published)
-            self.published = None
+    def keep(w: Replica) -> None:
+        if w.published is not None:
+            found[w.rank] = w.params.clone(), w.published.clone()
+            w.params.copy_(w.published)
+            w.published = None
 
-    monkeypatch.setattr(Replica, "_take_published", keep)
+    monkeypatch.setattr("paceline.worker.run.take_published", keep)
+    monkeypatch.setattr("paceline.worker.replica.take_published", keep)
     return found
 
 
@@ -76,9 +78,10 @@ def gradient_at(task: Task, x: Tensor, step: int, rank: int, workers: int) -> Te
 
 
 def in_turn(task: Task, workers: int, alpha: float, period: int) -> tuple[list[Tensor], Tensor]:
-    """What the paper writes down for one worker after the other: the elastic move and the gradient both start at the old values.
+    """The paper's update, for one worker after the other. The elastic move and the gradient both start at the old
+    values.
 
-    At the end they meet the centre once more.
+    At the end each worker averages with the centre once more.
     """
     centre = vector(task.build())
     xs = [centre.clone() for _ in range(workers)]
@@ -94,7 +97,7 @@ def in_turn(task: Task, workers: int, alpha: float, period: int) -> tuple[list[T
 
 
 def together(task: Task, workers: int, alpha: float, period: int) -> tuple[list[Tensor], Tensor]:
-    """The same for all at once."""
+    """The paper's update, for all workers at once."""
     centre = vector(task.build())
     xs = [centre.clone() for _ in range(workers)]
     for k in range(task.total_steps):
@@ -108,7 +111,7 @@ def together(task: Task, workers: int, alpha: float, period: int) -> tuple[list[
 
 
 def walk(*, steps: int, batch: int, samples: int, seed: int = 0) -> Task:
-    """Down a slope that is the same everywhere, so that it is known how far all workers go together."""
+    """A slope that is the same everywhere, so it is known how far all workers move together."""
 
     def slope(model: Any, batch: Sequence[Tensor]) -> Tensor:
         return (model.w * batch[0]).sum(1).mean()
@@ -117,14 +120,14 @@ def walk(*, steps: int, batch: int, samples: int, seed: int = 0) -> Task:
 
 
 def come_to(task: Task, workers: int) -> Tensor:
-    """What workers and centre must have together after all steps."""
+    """The sum of workers and centre that is expected after all steps."""
     start = vector(task.build())
     gone = [gradient_at(task, start, k, j, workers) for k in range(task.total_steps) for j in range(workers)]
     return (workers + 1) * start - LR * sum(g for g in gone if g.isfinite().all())
 
 
 def staggered(workers: int, **more: Any) -> Cluster:
-    """Everybody is as fast, but for so little that they always come in the order of their ranks."""
+    """All workers are equally fast, except for tiny differences that keep them in the order of their ranks."""
     return instant(workers, compute=Constant([1.0 + 1e-4 * j for j in range(workers)]), **more)
 
 
@@ -132,7 +135,7 @@ def staggered(workers: int, **more: Any) -> Cluster:
 
 
 @pytest.mark.parametrize(("workers", "period"), [(3, 1), (4, 1), (4, 3)])
-def test_the_synchronous_form_is_the_paper_s(workers: int, period: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_synchronous_form_equals_the_papers(workers: int, period: int, monkeypatch: pytest.MonkeyPatch):
     task, found = regression(steps=12, batch=12, optimizer=plain), ends(monkeypatch)
     run = simulate(task, EASGD(beta=0.6, period=period), instant(workers))
     xs, centre = together(task, workers, 0.6 / workers, period)
@@ -142,7 +145,7 @@ def test_the_synchronous_form_is_the_paper_s(workers: int, period: int, monkeypa
 
 
 def test_the_synchronous_centre_is_a_moving_average_of_the_mean(monkeypatch: pytest.MonkeyPatch):
-    """One step more moves it by beta to where the workers stood after the last."""
+    """One more step moves it by beta towards the workers' mean after the step before."""
     found = ends(monkeypatch)
 
     def centre_and_mean(steps: int) -> tuple[Tensor, Tensor]:
@@ -154,16 +157,17 @@ def test_the_synchronous_centre_is_a_moving_average_of_the_mean(monkeypatch: pyt
     assert not close(after, before, rtol=1e-3)
 
 
-def test_unequal_parts_of_a_minibatch_change_nothing_of_what_is_conserved(monkeypatch: pytest.MonkeyPatch):
-    """Parts of 3, 2 and 2 samples: who has seen more pulls the centre more, and is pulled as much more."""
+def test_unequal_parts_of_a_minibatch_conserve_the_sum(monkeypatch: pytest.MonkeyPatch):
+    """Parts of 3, 2 and 2 samples: a worker with more samples pulls the centre more, and is pulled back as much
+    more."""
     task, found = walk(steps=8, batch=7, samples=28), ends(monkeypatch)
     simulate(task, EASGD(beta=0.6, period=2), instant(3))
     assert close(sum(x for x, _ in found.values()) + found[0][1], come_to(task, 3))
 
 
 @pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient")
-def test_a_step_without_a_gradient_changes_nothing_of_it_either(monkeypatch: pytest.MonkeyPatch):
-    """That of a minibatch with NaN in it is left out."""
+def test_a_step_without_a_gradient_conserves_the_sum(monkeypatch: pytest.MonkeyPatch):
+    """The gradient of a minibatch with NaN in it is skipped."""
     task, found = walk(steps=6, batch=4, samples=24), ends(monkeypatch)
     task.data[0][5] = float("nan")
     simulate(task, AsyncEASGD(alpha=0.3, period=1), instant(2))
@@ -171,7 +175,7 @@ def test_a_step_without_a_gradient_changes_nothing_of_it_either(monkeypatch: pyt
 
 
 class Apart(Task):
-    """Every worker has data of its own, the same at each step."""
+    """Every worker has its own data, the same at each step."""
 
     def part(self, step: int, rank: int, workers: int) -> tuple[Tensor, ...]:
         return tuple(t[rank : rank + 1] for t in self.data)
@@ -188,9 +192,10 @@ def curved(model: Any, batch: Sequence[Tensor]) -> Tensor:
 def test_the_fixed_point_of_parabolas_with_different_minima(
     rho: float, curvatures: Sequence[float], monkeypatch: pytest.MonkeyPatch
 ):
-    """The centre where springs in series with the parabolas hold it, and every worker in between its own minimum and the centre.
+    """The centre is where springs in series with the parabolas hold it. Every worker is between its own minimum and the
+    centre.
 
-    That is where their sum is least only if all are as steep.
+    The centre minimises the sum of the parabolas only if all have the same curvature.
     """
     minima, found = torch.tensor([[1.0, -2.0], [4.0, 0.5], [-2.0, 3.0]], dtype=torch.float64), ends(monkeypatch)
     h = torch.tensor(curvatures, dtype=torch.float64).unsqueeze(1)
@@ -204,7 +209,7 @@ def test_the_fixed_point_of_parabolas_with_different_minima(
 
 
 class Permuted(Task):
-    """Every worker has the data of another."""
+    """Every worker has the data of another worker."""
 
     order: Sequence[int] = ()
 
@@ -212,7 +217,7 @@ class Permuted(Task):
         return super().part(step, self.order[rank], workers)
 
 
-def test_which_worker_has_which_data_changes_only_rounding(monkeypatch: pytest.MonkeyPatch):
+def test_permuting_the_workers_data_changes_only_rounding(monkeypatch: pytest.MonkeyPatch):
     """Parts of 4, 3 and 3 samples."""
     found = ends(monkeypatch)
 
@@ -234,22 +239,22 @@ def test_which_worker_has_which_data_changes_only_rounding(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("workers", "period"), [(1, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize("form", FORMS)
-def test_in_the_order_of_ranks_it_is_the_round_robin_of_the_paper(
+def test_in_the_order_of_ranks_it_equals_the_papers_round_robin(
     form: str, workers: int, period: int, monkeypatch: pytest.MonkeyPatch
 ):
     task, found = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch)
     run = simulate(task, FORMS[form](alpha=0.3, period=period), staggered(workers))
-    xs, centre = in_turn(task, workers, 0.3, period)  # As 8 steps are a multiple of the period.
+    xs, centre = in_turn(task, workers, 0.3, period)  # 8 steps are a multiple of the period.
     assert all(close(found[j][0], x) for j, x in enumerate(xs))
     assert close(run.params, centre)
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2], ids=["in memory", "on a shard", "on shards"])
 @pytest.mark.parametrize(("workers", "period"), [(1, 1), (3, 1), (3, 2)])
-def test_ea_wild_in_the_order_of_ranks_is_that_too(
+def test_ea_wild_in_the_order_of_ranks_equals_it_too(
     servers: int, workers: int, period: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Though there the centre's side of the difference is worked out where the centre is."""
+    """This holds although EA-wild computes the centre's side of the difference where the centre is."""
     task, found = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch)
     run = simulate(task, EAWild(alpha=0.3, period=period, servers=servers), staggered(workers))
     _, centre = in_turn(task, workers, 0.3, period)
@@ -258,8 +263,8 @@ def test_ea_wild_in_the_order_of_ranks_is_that_too(
 
 
 @pytest.mark.parametrize("speeds", [0.0, 0.5])
-def test_round_robin_is_in_turn_whatever_the_speeds(speeds: float, monkeypatch: pytest.MonkeyPatch):
-    """All have the same data here, as parts of minibatches are handed out to those who ask first."""
+def test_round_robin_keeps_the_order_at_any_speeds(speeds: float, monkeypatch: pytest.MonkeyPatch):
+    """All workers have the same data here, because parts of minibatches go to the workers that ask first."""
     task, found = quadratic(steps=8, batch=3, samples=3, optimizer=plain), ends(monkeypatch)
     task.data[0][:] = task.data[0][0]
     run = simulate(task, RoundRobinEASGD(alpha=0.3, period=1), instant(3, compute=LogNormal(1.0, speeds)))
@@ -272,7 +277,7 @@ def test_round_robin_is_in_turn_whatever_the_speeds(speeds: float, monkeypatch: 
 @pytest.mark.parametrize(
     "strategy", [AsyncEASGD(alpha=0.3, period=2), RoundRobinEASGD(alpha=0.3, period=2)], ids=["async", "round robin"]
 )
-def test_what_workers_and_centre_have_together_changes_by_gradients_alone(
+def test_only_gradients_change_the_sum_of_workers_and_centre(
     strategy: Strategy, seed: int, monkeypatch: pytest.MonkeyPatch
 ):
     """In any order."""
@@ -282,7 +287,7 @@ def test_what_workers_and_centre_have_together_changes_by_gradients_alone(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_momentum_of_none_is_async_easgd_bit_for_bit(seed: int):
+def test_momentum_0_equals_async_easgd_to_the_bit(seed: int):
     task, cluster = regression(steps=10, batch=9, optimizer=plain), Cluster(3, compute=LogNormal("5ms", 0.8), seed=seed)
     assert same(
         simulate(task, EAMSGD(momentum=0.0, period=2), cluster).params,
@@ -318,7 +323,7 @@ def test_without_a_force_workers_train_alone(strategy: Strategy, monkeypatch: py
 
 @pytest.mark.parametrize("servers", [0, 2])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_group_is_one_worker_with_all_its_minibatches(size: int, servers: int):
+def test_a_group_equals_one_worker_with_all_its_minibatches(size: int, servers: int):
     task = regression(steps=9, batch=16, optimizer=plain)
     in_groups = simulate(task, EAWild(alpha=0.2, group=size, servers=servers), instant(2 * size))
     alone = simulate(task, EAWild(alpha=0.2, servers=servers), instant(2))
@@ -326,8 +331,8 @@ def test_a_group_is_one_worker_with_all_its_minibatches(size: int, servers: int)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_centre_stays_between_all_that_it_was_and_was_pulled_to(seed: int):
-    """Though updates are lost: memory is so slow here that everybody writes at the same time."""
+def test_the_centre_stays_within_the_range_of_its_old_values_and_targets(seed: int):
+    """This holds although updates are lost: memory is so slow here that all workers write at the same time."""
     task = quadratic(steps=30, batch=8, samples=40, numel=64, optimizer=plain)
     run = simulate(task, EAWild(alpha=0.9), Cluster(4, compute=LogNormal("1ms", 0.5), bus="200kB/s", seed=seed))
     everything = torch.cat([task.data[0], vector(task.build()).unsqueeze(0)])
@@ -346,8 +351,8 @@ def test_random_groups_change_and_are_the_same_for_all_their_members():
     assert len(seen) > 3
 
 
-def test_new_groups_begin_with_the_mean_of_their_members(monkeypatch: pytest.MonkeyPatch):
-    """Without a force, so that only the groups bring their members together."""
+def test_new_groups_start_with_the_mean_of_their_members(monkeypatch: pytest.MonkeyPatch):
+    """Without a force, so only the groups bring their members together."""
     task, found, ranks = regression(steps=8, batch=12, optimizer=plain), ends(monkeypatch), range(6)
     strategy = EAWild(alpha=0.0, group=2, groups="random", regroup=3)
     simulate(task, strategy, instant(6))
@@ -362,7 +367,7 @@ def test_new_groups_begin_with_the_mean_of_their_members(monkeypatch: pytest.Mon
     assert all(close(found[j][0], xs[j]) for j in ranks)
 
 
-def test_groups_begin_wherever_a_method_before_has_ended(monkeypatch: pytest.MonkeyPatch):
+def test_groups_start_where_the_method_before_ended(monkeypatch: pytest.MonkeyPatch):
     task, found = regression(steps=9, batch=12, optimizer=plain), ends(monkeypatch)
     simulate(task, Then(AllReduceSGD(), EAWild(alpha=0.0, group=2), steps=3), instant(4))
     assert close(found[0][0], found[1][0]) and close(found[2][0], found[3][0])
@@ -377,8 +382,8 @@ def test_the_last_steps_reach_the_centre(servers: int, period: int):
     assert not close(run.params, vector(task.build()), rtol=1e-2)
 
 
-def test_it_is_faster_than_in_turn():
-    """On one bus, where all that others do in turn takes its time."""
+def test_it_is_faster_than_round_robin():
+    """On one bus, where round robin takes time for every turn."""
     task, host = (
         quadratic(steps=40, batch=4, numel=100),
         Cluster(4, compute=LogNormal("1ms", 0.2), bus="10MB/s", latency="20us"),
@@ -387,8 +392,8 @@ def test_it_is_faster_than_in_turn():
     assert wild < 0.9 * in_turn
 
 
-def test_nobody_waits_for_a_lock():
-    """A meeting takes as long among many as alone, though memory is so slow that all are always in the middle of one."""
+def test_no_worker_waits_for_a_lock():
+    """An exchange takes as long among many workers as alone, although memory is so slow that all are always in one."""
     task = quadratic(steps=20, batch=4, numel=100)
     among, alone = (simulate(task, EAWild(), instant(n, compute="1us", memory_bandwidth="1kB/s")) for n in (4, 1))
     assert among.seconds == pytest.approx(alone.seconds)
@@ -400,7 +405,7 @@ def test_nobody_waits_for_a_lock():
 @pytest.mark.slow
 @pytest.mark.parametrize("lr", [0.1, 0.5, 1.5])
 @pytest.mark.parametrize("kind", ["async", "together"])
-def test_the_bound_on_alpha_is_where_a_parabola_diverges(kind: str, lr: float):
+def test_at_the_bound_on_alpha_a_parabola_diverges(kind: str, lr: float):
     workers = 1 if kind == "async" else 4
     bound = largest_share(lr, None if kind == "async" else workers)
 
@@ -416,14 +421,14 @@ def test_the_bound_on_alpha_is_where_a_parabola_diverges(kind: str, lr: float):
 
 
 @pytest.mark.parametrize("strategy", [EASGD(beta=2.0), AsyncEASGD(alpha=1.2), EAWild(rho=30.0)], ids=str)
-def test_a_force_that_is_too_strong_is_told_with_the_bound(strategy: Strategy):
+def test_a_force_that_is_too_strong_causes_a_warning_with_the_bound(strategy: Strategy):
     task = quadratic(steps=4, batch=4, optimizer=plain)
     bound = largest_share(LR, 4 if isinstance(strategy, EASGD) else None)
     with pytest.warns(UnstableElastic, match=f"alpha=.* with 4 workers is above {bound:.4g}"):
         simulate(task, strategy, instant(4))
 
 
-def test_a_moderate_force_is_not_warned_of():
+def test_a_moderate_force_causes_no_warning():
     with warnings.catch_warnings(action="error"):
         simulate(quadratic(steps=4, batch=4, optimizer=plain), EASGD(), instant(4))
 
@@ -443,11 +448,11 @@ def test_a_moderate_force_is_not_warned_of():
         (lambda: AsyncEASGD(sparse=True), "nothing of it is sparse"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Any, says: str):
+def test_impossible_settings_are_refused(make: Any, says: str):
     with pytest.raises(ValueError, match=says):
         make()
 
 
 def test_groups_that_do_not_divide_the_workers_are_refused():
-    with pytest.raises(ValueError, match="5 workers make 2 such groups, and leave 1 over"):
+    with pytest.raises(ValueError, match="5 workers make 2 groups and leave 1 over"):
         simulate(quadratic(steps=4, batch=4), EAWild(group=2), instant(5))

@@ -1,4 +1,4 @@
-"""What every endpoint does, whether its ranks are coroutines in virtual time or real processes."""
+"""Laws of every endpoint, whether its ranks are coroutines in virtual time or real processes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_extras_are_summed_too(ranks: Ranks, workers: int, tmp_path: Path):
 
 @every_endpoint
 @every_size
-def test_all_gather_returns_the_data_of_all_in_the_order_of_ranks(ranks: Ranks, workers: int, tmp_path: Path):
+def test_all_gather_returns_the_data_of_all_ranks_in_their_order(ranks: Ranks, workers: int, tmp_path: Path):
     async def law(endpoint: Any) -> Any:
         data = torch.tensor([[endpoint.rank, 7], [250, endpoint.rank]], dtype=torch.uint8)
         parts = await endpoint.all_gather(data)

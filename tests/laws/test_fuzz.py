@@ -17,7 +17,7 @@ from tests.laws.tasks import numbers
 INPUTS = 100_000
 SHARES = {name: INPUTS // len(CODECS) + (i < INPUTS % len(CODECS)) for i, name in enumerate(CODECS)}
 LENGTHS = (1, 33, 700)
-GUARD = 4  # Values on either side of where is written.
+GUARD = 4  # Values on both sides of the written part.
 EXTREME = [0, 1, 0x7F, 0xFF, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF]
 
 
@@ -31,7 +31,7 @@ def spoiled(message: bytes, rng: random.Random) -> bytes:
             return bytes(data) + rng.randbytes(rng.randint(1, 9))
         case 2:
             return rng.randbytes(len(data))
-        case 3:  # Most formats begin with what they are: a word there is worth a try.
+        case 3:  # Most formats begin with a type, so try a word there.
             data[(at := 4 * rng.randrange(min(len(data) // 4, 6) or 1)) : at + 4] = rng.choice(EXTREME).to_bytes(
                 4, "little"
             )

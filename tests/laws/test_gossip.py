@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from paceline import (
     AllReduceSGD,
     Cluster,
-    Exponential,
     Faults,
     Gossip,
     Link,
     LogNormal,
-    RandomPairs,
     Replica,
-    Ring,
     Strategy,
     Task,
     simulate,
@@ -30,7 +27,7 @@ from paceline import (
 from paceline.families.pairing import Pairing
 from paceline.families.peers import Peers
 from paceline.families.run_end import RunEnd
-from paceline.families.topology import Topology, check_connected, peer_of
+from paceline.families.topology import Exponential, RandomPairs, Ring, Topology, check_connected, peer_of
 from paceline.needs import Needs
 from paceline.strategies.gossip import half_difference
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone, values

@@ -278,5 +278,5 @@ def test_the_version_of_shared_files_is_part_of_compiled_names():
 
 def test_a_function_that_cannot_be_cached_is_compiled():
     names: dict[str, Any] = {}
-    exec("def double(x):\n    return x + x", names)  # No file, so that there is nothing that a cache could lie beside.
+    exec("def double(x):\n    return x + x", names)  # There is no file, so there is no place for a cache.
     assert cpu_parts.compiled(names["double"])(np.float32(2)) == 4

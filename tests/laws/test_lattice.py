@@ -1,4 +1,4 @@
-"""The lattice of equivalences: one test a row, of the methods that exist."""
+"""The lattice of equivalences: one test for each row whose methods exist."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from paceline import (
     AllReduceSGD,
     BlockMomentum,
     Cluster,
-    Fp32,
-    Memory,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
-    Push,
-    Rule,
-    Sgd,
+    Slot,
     Task,
     simulate,
 )
+from paceline.codecs import Fp32, OneBit
+from paceline.server.rules import Push, Rule, Sgd
 from paceline.strategy import Strategy
 from tests.laws.every import RULES
 from tests.laws.tasks import (
@@ -47,7 +44,7 @@ every_linear_optimizer = pytest.mark.parametrize("optimizer", LINEAR.values(), i
 
 
 def trained_together(task: Task, workers: int, weigh: Callable[[int], float]) -> Tensor:
-    """One machine that works out all workers' gradients one after another and averages them, each weighed by its samples somehow."""
+    """One machine that computes the gradients of all workers in turn, and averages them with given weights."""
     model = task.build()
     optimizer = task.optimizer(model.parameters())
     for k in range(task.total_steps):
@@ -71,15 +68,16 @@ def trained_together(task: Task, workers: int, weigh: Callable[[int], float]) ->
     ids=["equal", "3 3 2 2", "2 1 1 1 and 2 samples", "one has none"],
 )
 def test_all_reduce_sgd_equals_one_machine_on_the_union_of_the_minibatches(optimizer: Any, batch: int, samples: int):
-    """Adam divides small gradients by their roots, which lets rounding grow."""
+    """Adam divides small gradients by their roots, so rounding errors grow."""
     task = regression(steps=20, batch=batch, samples=samples, optimizer=optimizer, bucket_bytes=200)
     run = simulate(task, AllReduceSGD(), Cluster(workers=4))
     assert close(run.params, trained_alone(task), rtol=1e-9)
 
 
 @every_optimizer
-def test_an_average_that_does_not_weigh_samples_is_not_all_reduce_sgd(optimizer: Any):
-    """3, 3, 2 and 2 samples, averaged as if they were equally many, end elsewhere; weighed by samples, at the same place."""
+def test_an_average_without_sample_weights_is_not_all_reduce_sgd(optimizer: Any):
+    """3, 3, 2 and 2 samples: an average with equal weights ends elsewhere; one weighted by samples ends at the same
+    place."""
     task = regression(steps=20, batch=10, optimizer=optimizer)
     run = simulate(task, AllReduceSGD(), Cluster(workers=4))
     assert close(run.params, trained_together(task, 4, weigh=float), rtol=1e-9)
@@ -97,14 +95,14 @@ def test_all_replicas_of_all_reduce_sgd_are_equal_after_every_step(step: int):
 
 @pytest.mark.parametrize("batch", [8, 10, 3])
 def test_all_reduce_sgd_at_32_bits_equals_all_reduce_sgd(batch: int):
-    """Up to float32's rounding of what travels, in a float64 task: 20 steps of a relative 2**-24, twice."""
+    """Up to the rounding of float32 in the messages of a float64 task: 20 steps of a relative 2**-24, twice."""
     task = regression(steps=20, batch=batch)
     plain, striped = (simulate(task, AllReduceSGD(codec=codec), Cluster(workers=4)) for codec in (None, Fp32()))
     assert close(striped.params, plain.params, rtol=1e-5)
     assert all(same(p, striped.params) for p in params(striped))
 
 
-def test_fp32_remembers_nothing_of_a_float32_model():
+def test_fp32_keeps_no_residual_of_a_float32_model():
     """In a whole run."""
     run = simulate(quadratic(steps=9, batch=8, dtype=torch.float32), AllReduceSGD(codec=Fp32()), Cluster(workers=4))
     for state in run.states:
@@ -113,8 +111,8 @@ def test_fp32_remembers_nothing_of_a_float32_model():
 
 
 def test_one_bit_sgd_delays_gradients_and_loses_none():
-    """In a whole run: with plain SGD on a slope (gradients that depend on the data alone) the model has moved by lr times
-    all gradients, but for what is remembered."""
+    """In a whole run with plain SGD on a slope (the gradients depend on the data alone), the model has moved by lr
+    times all gradients, except for the residuals."""
 
     def slope(model: nn.Module, batch: Any) -> Tensor:
         return (model.w * batch[0]).sum(1).mean()
@@ -127,7 +125,8 @@ def test_one_bit_sgd_delays_gradients_and_loses_none():
         sum(values(state, "codec.residuals")[name] for state in run.states) for name in ("residual", "owner_residual")
     )
     meant = trained_alone(task)
-    # What is remembered may be of means (over 2 samples each, then over 4 workers) or of sums over 8 samples: either is conserved.
+    # Residuals may be of means (over 2 samples each, then over 4 workers) or of sums over 8 samples. Both are
+    # conserved.
     assert close(run.params - lr * (residuals / 4 + owners), meant) or close(
         run.params - lr * (residuals + owners) / 8, meant
     )
@@ -160,7 +159,7 @@ def test_replicas_are_equal_right_after_an_average_and_only_then():
 
 
 @every_linear_optimizer
-def test_the_mean_of_replicas_of_one_curvature_does_not_depend_on_the_period(optimizer: Any):
+def test_with_equal_curvature_the_mean_of_replicas_does_not_depend_on_the_period(optimizer: Any):
     task = quadratic(steps=12, batch=8, optimizer=optimizer)
     ends = [simulate(task, PeriodicAveraging(period=p), Cluster(workers=4)).params for p in (1, 2, 3, 4, 5, 12)]
     assert all(close(end, ends[0]) for end in ends[1:])
@@ -168,7 +167,7 @@ def test_the_mean_of_replicas_of_one_curvature_does_not_depend_on_the_period(opt
 
 @pytest.mark.parametrize("batch", [8, 10, 3], ids=["equal", "3 3 2 2", "one has none"])
 def test_an_average_does_not_change_the_weighted_mean_of_parameters(batch: int):
-    """With the samples since the last average as weights; who has none is overwritten all the same."""
+    """The weights are the samples since the last average. A worker without samples receives the mean too."""
     task = regression(steps=8, batch=batch)
     before = simulate(task, PeriodicAveraging(period=100), Cluster(workers=4), stop_at=4)
     after = simulate(task, PeriodicAveraging(period=4), Cluster(workers=4), stop_at=4)
@@ -181,7 +180,7 @@ def test_an_average_does_not_change_the_weighted_mean_of_parameters(batch: int):
 
 @every_optimizer
 def test_averaging_replicas_that_saw_the_same_data_changes_nothing(optimizer: Any):
-    """All samples are one sample, so that all workers see it."""
+    """All samples are equal, so all workers see the same data."""
     task = quadratic(steps=11, batch=6, optimizer=optimizer)
     task = Task(task.model, task.loss, [task.data[0][:1].repeat(24, 1)], 6, optimizer, steps=11)
     assert close(simulate(task, PeriodicAveraging(period=3), Cluster(workers=3)).params, trained_alone(task))
@@ -207,7 +206,8 @@ def test_block_momentum_0_at_rate_1_equals_averaging(optimizer: Any, nesterov: b
 def outer_loop(
     task: Task, workers: int, period: int, outer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 ) -> Tensor:
-    """Blocks of local training by hand; a torch optimizer steps by the outer gradient, the block's start less the mean of the replicas."""
+    """Blocks of local training, written by hand. A torch optimizer steps by the outer gradient: the block's start minus
+    the mean of the replicas."""
     centre = nn.Parameter(vector(task.build()))
     stepper = outer([centre])
     replicas = [task.build() for _ in range(workers)]
@@ -231,7 +231,8 @@ def outer_loop(
 def test_block_momentum_is_torchs_momentum_on_the_outer_gradient(
     optimizer: Any, nesterov: bool, eta: float, rate: float
 ):
-    """Of Nesterov's form torch holds the look-ahead point, where blocks begin; the model deployed is the one behind it."""
+    """In Nesterov's form torch holds the look-ahead point, where blocks begin. The deployed model is the point behind
+    it."""
     task = regression(steps=16, batch=8, optimizer=optimizer)
     expected = outer_loop(task, 4, 4, lambda p: torch.optim.SGD(p, lr=rate, momentum=eta, nesterov=nesterov))
     run = simulate(
@@ -248,7 +249,7 @@ def test_block_momentum_is_torchs_momentum_on_the_outer_gradient(
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("eta", "rate"), [(0.75, 1.0), (0.5, 0.6)])
 def test_one_block_moves_the_model_by_rate_over_1_minus_eta_in_the_end(nesterov: bool, eta: float, rate: float):
-    """A block with gradients of 1, then 80 without any; 0.75**80 is 1e-10."""
+    """One block has gradients of 1, and the next 80 have gradients of 0; 0.75**80 is 1e-10."""
     steps, period, batch, lr = 2 * 81, 2, 4, 0.05
     optimizer = OPTIMIZERS["sgd"]
 
@@ -285,8 +286,8 @@ def test_block_momentum_of_one_worker_equals_its_optimizer(optimizer: Any):
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_a_block_starts_with_a_fresh_optimizer_if_so_asked(reset: bool):
-    """The run ends with a block, so what is left of the optimizer's state is what the next block would begin with."""
+def test_a_block_starts_with_a_reset_optimizer_under_that_setting(reset: bool):
+    """The run ends with a block, so the remaining optimizer state is what the next block would start with."""
     run = simulate(
         regression(steps=8, batch=8, optimizer=OPTIMIZERS["momentum"]),
         BlockMomentum(period=4, optimizer_state="reset" if reset else "keep"),
@@ -309,7 +310,7 @@ def test_default_block_momentum_is_1_minus_1_over_workers():
 
 
 @pytest.mark.parametrize("servers", [2, 3, 5])
-def test_any_number_of_shards_equals_one(servers: int):
+def test_any_number_of_shards_equals_one_shard(servers: int):
     """In one order of events, to the bit."""
     task = regression(steps=12, batch=9)
     one, several = (
@@ -336,12 +337,12 @@ def test_a_parameter_server_with_one_worker_equals_torchs_sgd(servers: int):
 
 @dataclass(frozen=True)
 class Recording(Rule):
-    """Another rule, with every update that it was given written down."""
+    """Wraps a rule, and records every update that it receives."""
 
     rule: Rule
     updates: list[Tensor]
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         self.updates.append(update.clone())
         return self.rule.apply(value, update, m, push)
 
@@ -349,8 +350,8 @@ class Recording(Rule):
         return id(self)
 
 
-def test_the_server_holds_its_first_value_less_all_that_was_pushed():
-    """Whatever the order; every push counts once.  The slowest worker leaves last, with what the shard holds in the end."""
+def test_the_server_holds_its_first_value_minus_all_pushes():
+    """In any order; every push counts once. The slowest worker leaves last, with the final value of the shard."""
     task, recording = regression(steps=11, batch=9), Recording(Sgd(lr=0.03), [])
     run = simulate(task, ParameterServer(rule=recording, servers=1), instant(3, compute=[1.0, 1.4, 2.3]))
     assert len(recording.updates) == 3 * 11
@@ -358,7 +359,7 @@ def test_the_server_holds_its_first_value_less_all_that_was_pushed():
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_a_shards_version_counts_the_pushes_applied(servers: int):
+def test_a_shards_version_counts_the_applied_pushes(servers: int):
     run = simulate(regression(steps=11, batch=9), ParameterServer(servers=servers), Cluster(workers=3))
     for j in range(servers):
         assert [p.step for p in run.trace.points if p.rank == 3 + j] == list(range(33))
@@ -366,10 +367,10 @@ def test_a_shards_version_counts_the_pushes_applied(servers: int):
 
 @pytest.mark.parametrize("compute", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.3, 2.1, 3.7]], ids=["equal", "unequal"])
 def test_mean_staleness_is_the_number_of_other_workers(compute: list[float]):
-    """Algorithms 0.5: at every update the other N - 1 gradients under way age by one, whatever the speeds.
+    """Algorithms 0.5: at every update the other N - 1 gradients in flight age by one, at any speeds.
 
-    Ages add up to (N - 1) E over E updates, but for gradients still under way when the window ends; none of those N - 1 is older
-    than the stalest.  The window ends when the first worker does.
+    Ages add up to (N - 1) E over E updates, except for gradients in flight when the window ends. None of those N - 1 is
+    older than the stalest. The window ends when the first worker finishes.
     """
     run = simulate(quadratic(steps=400, batch=4), ParameterServer(servers=1), instant(4, compute=compute))
     window = [p.staleness for p in run.trace.points if p.rank == 4 and p.time <= 399.5]
@@ -383,10 +384,10 @@ def test_mean_staleness_is_the_number_of_other_workers(compute: list[float]):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("staleness", [0, 3])
-def test_a_rule_does_to_slices_what_it_does_to_the_whole(rule: Rule, staleness: int):
+def test_a_rule_applied_to_slices_equals_the_rule_applied_to_the_whole(rule: Rule, staleness: int):
     whole, parts, update = numbers(100), numbers(100), numbers(100, seed=1)
     stripes, push = (slice(0, 33), slice(33, 90), slice(90, 100)), Push(staleness=staleness)
-    m, each = Memory(**rule.memory(whole)), [Memory(**rule.memory(parts[where])) for where in stripes]
+    m, each = Slot(**rule.memory(whole)), [Slot(**rule.memory(parts[where])) for where in stripes]
     rule.pulled(whole, m, 0)
     for where, own in zip(stripes, each, strict=True):
         rule.pulled(parts[where], own, 0)
@@ -403,6 +404,6 @@ def test_a_rule_does_to_slices_what_it_does_to_the_whole(rule: Rule, staleness: 
     [AllReduceSGD(), AllReduceSGD(codec=OneBit()), PeriodicAveraging(period=3), PeriodicAveraging(period=50)],
     ids=str,
 )
-def test_one_worker_of_a_synchronous_method_is_its_optimizer_to_the_bit(strategy: Strategy, optimizer: Any):
+def test_one_worker_of_a_synchronous_method_equals_its_optimizer_to_the_bit(strategy: Strategy, optimizer: Any):
     task = regression(steps=13, batch=7, samples=20, optimizer=optimizer)
     assert same(simulate(task, strategy, Cluster(workers=1)).params, trained_alone(task))

@@ -1,4 +1,5 @@
-"""Workers that die, join and are not heard, in the simulator: nobody waits for the dead, nothing is lost or done twice."""
+"""Workers that die, join or lose messages, in the simulator: no worker waits for a dead one, and no update is lost or
+applied twice."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from paceline import (
     Faults,
     ParameterServer,
     PeriodicAveraging,
-    RoundRobin,
     Run,
-    Sgd,
     SoftSync,
     StaleSynchronous,
     Strategy,
     Task,
     simulate,
 )
+from paceline.server.gates import RoundRobin
+from paceline.server.rules import Sgd
 from tests.laws.tasks import close, quadratic, regression, values
 
 STEPS, BATCH, WORKERS = 14, 8, 4
@@ -49,7 +50,7 @@ every_method = pytest.mark.parametrize("strategy", METHODS.values(), ids=METHODS
 
 
 def counting(numel: int = 3) -> Task:
-    """Every sample is a vector with a one at its own place: a gradient tells which samples it is of."""
+    """Every sample is a one-hot vector, so a gradient shows which samples it is of."""
     samples = STEPS * BATCH
 
     class Sum(nn.Module):
@@ -79,7 +80,7 @@ def cluster(seed: int, **more: Any) -> Cluster:
 
 
 def random_faults(seed: int, servers: int, **more: Any) -> Faults:
-    """Up to all workers die, and others come, some of whom die too."""
+    """Up to all workers die. Others join, and some of those die too."""
     chance = Random(seed)
     joins = [chance.uniform(0, 0.2) for _ in range(chance.randrange(1, 4))]
     ranks = [*range(WORKERS), *range(WORKERS + servers, WORKERS + servers + len(joins))]
@@ -100,15 +101,15 @@ def test_without_faults_every_sample_is_applied_once():
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_sample_is_applied_once_whoever_dies(seed: int):
-    """With one shard an update is in the value exactly if its ticket is done."""
+def test_every_sample_is_applied_once_when_workers_die(seed: int):
+    """With one shard, an update is in the value exactly if its work item is done."""
     faults = random_faults(seed, servers=1)
     run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=faults)
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_sample_is_applied_once_whoever_is_taken_for_dead(seed: int):
+def test_every_sample_is_applied_once_when_workers_are_suspected(seed: int):
     chance = Random(seed)
     suspicions = [(chance.randrange(WORKERS), chance.uniform(0, 0.2)) for _ in range(chance.randrange(1, 6))]
     run = simulate(
@@ -119,7 +120,7 @@ def test_every_sample_is_applied_once_whoever_is_taken_for_dead(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_sample_is_applied_once_however_many_messages_are_lost_or_doubled(seed: int):
+def test_every_sample_is_applied_once_when_messages_are_lost_or_doubled(seed: int):
     faults = Faults(lost=0.15, doubled=0.15, retransmit_s=0.05)
     run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=2), cluster(seed), faults=faults)
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
@@ -134,7 +135,7 @@ def test_every_sample_is_applied_once_when_workers_die_and_messages_are_lost(see
 
 @every_method
 @pytest.mark.parametrize("seed", range(12))
-def test_every_method_ends_and_learns_whoever_dies(strategy: Strategy, seed: int):
+def test_every_method_ends_and_learns_when_workers_die(strategy: Strategy, seed: int):
     faults = random_faults(seed, strategy.servers)
     run = simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(seed), faults=faults)
     assert run.params.isfinite().all()
@@ -143,21 +144,21 @@ def test_every_method_ends_and_learns_whoever_dies(strategy: Strategy, seed: int
 
 
 @every_method
-def test_every_method_is_the_same_twice_with_the_same_faults(strategy: Strategy):
+def test_every_method_gives_the_same_result_twice_with_the_same_faults(strategy: Strategy):
     faults = random_faults(3, strategy.servers)
     runs = [simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(3), faults=faults) for _ in range(2)]
     assert runs[0].trace.digest() == runs[1].trace.digest()
 
 
 @every_method
-def test_all_workers_end_with_what_the_shards_hold(strategy: Strategy):
+def test_all_workers_end_with_the_values_of_the_shards(strategy: Strategy):
     run = simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(1))
     ends = [values(state, "model")["params"] for state in run.states]
     assert all(torch.equal(end, ends[0]) for end in ends)
 
 
-def test_nobody_waits_for_the_dead():
-    """In step with three others, one dies: they go on as soon as that is noticed."""
+def test_no_worker_waits_for_a_dead_one():
+    """Four workers run in lockstep and one dies. The others continue as soon as the death is detected."""
     died, notice = 0.055, 0.004
     run = simulate(
         regression(steps=40, batch=BATCH),
@@ -170,7 +171,7 @@ def test_nobody_waits_for_the_dead():
     assert not [s for s in run.trace.spans if s.rank == 2 and s.start > died]
 
 
-def test_who_joins_begins_with_the_current_model_and_shares_the_work():
+def test_a_joining_worker_starts_with_the_current_model_and_shares_the_work():
     task, strategy, two = (
         quadratic(steps=100, batch=4),
         ParameterServer(rule=Sgd(lr=0.05), servers=1),
@@ -184,21 +185,21 @@ def test_who_joins_begins_with_the_current_model_and_shares_the_work():
     assert first.loss < began
 
 
-def test_if_the_first_worker_dies_at_once_another_brings_the_model():
+def test_if_the_first_worker_dies_at_once_another_sends_the_initial_model():
     task = regression(steps=10, batch=BATCH)
     run = simulate(task, ParameterServer(rule=Sgd(lr=0.01), servers=2), cluster(0), faults=Faults({0: 0.0}))
     assert values(run.states[1], "model")["params"].isfinite().all()
     assert not close(values(run.states[1], "model")["params"], values(run.states[0], "model")["params"], rtol=1e-6)
 
 
-def test_if_all_die_and_nobody_joins_the_run_ends():
+def test_if_all_workers_die_and_none_joins_the_run_ends():
     faults = Faults({r: 0.01 + r / 100 for r in range(4)})
     run = simulate(regression(steps=10, batch=BATCH), ParameterServer(), cluster(0), faults=faults)
     assert run.seconds < 10.1, "after the time in which somebody might have joined"
 
 
 @pytest.mark.parametrize("strategy", [AllReduceSGD(), PeriodicAveraging(period=4)], ids=str)
-def test_methods_with_collectives_cannot_lose_a_worker(strategy: Strategy):
+def test_methods_with_collectives_refuse_faults(strategy: Strategy):
     with pytest.raises(ValueError, match=r"its workers wait for each other\), which a run with faults does not offer"):
         simulate(regression(steps=4, batch=6), strategy, Cluster(workers=3), faults=Faults({1: 0.1}))
 
@@ -216,28 +217,28 @@ def test_methods_with_collectives_cannot_lose_a_worker(strategy: Strategy):
         ),
     ],
 )
-def test_faults_that_cannot_be_are_refused(make: Any, named: str):
+def test_impossible_faults_are_refused(make: Any, named: str):
     with pytest.raises(ValueError, match=named):
         make()
 
 
 @every_method
 @pytest.mark.parametrize("seed", range(6))
-def test_every_method_ends_whoever_is_taken_for_dead(strategy: Strategy, seed: int):
+def test_every_method_ends_when_workers_are_suspected(strategy: Strategy, seed: int):
     chance = Random(seed)
     suspicions = [(chance.randrange(WORKERS), chance.uniform(0, 0.15)) for _ in range(chance.randrange(1, 6))]
     run = simulate(regression(steps=STEPS, batch=BATCH), strategy, cluster(seed), faults=Faults(suspicions=suspicions))
     assert run.params.isfinite().all()
 
 
-def test_if_all_are_taken_for_dead_they_come_back():
+def test_if_all_workers_are_suspected_they_rejoin():
     faults = Faults(suspicions=[(rank, 0.05) for rank in range(WORKERS)])
     run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(0), faults=faults)
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
 
 
 @pytest.mark.parametrize("before_s", [0.0005 * i for i in range(1, 25)])
-def test_nobody_waits_for_one_that_dies_after_it_has_left(before_s: float):
+def test_no_worker_waits_for_one_that_dies_after_it_has_left(before_s: float):
     strategy = ParameterServer(rule=Sgd(lr=1.0), servers=1)
     whole = simulate(counting(), strategy, cluster(0))
     run = simulate(counting(), strategy, cluster(0), faults=Faults({1: whole.seconds - before_s}))

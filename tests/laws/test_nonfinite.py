@@ -1,4 +1,4 @@
-"""NaN: named with rank, step and parameter, and then skipped, stopped at or passed on, as the policy says."""
+"""NaN gradients: the run names rank, step and parameter, and then skips, stops or passes the value on, by policy."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from paceline import (
     AllReduceSGD,
     Cluster,
     NonFiniteGradient,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
-    Sgd,
     Task,
     simulate,
 )
-from paceline.codecs import Fp16, Fp32
+from paceline.codecs import Fp16, Fp32, OneBit
 from paceline.codecs.entropy import Entropy
 from paceline.codecs.power_sgd import PowerSGD
+from paceline.server.rules import Sgd
 from paceline.strategy import Strategy
 from tests.laws.tasks import OPTIMIZERS, close, numbers, params, same, trained_alone, values
 
@@ -60,7 +59,7 @@ def distances(model: nn.Module, batch: Any) -> Tensor:
 def task_with_bad_samples(
     *culprits: tuple[int, int], bad: float = math.nan, bucket_bytes: int = 1, parameter: str = "loud"
 ) -> Task:
-    """One epoch, in which the gradient of a parameter is bad at those steps on those ranks, and nowhere else."""
+    """One epoch in which the gradient of one parameter is bad at the given steps on the given ranks, and only there."""
     samples = STEPS * BATCH
     x, y = numbers(samples, 4, seed=1), numbers(samples, 4, seed=2)
     order = Task(Pair, distances, [torch.arange(samples)], BATCH, OPTIMIZERS["sgd"], steps=STEPS)
@@ -90,8 +89,8 @@ def test_a_bad_gradient_is_skipped_and_named(strategy: Strategy, culprit: tuple[
         assert all(same(p, run.params) for p in params(run))
 
 
-def test_a_gradient_beyond_its_codec_is_skipped_and_told_of():
-    """Finite as it is, no parameter is to blame; but a step must not be left out in silence."""
+def test_a_gradient_beyond_its_codec_is_skipped_with_a_warning():
+    """The gradient is finite, so the warning names no parameter. But a step must not be skipped silently."""
     with pytest.warns(NonFiniteGradient) as caught:
         run = simulate(task_with_bad_samples((4, 1), bad=1e7), AllReduceSGD(codec=Fp16()), Cluster(workers=WORKERS))
     (told,) = (str(w.message) for w in caught)
@@ -103,7 +102,7 @@ def test_a_gradient_beyond_its_codec_is_skipped_and_told_of():
 
 @every_culprit
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_all_reduce_sgd_leaves_the_whole_step_out(culprit: tuple[int, int], bucket_bytes: int):
+def test_all_reduce_sgd_skips_the_whole_step(culprit: tuple[int, int], bucket_bytes: int):
     task = task_with_bad_samples(culprit, bucket_bytes=bucket_bytes)
     with pytest.warns(NonFiniteGradient):
         run = simulate(task, AllReduceSGD(), Cluster(workers=WORKERS))
@@ -112,7 +111,8 @@ def test_all_reduce_sgd_leaves_the_whole_step_out(culprit: tuple[int, int], buck
 
 @every_culprit
 def test_a_bad_minibatch_has_no_weight_in_an_average(culprit: tuple[int, int]):
-    """Broken off within the period, before its samples are forgotten: the culprit counts one minibatch less, the others all."""
+    """The run stops within a period, before the sample counts are reset. The bad worker has one minibatch less; the
+    others have all."""
     step, rank = culprit
     if step == STEPS - 1:
         pytest.skip("the run ends with that step")
@@ -136,7 +136,8 @@ def test_a_bad_gradient_makes_no_new_version_of_a_shard():
 @every_strategy
 @every_culprit
 def test_a_bad_gradient_stops_the_run_by_name(strategy: Strategy, culprit: tuple[int, int]):
-    """In a synchronous method all ranks stop, and the first to say so may be another than the culprit: it knows rank and step."""
+    """In a synchronous method all ranks stop. The first error may be that of another rank; it still names the bad rank
+    and the step."""
     step, rank = culprit
     with pytest.raises(FloatingPointError) as caught:
         simulate(task_with_bad_samples(culprit), strategy, Cluster(workers=WORKERS), nonfinite="stop")
@@ -153,7 +154,7 @@ def test_a_bad_gradient_stops_the_run_by_name(strategy: Strategy, culprit: tuple
 
 @every_strategy
 @every_culprit
-def test_a_bad_gradient_may_be_passed_on(strategy: Strategy, culprit: tuple[int, int]):
+def test_a_bad_gradient_is_passed_on_under_that_policy(strategy: Strategy, culprit: tuple[int, int]):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = simulate(task_with_bad_samples(culprit), strategy, Cluster(workers=WORKERS), nonfinite="pass")
@@ -164,7 +165,7 @@ EVERYONE = [(4, rank) for rank in range(WORKERS)]
 
 
 @every_strategy
-def test_bad_gradients_of_everyone_are_skipped_and_named(strategy: Strategy):
+def test_bad_gradients_of_all_workers_are_skipped_and_named(strategy: Strategy):
     with pytest.warns(NonFiniteGradient) as caught:
         run = simulate(task_with_bad_samples(*EVERYONE), strategy, Cluster(workers=WORKERS))
     assert sorted(str(w.message)[:6] for w in caught) == ["rank 0", "rank 1", "rank 2"]
@@ -173,20 +174,20 @@ def test_bad_gradients_of_everyone_are_skipped_and_named(strategy: Strategy):
 
 
 @every_strategy
-def test_bad_gradients_of_everyone_stop_the_run(strategy: Strategy):
+def test_bad_gradients_of_all_workers_stop_the_run(strategy: Strategy):
     with pytest.raises(FloatingPointError, match="at step 4"):
         simulate(task_with_bad_samples(*EVERYONE), strategy, Cluster(workers=WORKERS), nonfinite="stop")
 
 
 @every_strategy
-def test_bad_gradients_of_everyone_may_be_passed_on(strategy: Strategy):
+def test_bad_gradients_of_all_workers_are_passed_on_under_that_policy(strategy: Strategy):
     run = simulate(task_with_bad_samples(*EVERYONE), strategy, Cluster(workers=WORKERS), nonfinite="pass")
     assert any(not p.isfinite().all() for p in params(run))
 
 
 @every_strategy
 @pytest.mark.parametrize("nonfinite", ["skip", "stop"])
-def test_one_worker_does_as_many_do(strategy: Strategy, nonfinite: Any):
+def test_one_worker_follows_the_policy_as_several_do(strategy: Strategy, nonfinite: Any):
     task = task_with_bad_samples((4, 1))
     if nonfinite == "stop":
         with pytest.raises(FloatingPointError, match="rank 0 has NaN or infinity in the gradient of 'loud' at step 4"):
@@ -197,9 +198,10 @@ def test_one_worker_does_as_many_do(strategy: Strategy, nonfinite: Any):
         assert same(run.params, trained_alone(task, left_out=[4]))
 
 
-def test_what_a_skipped_step_was_to_say_again_is_not_forgotten():
-    """Error feedback across a skipped step: what one-bit SGD remembered before it was not applied by it, and must not be lost
-    from the bucket in which the NaN was found on (those before it had been exchanged when nobody knew)."""
+def test_a_skipped_step_does_not_lose_the_residual():
+    """Error feedback across a skipped step: the step did not apply the residuals that one-bit SGD had before it. They
+    must not be lost, from the bucket with the NaN on. The buckets before it were already exchanged when the NaN was
+    found."""
     task = task_with_bad_samples((4, 1), parameter="loud")
     with pytest.warns(NonFiniteGradient, match="'loud'"):
         after = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=WORKERS), stop_at=5)
@@ -210,6 +212,6 @@ def test_what_a_skipped_step_was_to_say_again_is_not_forgotten():
             assert close(values(a, "codec.residuals")[name], values(b, "codec.residuals")[name])
 
 
-def test_an_unknown_policy_is_refused_with_those_there_are():
+def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"nonfinite='ignore'.*'skip', 'stop' and 'pass'"):
         simulate(task_with_bad_samples(), AllReduceSGD(), Cluster(workers=2), nonfinite="ignore")  # pyright: ignore

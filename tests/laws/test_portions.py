@@ -1,4 +1,5 @@
-"""Data in portions: each is counted exactly once in every pass, whoever dies, is slow or not heard, and whatever is said twice."""
+"""Portions of the data: each counts exactly once in every pass, when workers die or are slow and when messages are lost
+or repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline import Cluster, ClusterError, Faults, Link, Replica, Run, Sandblaster, Shard, Task, simulate
+from paceline import (
+    Cluster,
+    ClusterError,
+    Faults,
+    Link,
+    Replica,
+    Run,
+    Sandblaster,
+    Shard,
+    Task,
+    simulate,
+)
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal, Requests
 from paceline.server.messages import End, Enlist, PushSum, Report, RunProgram, SetValue, Value
@@ -27,7 +39,8 @@ SAMPLES = STEPS * BATCH
 
 
 def counting() -> Task:
-    """Every sample has a parameter of its own, of which the loss is a linear function: a direction says how often each was counted."""
+    """Every sample has its own parameter, and the loss is linear in it. So a direction shows how often each sample was
+    counted."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -43,7 +56,7 @@ def counting() -> Task:
 
 
 def assert_each_was_counted_once(run: Run) -> None:
-    """Without curvature every pass but the first takes a step of length 1 along the mean gradient."""
+    """Without curvature, every pass except the first takes a step of length 1 along the mean gradient."""
     expected = torch.full((SAMPLES,), (PASSES - 1) / SAMPLES**0.5, dtype=torch.float64)
     assert torch.allclose(run.params, expected, rtol=1e-12)
 
@@ -59,7 +72,7 @@ def method(seed: int) -> Sandblaster:
 
 
 def random_faults(seed: int, servers: int, **more: Any) -> Faults:
-    """Up to all but one die, and others come."""
+    """Up to all but one die, and others join."""
     chance = Random(seed)
     joins = [chance.uniform(0, 0.4) for _ in range(chance.randrange(1, 4))]
     ranks = [*range(WORKERS), *range(WORKERS + servers, WORKERS + servers + len(joins))]
@@ -94,8 +107,8 @@ def test_each_portion_is_counted_once(kind: str, seed: int):
 
 
 @pytest.mark.parametrize("before_s", [0.0002 * i for i in range(12)])
-def test_a_worker_that_dies_while_it_pushes_is_counted_on_all_shards_or_on_none(before_s: float):
-    """Over a slow link a push to three shards takes a while: it dies at all places within."""
+def test_a_worker_that_dies_during_a_push_is_counted_on_all_shards_or_on_none(before_s: float):
+    """Over a slow link a push to three shards takes some time. The worker dies at every moment within it."""
     slow = Cluster(workers=2, compute="1ms", bandwidth="100kB/s", latency="1ms")
     strategy = Sandblaster(shards=3, push=2)
     whole = simulate(counting(), strategy, slow)
@@ -103,16 +116,16 @@ def test_a_worker_that_dies_while_it_pushes_is_counted_on_all_shards_or_on_none(
     assert_each_was_counted_once(run)
 
 
-def test_if_all_die_and_nobody_joins_the_run_ends():
+def test_if_all_workers_die_and_none_joins_the_run_ends():
     run = simulate(counting(), Sandblaster(), cluster(0), faults=Faults({r: 0.01 + r / 100 for r in range(WORKERS)}))
     assert run.seconds < 10.2, "after the time in which somebody might have joined"
 
 
-def test_if_the_first_worker_dies_at_once_another_brings_the_model():
+def test_if_the_first_worker_dies_at_once_another_sends_the_initial_model():
     assert_each_was_counted_once(simulate(counting(), Sandblaster(), cluster(0), faults=Faults({0: 0.0})))
 
 
-def test_who_joins_shares_the_work():
+def test_a_joining_worker_shares_the_work():
     two = Cluster(workers=2, compute="10ms")
     alone, helped = (
         simulate(counting(), Sandblaster(), two, faults=Faults(joins=joins)) for joins in ([], [0.01, 0.01])
@@ -123,14 +136,14 @@ def test_who_joins_shares_the_work():
 
 @pytest.mark.parametrize("before_s", [0.0, 0.0001, 0.0004, 0.001, 0.002, 0.004])
 @pytest.mark.parametrize("latency", ["50us", "2ms"])
-def test_who_joins_as_the_others_go_has_nothing_to_do(before_s: float, latency: str):
+def test_a_worker_that_joins_as_the_others_leave_has_nothing_to_do(before_s: float, latency: str):
     joining, coordinator = 5, 2
     two = Cluster(workers=2, compute="10ms", links={(joining, coordinator): Link("10Gbit/s", latency)})
     end = simulate(counting(), Sandblaster(), two).seconds
     assert_each_was_counted_once(simulate(counting(), Sandblaster(), two, faults=Faults(joins=[end - before_s])))
 
 
-# Who works on what.
+# Which worker has which portion.
 
 
 @given(
@@ -138,13 +151,14 @@ def test_who_joins_as_the_others_go_has_nothing_to_do(before_s: float, latency: 
     st.integers(0, 2),
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from("tbrrrhl")), max_size=200),
 )
-def test_whatever_happens_each_portion_is_in_one_sum_at_most_and_none_is_lost(
+def test_in_any_order_of_events_each_portion_is_in_at_most_one_sum_and_none_is_lost(
     count: int, backups: int, events: list[tuple[int, str]]
 ):
-    """Workers take portions, back others up, report, hand in and die in any order; then one does all that is left."""
+    """Workers take portions, back up others, report, hand in and die in any order. Then one worker does the rest."""
     portions = Portions(count, backups)
     hands: dict[int, list[int]] = {}
-    sums: dict[int, tuple[int, list[int]]] = {}  # What each believes to be in its sum, and which sum that is.
+    # By worker: the number of its sum, and the portions in it.
+    sums: dict[int, tuple[int, list[int]]] = {}
     counted: list[int] = []
 
     def happen(worker: int, event: str) -> None:
@@ -181,7 +195,7 @@ def test_whatever_happens_each_portion_is_in_one_sum_at_most_and_none_is_lost(
     assert sorted(counted) == list(range(count))
 
 
-def test_the_oldest_is_backed_up_first_and_each_as_often_as_allowed():
+def test_the_oldest_portion_is_backed_up_first_and_each_as_often_as_allowed():
     portions = Portions(3, backups=1)
     assert [portions.take(0), portions.take(1), portions.take(2)] == [0, 1, 2]
     assert portions.report(2, 2)
@@ -194,7 +208,7 @@ def test_without_backups_nothing_is_done_twice():
     assert [portions.take(0), portions.take(1), portions.back_up(2)] == [0, 1, None]
 
 
-def test_what_a_slow_worker_has_finished_and_not_handed_in_is_done_again():
+def test_portions_that_a_slow_worker_finished_but_did_not_hand_in_are_done_again():
     portions = Portions(3, backups=1)
     assert [portions.take(0), portions.take(1)] == [0, 1]
     assert portions.report(0, 0) and portions.take(0) == 2 and portions.report(1, 1)
@@ -208,7 +222,7 @@ def test_what_a_slow_worker_has_finished_and_not_handed_in_is_done_again():
     assert portions.is_done
 
 
-def test_who_hands_in_is_not_overtaken():
+def test_a_backup_does_not_count_after_the_first_worker_has_reported():
     portions = Portions(2, backups=1)
     assert [portions.take(0), portions.take(1)] == [0, 1]
     assert portions.back_up(2) == 0 and portions.report(0, 0)
@@ -216,7 +230,7 @@ def test_who_hands_in_is_not_overtaken():
     assert portions.claimed(0) == 1
 
 
-# What shards do, and do not do.
+# What shards compute, and what they refuse.
 
 
 def slices(numel: int = 6) -> Vectors:
@@ -243,7 +257,7 @@ def test_operations_do_what_they_say():
     assert torch.allclose(v["z"], x + 1.5 * x * x) and not v["x"].any() and same(v["w"], x)
 
 
-def test_a_push_counts_when_it_is_taken_and_once():
+def test_a_push_counts_once_and_only_when_it_is_accepted():
     v, update = slices(), numbers(6, seed=1)
     v.run("zero g")
     v.hold(PushSum(update, 1, 3, src=7))
@@ -266,7 +280,7 @@ def test_a_push_counts_when_it_is_taken_and_once():
         ("zero x\n\n", "there is no operation ''"),
     ],
 )
-def test_a_program_with_a_mistake_is_not_begun(program: str, named: str):
+def test_a_program_with_an_error_is_not_started(program: str, named: str):
     v = slices()
     with pytest.raises(Refusal, match=named):
         v.run(program)
@@ -274,7 +288,7 @@ def test_a_program_with_a_mistake_is_not_begun(program: str, named: str):
         v["x"]
 
 
-GARBAGE: list[tuple[int, Request, str]] = [  # To which server, what, and why it is refused.
+GARBAGE: list[tuple[int, Request, str]] = [  # The server, the message, and why it is refused.
     (1, RunProgram(torch.zeros(3, dtype=torch.uint8)), "only the coordinator says what to do"),
     (1, End(), "only the coordinator says what to do"),
     (1, SetValue(torch.zeros(2, 2)), "a value is one vector of real numbers"),
@@ -291,7 +305,7 @@ GARBAGE: list[tuple[int, Request, str]] = [  # To which server, what, and why it
 
 @dataclass(frozen=True)
 class Provoked(Sandblaster):
-    """A worker that says what makes no sense, once the others have begun, and then works as they do."""
+    """A worker that sends an invalid message after the others have started, and then works as they do."""
 
     said: list[str] = field(default_factory=list[str], compare=False)
     refused: list[int] = field(default_factory=list[int], compare=False)
@@ -311,7 +325,7 @@ class Provoked(Sandblaster):
         self.refused.append(s.refused)
 
 
-def test_what_makes_no_sense_is_refused_by_name_counted_and_survived():
+def test_an_invalid_message_is_refused_by_name_counted_and_survived():
     strategy = Provoked()
     run = simulate(counting(), strategy, instant(WORKERS))
     assert_each_was_counted_once(run)

@@ -1,4 +1,4 @@
-"""What becomes of each worker's own state: when workers meet, and when there are more or fewer of them than before."""
+"""Each worker's own state: what a synchronisation does to it, and what more or fewer workers do to it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from paceline import (
     BlockMomentum,
     Cluster,
     DiLoCo,
-    Fp32,
     NonFiniteReplica,
-    OneBit,
     PeriodicAveraging,
     Replicated,
     Run,
@@ -25,6 +23,7 @@ from paceline import (
     resized,
     simulate,
 )
+from paceline.codecs import Fp32, OneBit
 from tests.laws.every import ORDERED, Case
 from tests.laws.tasks import OPTIMIZERS, Point, close, params, quadratic, regression, same, trained_alone, values
 from tests.laws.test_strategies import assert_same_states, restless
@@ -35,7 +34,7 @@ every_ordered_case = pytest.mark.parametrize("case", ORDERED.values(), ids=ORDER
 
 
 def slopes(*, steps: int, batch: int = 8, numel: int = 7) -> Task:
-    """Gradients that are the data, wherever the model is."""
+    """The gradients are the data, and do not depend on the model."""
     return replace(
         quadratic(steps=steps, batch=batch, numel=numel), loss=lambda model, batch: (model.w * batch[0]).sum(1).mean()
     )
@@ -56,19 +55,20 @@ def mean(vectors: list[Any], weights: list[float]) -> Any:
 
 
 def owed(states: list[Any]) -> Tensor:
-    """What the next means would still deliver: of everybody's residuals the mean, of owners' the sum."""
+    """What the next means would still deliver: the mean of the workers' residuals, and the sum of the owners'
+    residuals."""
     slots = [next(v["values"] for n, v in s["slots"].items() if n.endswith(".residuals")) for s in states]
     residuals, owners = (torch.stack([slot[name] for slot in slots]) for name in ("residual", "owner_residual"))
     return residuals.mean(0) + owners.sum(0)
 
 
-# At a meeting: delays and codecs
+# At a synchronisation: delays and codecs
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
 @pytest.mark.parametrize("steps", [9, 12, 14])
-def test_what_workers_learn_while_a_mean_is_under_way_is_kept(delay: int, steps: int):
-    """On a slope all of it arrives; where it matters where one is, it is another method than without delay."""
+def test_what_workers_learn_during_a_delayed_mean_is_kept(delay: int, steps: int):
+    """On a slope all of it arrives. With curvature, a delayed mean is another method than one without delay."""
     task = slopes(steps=steps)
     assert close(simulate(task, PeriodicAveraging(period=4, delay=delay), FOUR).params, trained_alone(task))
     task = regression(steps=steps, batch=8)
@@ -76,8 +76,8 @@ def test_what_workers_learn_while_a_mean_is_under_way_is_kept(delay: int, steps:
     assert not close(*ends, rtol=1e-6) and close(*ends, rtol=0.05)
 
 
-def test_a_delayed_mean_is_merged_on_time_and_not_waited_for():
-    """A ring of 4 takes 6 latencies, which is less than two steps: with a delay of 2 nobody waits."""
+def test_a_delayed_mean_is_merged_on_time_without_waiting():
+    """A ring of 4 takes 6 latencies, which is less than two steps. With a delay of 2 no worker waits."""
     cluster = Cluster(workers=4, compute=1.0, latency=0.2)
     task = regression(steps=16, batch=8)
     plain, delayed = (simulate(task, PeriodicAveraging(period=4, delay=d), cluster).trace for d in (0, 2))
@@ -93,8 +93,8 @@ def test_a_delayed_mean_is_merged_on_time_and_not_waited_for():
     [PeriodicAveraging(period=4), SlowMo(period=4), DiLoCo(period=4, fragments=2), BlockMomentum(period=4)],
     ids=str,
 )
-def test_displacements_in_fp32_are_those_without_a_codec(strategy: Any):
-    """Up to float32's rounding."""
+def test_displacements_in_fp32_equal_those_without_a_codec(strategy: Any):
+    """Up to the rounding of float32."""
     task = regression(steps=14, batch=10)
     plain, encoded = (simulate(task, replace(strategy, codec=codec), FOUR).params for codec in (None, Fp32()))
     assert close(encoded, plain, rtol=1e-5) and not same(encoded, plain)
@@ -112,12 +112,12 @@ def test_one_bit_delays_displacements_and_loses_none(strategy: Any):
     assert not close(run.params, trained_alone(task), rtol=1e-3)
 
 
-# At a meeting: optimizers and buffers
+# At a synchronisation: optimizers and buffers
 
 
 @pytest.mark.parametrize("batch", [8, 10], ids=["equal", "3 3 2 2"])
-def test_momentum_is_kept_averaged_or_forgotten(batch: int):
-    """Averaged by samples, as parameters are."""
+def test_momentum_is_kept_averaged_or_reset(batch: int):
+    """The average is weighted by samples, as it is for parameters."""
     task = regression(steps=9, batch=batch)
     before = simulate(task, PeriodicAveraging(period=100), FOUR, stop_at=4)
     keep, average, reset = (
@@ -145,7 +145,8 @@ def test_averaged_adam_keeps_counting_steps():
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_worker_without_data_adds_nothing_to_averaged_momentum(delay: int):
-    """Three samples for four workers: the last one has neither weight nor momentum, and follows all the same."""
+    """There are three samples for four workers. The last worker has neither weight nor momentum, but it receives the
+    mean."""
     task = regression(steps=12, batch=3)
     run = simulate(task, PeriodicAveraging(period=4, optimizer_state="average", delay=delay), FOUR)
     three = simulate(task, PeriodicAveraging(period=4, optimizer_state="average", delay=delay), Cluster(workers=3))
@@ -155,14 +156,14 @@ def test_a_worker_without_data_adds_nothing_to_averaged_momentum(delay: int):
 
 @pytest.mark.parametrize("optimizer", ["momentum", "nesterov"])
 def test_the_momentum_of_a_single_number_is_averaged_too(optimizer: str):
-    """Then averaging at every step is synchronous SGD, whatever becomes of the momentum."""
+    """Averaging at every step is then synchronous SGD, for every setting of the momentum."""
     task = replace(scaled(steps=9), optimizer=OPTIMIZERS[optimizer])
     averaged = simulate(task, PeriodicAveraging(period=1, optimizer_state="average"), FOUR)
     assert close(averaged.params, simulate(task, AllReduceSGD(), FOUR).params)
 
 
 class Watching(Point):
-    """Counts its batches, and remembers the mean of the last one."""
+    """A layer that counts its batches and stores the mean of the last one."""
 
     def __init__(self) -> None:
         super().__init__(5)
@@ -177,7 +178,7 @@ def watched_distance(model: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [8, 10, 3], ids=["equal", "3 3 2 2", "one has none"])
-def test_buffers_are_averaged_by_samples_and_of_counters_the_largest_is_taken(batch: int):
+def test_buffers_are_averaged_by_samples_and_counters_take_the_largest(batch: int):
     task = replace(quadratic(steps=8, batch=batch), model=Watching, loss=watched_distance)
     before = simulate(task, PeriodicAveraging(period=100), FOUR, stop_at=4)
     after = simulate(task, PeriodicAveraging(period=4), FOUR, stop_at=4)
@@ -189,7 +190,7 @@ def test_buffers_are_averaged_by_samples_and_of_counters_the_largest_is_taken(ba
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
-def test_batches_seen_while_a_mean_is_under_way_are_counted(delay: int):
+def test_batches_seen_during_a_delayed_mean_are_counted(delay: int):
     task = replace(quadratic(steps=16, batch=8), model=Watching, loss=watched_distance)
     run = simulate(task, PeriodicAveraging(period=4, delay=delay), FOUR)
     assert [int(values(state, "model")["buffers"][0]) for state in run.states] == [16] * 4
@@ -198,27 +199,25 @@ def test_batches_seen_while_a_mean_is_under_way_are_counted(delay: int):
 @pytest.mark.parametrize(
     ("samples", "batch", "expected"),
     [
-        (6, 8, [2, 5, 8, 11]),  # 2 of each worker's samples a step
+        (6, 8, [2, 5, 8, 11]),  # 2 samples of each worker a step
         (7, 8, [3, 7, 11]),
         (1, 8, list(range(12))),
         (6, 10, [2, 5, 8, 11]),  # 3, 3, 2 and 2: two and a half on average
         (5, 10, [1, 3, 5, 7, 9, 11]),
-        (2, 3, [2, 5, 8, 11]),  # 1, 1, 1 and none
+        (2, 3, [2, 5, 8, 11]),  # 1, 1, 1 and 0
     ],
 )
-def test_a_period_in_samples_ends_with_the_first_step_by_which_workers_had_as_many(
-    samples: int, batch: int, expected: list[int]
-):
+def test_a_period_in_samples_ends_at_the_first_step_that_reaches_it(samples: int, batch: int, expected: list[int]):
     run = simulate(regression(steps=12, batch=batch), PeriodicAveraging(samples=samples), FOUR)
     for rank in range(4):
         assert [s.step for s in run.trace.syncs if s.rank == rank] == expected
 
 
-# At a meeting: replicas that are no longer finite
+# At a synchronisation: replicas that are no longer finite
 
 
 def task_with_an_overflow() -> Task:
-    """Worker 1's second step takes its parameters out of range, though its gradient is finite."""
+    """The second step of worker 1 makes its parameters infinite, although its gradient is finite."""
     task = replace(slopes(steps=9, batch=4), optimizer=lambda p: torch.optim.SGD(p, lr=10.0, momentum=0.0))
     places = replace(task, data=[torch.arange(16)])
     data = task.data[0].clone()
@@ -238,7 +237,7 @@ def test_a_replica_that_is_not_finite_takes_the_mean_of_the_others(strategy: Any
     assert run.params.isfinite().all() and all(same(p, run.params) for p in params(run))
 
 
-def test_it_has_no_weight_in_that_mean():
+def test_a_replica_that_is_not_finite_has_no_weight_in_the_mean():
     others = mean(
         [
             p
@@ -255,7 +254,7 @@ def test_it_has_no_weight_in_that_mean():
 
 
 @pytest.mark.filterwarnings("ignore::paceline.NonFiniteReplica")
-def test_a_replica_that_is_not_finite_stops_the_run_if_so_asked():
+def test_a_replica_that_is_not_finite_stops_the_run_under_that_policy():
     with pytest.raises(
         FloatingPointError, match=r"rank 1 had parameters with NaN or infinity.*after step 1.*nonfinite='stop'"
     ):
@@ -268,8 +267,9 @@ def test_a_replica_that_is_not_finite_stops_the_run_if_so_asked():
 
 
 @every_ordered_case
-def test_a_run_goes_on_with_more_or_fewer_workers(case: Case):
-    """They agree in the end, and every sample of every minibatch was seen once, or by each of them if that is the method."""
+def test_a_run_continues_with_more_or_fewer_workers(case: Case):
+    """The workers agree at the end. Every sample of every minibatch was seen once, or once by each worker if the method
+    does so."""
     task, points, states = regression(steps=14, batch=14, samples=51, model=restless), [], None
     for workers, stop in ((4, 5), (2, 8), (3, 10), (1, 12), (2, None)):
         run = simulate(
@@ -285,7 +285,7 @@ def test_a_run_goes_on_with_more_or_fewer_workers(case: Case):
 
 
 @every_ordered_case
-def test_as_many_workers_as_before_go_on_to_the_bit(case: Case):
+def test_the_same_number_of_workers_continues_to_the_bit(case: Case):
     states = simulate(regression(steps=9, batch=8), case.strategy, FOUR, stop_at=5).states
     again = resized(states, 4)
     assert_same_states(again, states)
@@ -294,8 +294,9 @@ def test_as_many_workers_as_before_go_on_to_the_bit(case: Case):
 
 
 @every_ordered_case
-def test_what_all_workers_had_alike_they_have_again(case: Case):
-    """To the bit, though three equal numbers do not always have that number as their mean: what is shared, settings, agreed parameters."""
+def test_what_was_equal_on_all_workers_stays_equal(case: Case):
+    """To the bit, although the mean of three equal numbers is not always that number. This holds for shared state,
+    settings and agreed parameters."""
     states = simulate(regression(steps=9, batch=9), case.strategy, Cluster(workers=3), stop_at=5).states
     for state in [*states, *resized(states, 2), *resized(states, 5)]:
         first = values(states[0], "model")
@@ -312,7 +313,7 @@ def test_what_all_workers_had_alike_they_have_again(case: Case):
 
 
 @every_ordered_case
-def test_what_each_worker_had_of_its_own_all_begin_with_the_mean_of(case: Case):
+def test_all_workers_start_with_the_mean_of_what_each_had(case: Case):
     old = simulate(regression(steps=9, batch=9, model=restless), case.strategy, Cluster(workers=3), stop_at=5)
     for workers in (2, 5):
         new = replace(old, states=resized(old.states, workers))
@@ -327,7 +328,7 @@ def test_what_each_worker_had_of_its_own_all_begin_with_the_mean_of(case: Case):
         assert values(new.states[0], "position")["marks"] == pytest.approx([sum(column) / 3 for column in marks])
 
 
-def test_the_momentum_of_a_single_number_is_a_mean_and_a_count_of_steps_the_largest():
+def test_the_momentum_of_a_single_number_is_averaged_and_a_step_count_takes_the_largest():
     task = replace(scaled(steps=9), optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
     old = simulate(replace(task, batch=3), PeriodicAveraging(period=9), FOUR, stop_at=5).states[:3]
     values(old[1], "optimizer")["state"][1]["step"] -= 2
@@ -338,7 +339,7 @@ def test_the_momentum_of_a_single_number_is_a_mean_and_a_count_of_steps_the_larg
     )
 
 
-def test_random_numbers_go_on_where_a_worker_stays_and_are_new_ones_where_one_joins():
+def test_random_numbers_continue_on_old_workers_and_are_new_on_joined_ones():
     states = simulate(
         regression(steps=9, batch=9, model=restless), PeriodicAveraging(period=4), Cluster(workers=3), stop_at=5
     ).states
@@ -351,8 +352,8 @@ def test_random_numbers_go_on_where_a_worker_stays_and_are_new_ones_where_one_jo
     assert not any(same(more[i], more[j]) for i in range(5) for j in range(i))
 
 
-def test_a_period_in_samples_is_one_of_the_new_workers_samples():
-    """12 samples are 4 steps of each of 4 workers, and 2 of each of 2."""
+def test_a_period_in_samples_counts_the_samples_of_the_new_workers():
+    """12 samples are 4 steps of each of 4 workers, and 2 steps of each of 2."""
     task, strategy = regression(steps=16, batch=12), PeriodicAveraging(samples=12)
     states = simulate(task, strategy, FOUR, stop_at=8).states
     run = simulate(task, strategy, Cluster(workers=2), resume=resized(states, 2))
@@ -360,7 +361,7 @@ def test_a_period_in_samples_is_one_of_the_new_workers_samples():
 
 
 def test_a_replica_that_is_not_finite_does_not_spread_when_workers_leave():
-    """At the next meeting it would not have counted."""
+    """The next synchronisation would have given it no weight."""
     old = simulate(task_with_an_overflow(), PeriodicAveraging(period=3), FOUR, stop_at=2)
     run = simulate(
         task_with_an_overflow(), PeriodicAveraging(period=3), Cluster(workers=2), resume=resized(old.states, 2)
@@ -368,8 +369,8 @@ def test_a_replica_that_is_not_finite_does_not_spread_when_workers_leave():
     assert not params(old)[1].isfinite().all() and all(p.isfinite().all() for p in params(run))
 
 
-def test_workers_that_never_had_data_may_leave_while_a_mean_is_under_way():
-    """The optimizers of some of them have a state to be averaged, and one has none."""
+def test_workers_that_never_had_data_may_leave_during_a_delayed_mean():
+    """The optimizers of some workers have a state to average, and one has none."""
     task, strategy = regression(steps=12, batch=3), PeriodicAveraging(period=4, optimizer_state="average", delay=3)
     for at in (5, 6, 9):
         states = resized(simulate(task, strategy, FOUR, stop_at=at).states, 3)
@@ -381,7 +382,7 @@ CODED = {name: case for name, case in ORDERED.items() if "one-bit" in name}
 
 
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED)
-def test_what_workers_owe_each_other_is_shared_out(case: Case):
+def test_residuals_are_shared_out_among_the_new_workers(case: Case):
     states = simulate(regression(steps=14, batch=8), case.strategy, FOUR, stop_at=9).states
     assert owed(states).count_nonzero() and all(close(owed(resized(states, n)), owed(states)) for n in (2, 3, 6))
 
@@ -392,20 +393,21 @@ def test_what_workers_owe_each_other_is_shared_out(case: Case):
     [AllReduceSGD(codec=OneBit()), PeriodicAveraging(period=4), PeriodicAveraging(period=4, codec=OneBit(), delay=2)],
     ids=str,
 )
-def test_no_displacement_is_lost_with_the_workers(strategy: Any, at: int):
-    """On a slope: what was learnt between meetings, is under way or is still owed arrives in the end."""
+def test_no_displacement_is_lost_when_workers_leave(strategy: Any, at: int):
+    """On a slope, everything arrives in the end: what was learnt between synchronisations, what is in flight and what
+    is in a residual."""
     task, states = slopes(steps=14, batch=12), None
     for workers, stop in ((4, at), (2, at + 3), (3, None)):
         states = simulate(
             task, strategy, Cluster(workers=workers), resume=states and resized(states, workers), stop_at=stop
         ).states
     still = owed(states) if strategy.codec else torch.zeros(7)
-    per_owed = -0.05 if isinstance(strategy, AllReduceSGD) else 1.0  # Of gradients, or of displacements.
+    per_owed = -0.05 if isinstance(strategy, AllReduceSGD) else 1.0  # Residuals of gradients, or of displacements.
     assert close(values(states[0], "model")["params"] + per_owed * still, trained_alone(task), rtol=1e-6)
 
 
-def test_workers_count_by_their_samples_when_others_join_them():
-    """3, 3, 2 and 2 samples a step, within a period: the mean of all displacements is that of all ten."""
+def test_workers_are_weighted_by_samples_when_others_join():
+    """3, 3, 2 and 2 samples a step, within a period: the mean of all displacements is that of all ten samples."""
     task, strategy = slopes(steps=6, batch=10), PeriodicAveraging(period=6)
     states = simulate(task, strategy, FOUR, stop_at=4).states
     grown = simulate(task, strategy, Cluster(workers=5), resume=resized(states, 5), stop_at=4)

@@ -1,4 +1,4 @@
-"""The roster of workers: whatever happens, in whatever order, its invariants hold."""
+"""The roster of workers: its invariants hold for any sequence of events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_any_sequence_of_events_keeps_the_invariants(sequence: list[tuple[str, i
         incarnations = {r: roster.incarnation(r) for r in range(RANKS + 1)}
         changes: list[Change] = getattr(roster, name)(rank, *more)
         last = states[rank]
-        for change in changes:  # The changes are the whole difference, one after the other.
+        for change in changes:  # The changes together are the whole difference.
             assert change.rank == rank and change.before is last and change.after is not last
             last = change.after
         assert roster.state(rank) is last
@@ -48,7 +48,7 @@ def test_any_sequence_of_events_keeps_the_invariants(sequence: list[tuple[str, i
 @given(
     st.lists(events, max_size=30), st.tuples(st.sampled_from(["idle", "wake", "leave", "die"]), st.integers(0, RANKS))
 )
-def test_an_event_that_comes_twice_changes_nothing_the_second_time(
+def test_a_repeated_event_changes_nothing(
     sequence: list[tuple[str, int] | tuple[str, int, int]], event: tuple[str, int]
 ):
     roster = Roster(range(RANKS))

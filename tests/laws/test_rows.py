@@ -12,21 +12,23 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline import (
-    Adagrad,
-    Adam,
     Cluster,
     Downpour,
-    Every,
-    Momentum,
-    OneBit,
     ParameterServer,
-    Rule,
     Run,
-    Scaled,
-    Sgd,
     SoftSync,
     Task,
     simulate,
+)
+from paceline.codecs import OneBit
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Every,
+    Momentum,
+    Rule,
+    Scaled,
+    Sgd,
 )
 from paceline.worker.rows import positions, refusal, rows, union, within
 from tests.laws.tasks import close
@@ -71,7 +73,7 @@ def test_touched_rows_give_the_same_result_as_all_rows(rule: Rule):
 
 @pytest.mark.parametrize("rule", [Momentum(lr=0.1), Adam(lr=0.02)], ids=str)
 def test_the_state_of_a_row_changes_only_when_it_is_touched(rule: Rule):
-    """As with torch's SparseAdam; so the run differs, and learns as well."""
+    """This is as with torch's SparseAdam. So the run differs, but learns as well."""
     trained = simulate(bags(True, steps=120), ParameterServer(rule=rule, sparse=True), Cluster(workers=3))
     losses = [p.loss for p in trained.trace.points if p.loss is not None]
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
@@ -79,7 +81,7 @@ def test_the_state_of_a_row_changes_only_when_it_is_touched(rule: Rule):
 
 def test_only_touched_rows_are_sent():
     whole, sparse = run(Sgd(lr=0.3), False), run(Sgd(lr=0.3), True)
-    for rank in (1, 4):  # A worker that did not bring the model, and a shard.
+    for rank in (1, 4):  # A worker that did not send the initial model, and a shard.
         assert sparse.trace.bytes_sent(rank) < whole.trace.bytes_sent(rank) / 3
 
 
@@ -92,8 +94,8 @@ def test_a_sparse_gradient_raises_where_it_cannot_be_sent():
     ("make", "named"),
     [
         (lambda: ParameterServer(sparse=True, codec=OneBit()), "without a codec"),
-        (lambda: ParameterServer(sparse=True, rule=Every(Sgd(), 2)), "cannot be applied to some rows alone"),
-        (lambda: SoftSync(sparse=True), "cannot be applied to some rows alone"),
+        (lambda: ParameterServer(sparse=True, rule=Every(Sgd(), 2)), "needs all rows"),
+        (lambda: SoftSync(sparse=True), "needs all rows"),
     ],
 )
 def test_unsupported_uses_of_rows_raise(make: Any, named: str):
@@ -137,7 +139,7 @@ def test_the_union_of_rows_has_each_row_once():
     ("runs", "named"),
     [
         ([[0, 5], [3, 2]], "overlap"),
-        ([[8, 3]], "end behind the last"),
+        ([[8, 3]], "end after the last"),
         ([[-1, 2]], "runs from -1"),
         ([[0, 0]], "of lengths from 0"),
         ([[2**62, 2**62]], "runs from"),

@@ -1,4 +1,4 @@
-"""Sandblaster is L-BFGS on one machine, whatever the numbers of workers and shards; its coordinator sees no vector."""
+"""Sandblaster equals L-BFGS on one machine, for any number of workers and shards. Its coordinator sees no vector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline import AllReduceSGD, Cluster, Constant, Sandblaster, Shard, Stragglers, Task, Then, attach, simulate
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    Constant,
+    Sandblaster,
+    Shard,
+    Stragglers,
+    Task,
+    Then,
+    attach,
+    simulate,
+)
 from paceline.families.lbfgs import Pair
 from paceline.families.line_search import Point, armijo, strong_wolfe
 from paceline.op import Op, Ready, drive
@@ -31,7 +42,7 @@ class Linear(nn.Module):
 def logistic(
     epochs: int, *, batch: int = 24, decay: float = 0.01, scales: Tensor | None = None, size: float = 0.5
 ) -> Task:
-    """Logistic regression; `scales` of the features make it ill-conditioned."""
+    """Logistic regression; the `scales` of the features make it ill-conditioned."""
     x = numbers(SAMPLES, FEATURES, seed=1) * (1.0 if scales is None else scales)
     y = (x @ numbers(FEATURES, seed=2) + 0.5 * numbers(SAMPLES, seed=3) > 0).double()
 
@@ -66,7 +77,7 @@ def least_squares(epochs: int, numel: int) -> Task:
 
 
 def valleys(epochs: int, numel: int) -> Task:
-    """Many curved valleys, down each of which it takes some steps."""
+    """Many curved valleys; each takes some steps to descend."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         assert isinstance(model, Linear)
@@ -79,7 +90,7 @@ def valleys(epochs: int, numel: int) -> Task:
 
 
 def whole(task: Task, w: np.ndarray) -> tuple[float, np.ndarray]:
-    """The loss over all of the data, and its gradient, in one go."""
+    """The loss over all of the data, and its gradient, in one pass."""
     model = task.build()
     with torch.no_grad():
         next(model.parameters()).copy_(torch.from_numpy(w))
@@ -91,7 +102,8 @@ def whole(task: Task, w: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def reference(task: Task, passes: int, *, history: int, c1: float = 1e-4) -> np.ndarray:
-    """L-BFGS with backtracking as a reader would write it for one machine; where it stands after so many evaluations."""
+    """L-BFGS with backtracking, written by hand for one machine. Returns the parameters after the given number of
+    evaluations."""
     w = vector(task.build()).numpy().copy()
     value, g = whole(task, w)
     spent, steps, changes = 1, deque[np.ndarray](maxlen=history), deque[np.ndarray](maxlen=history)
@@ -119,10 +131,10 @@ def reference(task: Task, passes: int, *, history: int, c1: float = 1e-4) -> np.
 
 @dataclass(frozen=True)
 class Watched(Sandblaster):
-    """Notes what the coordinator does and hears."""
+    """Records what the coordinator does and receives."""
 
     slopes: list[float] = field(default_factory=list[float], compare=False)
-    pairs: list[int] = field(default_factory=list[int], compare=False)  # how many there are after each step
+    pairs: list[int] = field(default_factory=list[int], compare=False)  # the number of pairs after each step
     heard: list[tuple[int, int]] = field(
         default_factory=list[tuple[int, int]], compare=False
     )  # sender and bytes of each message
@@ -143,7 +155,7 @@ class Watched(Sandblaster):
 
 @dataclass(frozen=True)
 class Measured(Watched):
-    """Notes also how long each gradient is."""
+    """Also records the length of each gradient."""
 
     norms: list[float] = field(default_factory=list[float], compare=False)
 
@@ -153,7 +165,7 @@ class Measured(Watched):
 
 
 class Listening:
-    """An endpoint that notes what it receives."""
+    """An endpoint that records what it receives."""
 
     def __init__(self, endpoint: Any, heard: list[tuple[int, int]]) -> None:
         self._endpoint, self._heard = endpoint, heard
@@ -172,7 +184,7 @@ class Listening:
 
 @pytest.mark.parametrize("history", [1, 3, 10])
 @pytest.mark.parametrize("passes", [1, 2, 3, 5, 9, 16])
-def test_it_is_l_bfgs_on_one_machine_step_for_step(history: int, passes: int):
+def test_it_equals_l_bfgs_on_one_machine_step_for_step(history: int, passes: int):
     task = logistic(passes)
     run = simulate(task, Sandblaster(history=history), Cluster(workers=3, compute=[0.01, 0.013, 0.03]))
     expected = torch.from_numpy(reference(task, passes, history=history))
@@ -183,7 +195,7 @@ def test_it_is_l_bfgs_on_one_machine_step_for_step(history: int, passes: int):
 
 @pytest.mark.parametrize("passes", [2, 3, 4, 6, 9])
 def test_it_backtracks_as_on_one_machine(passes: int):
-    task = logistic(passes, decay=5.0, size=0.1)  # The first step, of length 1, is longer than the way to the minimum.
+    task = logistic(passes, decay=5.0, size=0.1)  # The first step, of length 1, goes beyond the minimum.
     run = simulate(task, Sandblaster(), Cluster(workers=2))
     assert close(run.params, torch.from_numpy(reference(task, passes, history=10)), rtol=1e-9)
     if passes == 2:
@@ -192,7 +204,7 @@ def test_it_backtracks_as_on_one_machine(passes: int):
 
 @pytest.mark.parametrize("search", ["armijo", "wolfe"])
 @pytest.mark.parametrize("shards", [2, 5, 12])
-def test_any_number_of_shards_is_one_shard(search: Any, shards: int):
+def test_any_number_of_shards_equals_one_shard(search: Any, shards: int):
     one, many = (
         simulate(logistic(12), Sandblaster(shards=n, search=search), Cluster(workers=3)).params for n in (1, shards)
     )
@@ -200,7 +212,7 @@ def test_any_number_of_shards_is_one_shard(search: Any, shards: int):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_any_number_of_workers_is_one_worker(workers: int):
+def test_any_number_of_workers_equals_one_worker(workers: int):
     one, many = (simulate(logistic(12), Sandblaster(), Cluster(workers=n)).params for n in (1, workers))
     assert close(one, many, rtol=1e-9)
 
@@ -241,9 +253,9 @@ def test_the_gradient_of_a_pass_is_that_of_one_minibatch_of_all_the_data():
 @pytest.mark.parametrize("numel", [40, 4000])
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("history", [2, 10])
-def test_the_coordinator_hears_inner_products_alone(numel: int, shards: int, history: int):
-    """Of 8 bytes from each shard: with m pairs 2m + 2 for a direction, and one more to see that it leads down and one to see that the
-    pair tells something.  Nothing depends on the size of the model."""
+def test_the_coordinator_receives_only_inner_products(numel: int, shards: int, history: int):
+    """Each shard sends 8 bytes for each. With m pairs there are 2m + 2 for a direction, one more to check that it leads
+    downhill, and one to check that the pair has information. None depends on the size of the model."""
     strategy = Watched(shards=shards, history=history)
     task = valleys(12, numel)
     simulate(task, strategy, Cluster(workers=2))
@@ -254,8 +266,8 @@ def test_the_coordinator_hears_inner_products_alone(numel: int, shards: int, his
         assert sum(nbytes for src, nbytes in strategy.heard if src == shard) == 8 * products
 
 
-def test_it_beats_sgd_at_the_same_budget_where_the_problem_is_ill_conditioned():
-    """Features whose scales differ by a factor of 100, and 30 epochs for each method."""
+def test_it_beats_sgd_at_the_same_budget_on_an_ill_conditioned_problem():
+    """The scales of the features differ by a factor of 100; each method has 30 epochs."""
     epochs, scales = 30, torch.logspace(0, -2, FEATURES, dtype=torch.float64)
     task = logistic(epochs, decay=1e-3, scales=scales)
 
@@ -275,7 +287,7 @@ def test_it_beats_sgd_at_the_same_budget_where_the_problem_is_ill_conditioned():
 
 
 def seconds(portions: int, strategy: Sandblaster, slow: dict[int, float]) -> float:
-    """Of one pass on 8 workers; all of the data takes 4 s on one of them."""
+    """The time of one pass on 8 workers. One worker takes 4 s for all of the data."""
     passes = 4
     task = quadratic(steps=passes * portions // 8, batch=8 * 800 // portions, samples=800)
     cluster = Cluster(workers=8, compute=Stragglers(Constant(4.0 / portions), slow=slow))
@@ -283,7 +295,7 @@ def seconds(portions: int, strategy: Sandblaster, slow: dict[int, float]) -> flo
 
 
 def test_a_worker_ten_times_slower_hardly_slows_down_the_others():
-    """Its portion of the last ones is done by another too; without that all wait for it."""
+    """Another worker backs up its last portion. Without backups all wait for it."""
     undisturbed = seconds(80, Sandblaster(), {})
     assert seconds(80, Sandblaster(), {3: 10.0}) < 1.3 * undisturbed
     assert seconds(80, Sandblaster(backups=0), {3: 10.0}) > 1.5 * undisturbed
@@ -293,7 +305,7 @@ def test_small_portions_take_no_longer_than_their_work():
     assert seconds(240, Sandblaster(), {}) < 1.1 * 4.0 / 8
 
 
-def test_with_one_portion_a_worker_the_slowest_holds_back_all():
+def test_with_one_portion_a_worker_all_wait_for_the_slowest():
     equal = seconds(8, Sandblaster(backups=0), {})
     assert seconds(8, Sandblaster(backups=0), {3: 10.0}) > 9 * equal
     assert 1.9 * equal < seconds(8, Sandblaster(), {3: 10.0}) < 4 * equal, "a backup does all of it again"
@@ -310,8 +322,8 @@ def test_a_model_whose_loss_is_not_finite_is_refused():
 
 @pytest.mark.filterwarnings("ignore::paceline.NonFiniteGradient")
 @pytest.mark.parametrize("nonfinite", ["skip", "pass"])
-def test_a_step_so_long_that_the_loss_is_not_finite_is_not_taken(nonfinite: Any):
-    """log(1 - w.w) ends at a distance of 1 from the origin, where the first step leads beyond."""
+def test_a_step_to_a_loss_that_is_not_finite_is_not_taken(nonfinite: Any):
+    """log(1 - w.w) is finite up to a distance of 1 from the origin, and the first step goes beyond it."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         assert isinstance(model, Linear)
@@ -335,7 +347,7 @@ def test_at_a_minimum_it_ends_before_its_budget():
     assert close(run.params, vector(task.build()))
 
 
-def test_after_a_warm_start_it_begins_with_the_next_epoch():
+def test_after_a_warm_start_it_starts_with_the_next_epoch():
     task = logistic(9)
     warm = Then(AllReduceSGD(), Sandblaster(), steps=3)
     run = simulate(task, warm, Cluster(workers=2))
@@ -356,7 +368,7 @@ def test_after_a_warm_start_it_begins_with_the_next_epoch():
         ({"c1": 0.9, "c2": 0.1}, r"c1=0.9, c2=0.1\): a line search needs 0 < c1 < c2 < 1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(given: Any, named: str):
+def test_impossible_settings_are_refused(given: Any, named: str):
     with pytest.raises(ValueError, match=named):
         Sandblaster(**given)
 
@@ -394,7 +406,7 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("c2", [0.9, 0.1, 1e-4])
-def test_strong_wolfe_finds_what_it_promises(name: str, c2: float):
+def test_strong_wolfe_fulfils_its_conditions(name: str, c2: float):
     f, slope = FUNCTIONS[name]
     tried: list[float] = []
 
@@ -416,7 +428,7 @@ def test_backtracking_finds_the_first_half_that_is_low_enough(name: str):
     assert found is not None and found.t == low[0]
 
 
-def test_uphill_there_is_nothing_to_find():
-    start = Point(0.0, 0.0, -1.0)  # It says that it leads down, and does not.
+def test_uphill_the_line_search_finds_no_step():
+    start = Point(0.0, 0.0, -1.0)  # The slope is negative, but the loss rises.
     assert drive(armijo(lambda t: Ready("point", Point(t, t)), start, c1=1e-4)) is None
     assert drive(strong_wolfe(lambda t: Ready("point", Point(t, t, 1.0)), start, c1=1e-4, c2=0.9)) is None

@@ -1,4 +1,4 @@
-"""Methods on a parameter server: rules, gates, and how they relate to each other and to plain training."""
+"""Methods on a parameter server: rules, gates, and their relations to each other and to plain training."""
 
 from __future__ import annotations
 
@@ -9,38 +9,35 @@ import torch
 
 from paceline import (
     ASGD,
-    QSGD,
-    Adagrad,
-    Adam,
     AllReduceSGD,
     AsyncDiLoCo,
     AsyncMomentum,
-    Bound,
     Cluster,
-    Compensated,
     DelayCompensated,
     DiLoCo,
     Downpour,
-    Every,
-    Fp32,
-    Memory,
-    Momentum,
-    OneBit,
     ParameterServer,
-    PowerSGD,
-    Push,
     Replicated,
-    RoundRobin,
-    Rule,
-    Scaled,
-    Sgd,
+    Slot,
     SoftSync,
     StaleSynchronous,
     Strategy,
     Then,
     simulate,
 )
-from paceline.codecs import kernels
+from paceline.codecs import QSGD, Fp32, OneBit, PowerSGD, kernels
+from paceline.server.gates import Bound, RoundRobin
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Compensated,
+    Every,
+    Momentum,
+    Push,
+    Rule,
+    Scaled,
+    Sgd,
+)
 from tests.laws.every import RULES
 from tests.laws.tasks import (
     OPTIMIZERS,
@@ -63,8 +60,8 @@ def on_three(strategy: Strategy, compute: Any = UNEQUAL, steps: int = 12, **more
     return simulate(regression(steps=steps, batch=9, **more), strategy, instant(3, compute=compute))
 
 
-def memory(rule: Rule, value: torch.Tensor) -> Memory:
-    return Memory(**rule.memory(value))
+def memory(rule: Rule, value: torch.Tensor) -> Slot:
+    return Slot(**rule.memory(value))
 
 
 # Rules alone.
@@ -87,7 +84,7 @@ def memory(rule: Rule, value: torch.Tensor) -> Memory:
     ids=lambda value: str(value) if isinstance(value, Rule) else "",
 )
 @pytest.mark.parametrize("servers", [1, 3])
-def test_one_worker_with_a_rule_is_torchs_optimizer(rule: Rule, optimizer: Any, servers: int):
+def test_one_worker_with_a_rule_equals_torchs_optimizer(rule: Rule, optimizer: Any, servers: int):
     task = regression(steps=17, batch=5)
     run = simulate(task, ParameterServer(rule=rule, servers=servers), Cluster(workers=1))
     assert close(run.params, trained_alone(task, optimizer=optimizer), rtol=1e-9)
@@ -105,7 +102,7 @@ def test_adagrads_squares_never_shrink():
 @pytest.mark.parametrize(
     ("by", "tau", "scale"), [("1/tau", 0, 1.0), ("1/tau", 1, 1.0), ("1/tau", 4, 0.25), ("1/(tau+1)", 4, 0.2)]
 )
-def test_a_stale_update_counts_for_less(by: Any, tau: int, scale: float):
+def test_a_stale_update_has_less_weight(by: Any, tau: int, scale: float):
     rule, value, update = Scaled(Sgd(lr=0.5), by), numbers(20), numbers(20, seed=1)
     expected = value - 0.5 * scale * update
     assert rule.apply(value, update.clone(), memory(rule, value), Push(staleness=tau))
@@ -122,7 +119,7 @@ def test_the_mean_of_every_few_updates_is_applied_and_at_the_end_that_of_the_res
     assert close(value, first - 0.5 * sum(updates[:3]) / 3 - 0.5 * sum(updates[3:]) / 2)
 
 
-def test_on_a_parabola_the_compensated_gradient_is_that_of_now():
+def test_on_a_parabola_the_compensated_gradient_equals_the_current_one():
     """0.5 h w^2 with lam = h / g^2."""
     h, read, now = 3.0, torch.tensor([2.0], dtype=torch.float64), torch.tensor([0.7], dtype=torch.float64)
     g = h * read
@@ -133,7 +130,7 @@ def test_on_a_parabola_the_compensated_gradient_is_that_of_now():
     assert close(now - value, h * now)
 
 
-def test_without_memory_of_squares_the_adaptive_correction_is_lam_times_the_size_of_the_gradient():
+def test_without_a_decay_of_squares_the_adaptive_correction_is_lam_times_the_size_of_the_gradient():
     g, read, now = numbers(30), numbers(30, seed=1), numbers(30, seed=2)
     rule = Compensated(Sgd(lr=1.0), lam=2.0, adaptive=True, decay=0.0, eps=1e-30)
     m, value = memory(rule, read), now.clone()
@@ -157,7 +154,7 @@ def test_without_memory_of_squares_the_adaptive_correction_is_lam_times_the_size
     ],
     ids=str,
 )
-def test_methods_that_are_plain_asynchronous_sgd_to_the_bit(strategy: Strategy):
+def test_methods_that_equal_plain_asynchronous_sgd_to_the_bit(strategy: Strategy):
     plain = on_three(ParameterServer(rule=Sgd(lr=LR)))
     assert all(same(a, b) for a, b in zip(params(on_three(strategy)), params(plain), strict=True))
 
@@ -168,33 +165,33 @@ def test_methods_that_are_plain_asynchronous_sgd_to_the_bit(strategy: Strategy):
     ids=str,
 )
 @pytest.mark.parametrize("compute", [[1.0, 1.0, 1.0], UNEQUAL], ids=["equal", "unequal"])
-def test_in_step_and_seen_by_the_clock_it_is_all_reduce_sgd(strategy: Strategy, compute: list[float]):
+def test_in_lockstep_with_updates_visible_by_clock_it_equals_all_reduce_sgd(strategy: Strategy, compute: list[float]):
     lockstep = on_three(AllReduceSGD(), compute, optimizer=lambda p: torch.optim.SGD(p, lr=LR))
     run = on_three(strategy, compute)
     assert all(close(p, lockstep.params, rtol=1e-9) for p in params(run))
 
 
-def test_in_step_but_seen_at_once_it_is_not():
-    """A worker may see others' updates of the same clock."""
+def test_in_lockstep_with_updates_visible_at_once_it_differs():
+    """A worker may see updates of other workers of the same clock."""
     lockstep = on_three(AllReduceSGD(), optimizer=lambda p: torch.optim.SGD(p, lr=LR))
     assert not close(on_three(StaleSynchronous(lr=LR, bound=0)).params, lockstep.params, rtol=1e-3)
 
 
-def test_fewer_updates_in_a_mean_than_workers_let_one_worker_count_twice():
-    """Softsync with as many updates as workers, who run free, is not AllReduceSGD."""
+def test_with_fewer_updates_in_a_mean_than_workers_one_worker_may_count_twice():
+    """Softsync with as many updates as workers, but without lockstep, is not AllReduceSGD."""
     lockstep = on_three(AllReduceSGD(), optimizer=lambda p: torch.optim.SGD(p, lr=LR))
     assert not close(on_three(SoftSync(lr=LR, updates=3, scale=None)).params, lockstep.params, rtol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("settings", [{"period": 1}, {"period": 4}, {"samples": 11}], ids=str)
-def test_asgd_of_one_worker_is_its_optimizer(optimizer: Any, settings: dict[str, Any]):
+def test_asgd_of_one_worker_equals_its_optimizer(optimizer: Any, settings: dict[str, Any]):
     task = regression(steps=13, batch=5, optimizer=optimizer)
     assert close(simulate(task, ASGD(**settings), Cluster(workers=1)).params, trained_alone(task), rtol=1e-9)
 
 
 def test_with_a_pipeline_the_model_lacks_the_newest_exchange():
-    """D2.4: what is loaded at an exchange holds all the steps but those that it brings."""
+    """D2.4: the value loaded at an exchange holds all steps except those of that exchange."""
     task = quadratic(steps=6, batch=4, optimizer=OPTIMIZERS["sgd"])
     lr = task.optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]
     value = loaded = fetched = vector(task.build())
@@ -204,7 +201,7 @@ def test_with_a_pipeline_the_model_lacks_the_newest_exchange():
     assert close(simulate(task, ASGD(period=1, pipeline=True, servers=1), Cluster(workers=1)).params, value)
 
 
-def test_diloco_without_a_barrier_is_diloco_when_all_are_in_the_quorum_and_equally_fast():
+def test_diloco_without_a_barrier_equals_diloco_with_a_full_quorum_and_equal_speeds():
     equal = [1.0, 1.0, 1.0]
     together = on_three(DiLoCo(period=4), equal, optimizer=OPTIMIZERS["momentum"])
     run = on_three(AsyncDiLoCo(period=4, quorum=3), equal, optimizer=OPTIMIZERS["momentum"])
@@ -217,8 +214,8 @@ def test_diloco_without_a_barrier_is_diloco_when_all_are_in_the_quorum_and_equal
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2, 4])
 @pytest.mark.parametrize("compute", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.3, 2.1, 3.7]], ids=["equal", "unequal"])
-def test_mean_staleness_is_others_over_updates(updates: int, compute: list[float]):
-    """(N - 1) / s, whatever the speeds; see test_lattice for the window."""
+def test_mean_staleness_is_the_other_workers_over_the_updates(updates: int, compute: list[float]):
+    """(N - 1) / s, at any speeds; see test_lattice for the window."""
     run = simulate(quadratic(steps=400, batch=4), SoftSync(updates=updates, servers=1), instant(4, compute=compute))
     window = [p.staleness for p in run.trace.points if p.rank == 4 and p.time <= 399.5]
     mean = sum(s for s in window if s is not None) / len(window)
@@ -226,7 +223,7 @@ def test_mean_staleness_is_others_over_updates(updates: int, compute: list[float
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_nobody_gets_further_ahead_than_the_bound(bound: int):
+def test_no_worker_gets_further_ahead_than_the_bound(bound: int):
     run = simulate(
         regression(steps=30, batch=9),
         StaleSynchronous(lr=LR, bound=bound, servers=1),
@@ -280,7 +277,7 @@ def test_codecs_train_and_save_bytes(codec: Any, pulls: Any):
         assert coded.trace.bytes_sent(3) < plain.trace.bytes_sent(3) / 3
 
 
-# Beginnings and ends.
+# Start and end of a run.
 
 
 @pytest.mark.parametrize("then", [Downpour(), ASGD(period=2), SoftSync(lr=LR)], ids=str)
@@ -300,20 +297,20 @@ def test_one_replica_may_train_alone_first(then: Strategy):
         (lambda: SoftSync(updates=0), r"Every\(n=0\)"),
         (lambda: SoftSync(lr=0.0), r"Sgd\(lr=0.0\)"),
         (lambda: StaleSynchronous(bound=-1), r"Bound\(bound=-1\)"),
-        (lambda: StaleSynchronous(bound=2, visible="clock"), "only with a bound of 0"),
+        (lambda: StaleSynchronous(bound=2, visible="clock"), "requires bound=0"),
         (lambda: DelayCompensated(lam=-1.0), r"Compensated\(lam=-1.0"),
         (lambda: AsyncMomentum(momentum=1.0), r"Momentum\(lr=0.1, momentum=1.0\)"),
         (lambda: ASGD(period=2, samples=3), "in steps or in samples, not in both"),
         (lambda: ASGD(samples=0), r"ASGD\(samples=0\)"),
         (lambda: ASGD(ramp=10, ramp_from=0.0), r"begins in \(0, 1\]"),
         (lambda: Downpour(push=0), r"Downpour\(push=0, fetch=1\)"),
-        (lambda: AsyncDiLoCo(period=4, delay=4), "a delay is shorter than the period"),
+        (lambda: AsyncDiLoCo(period=4, delay=4), "the delay at least 0 and shorter than the period"),
         (lambda: AsyncDiLoCo(quorum=0), r"Quorum\(least=0"),
         (lambda: ParameterServer(codec=PowerSGD()), "works only in a mean over all workers"),
-        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=2), "lasts to the end of a run"),
+        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=2), "servers run to the end of a job"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make: Any, named: str):
+def test_impossible_settings_are_refused(make: Any, named: str):
     with pytest.raises(ValueError, match=named):
         make()
 
@@ -323,7 +320,7 @@ def test_settings_that_cannot_be_are_refused(make: Any, named: str):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("numel", [1, 7, 1000, 300_001])
-def test_fused_rules_do_what_plain_ones_do(rule: Rule, numel: int):
+def test_fused_rules_equal_plain_ones(rule: Rule, numel: int):
     def applied() -> torch.Tensor:
         value = numbers(numel).float()
         m = memory(rule, value)

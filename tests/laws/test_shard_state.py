@@ -14,13 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import Adagrad, Adam, Cluster, Compensated, Momentum, Quorum, Rule, Sandblaster, Sgd, simulate
+from paceline import Cluster, Sandblaster, simulate
 from paceline.endpoint import Layout
 from paceline.families.line_search import Point
 from paceline.server import Shard, WorkItem, WorkQueue
 from paceline.server.coordinator import Coordinator
 from paceline.server.dispatcher import Dispatcher
 from paceline.server.messages import DrawWork, Exchange, Work
+from paceline.server.rules import (
+    Adagrad,
+    Adam,
+    Compensated,
+    Momentum,
+    Quorum,
+    Rule,
+    Sgd,
+)
 from paceline.server.shard_state import Wanted
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator

@@ -13,12 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, Cluster, ClusterError, EAWild, Hogwild, LogNormal, Task, Then, simulate, train
+from paceline import (
+    AllReduceSGD,
+    Cluster,
+    ClusterError,
+    EAWild,
+    Hogwild,
+    LogNormal,
+    Task,
+    Then,
+    simulate,
+    train,
+)
 from paceline.endpoint import Layout
+from paceline.families.centre import InMemory
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
-from paceline.strategies.ea_wild import InMemory
 from paceline.transport.endpoint import ProcessEndpoint
 from tests.dist.test_decentralised import mortal
 from tests.laws.ranks import on_shared_memory
@@ -57,7 +68,7 @@ def test_a_reader_may_get_parts_of_different_ages_and_a_change_may_be_lost():
         common = await endpoint.shared_vector(torch.zeros(16))
         if endpoint.rank == 2:
             await endpoint.busy(0.5)
-            read.copy_(common.values)  # As a gradient that begins at this moment does.
+            read.copy_(common.values)  # As a gradient that starts at this moment does.
             await endpoint.busy(5.0)
             left.copy_(common.values)
         else:
@@ -73,7 +84,7 @@ def test_a_reader_may_get_parts_of_different_ages_and_a_change_may_be_lost():
 
 
 def loss_of(task: Task, params: Tensor) -> float:
-    """On all data."""
+    """The loss on all data."""
     model = task.build()
     torch.nn.utils.vector_to_parameters(params, model.parameters())
     return task.loss(model, tuple(task.data)).item()
@@ -90,7 +101,7 @@ def test_one_process_trains_as_without_paceline_bit_for_bit(optimizer: Any):
 
 
 def slope(model: Any, batch: Sequence[Tensor]) -> Tensor:
-    """The same gradient everywhere, so that the sum of all steps is known."""
+    """The gradient is the same everywhere, so the sum of all steps is known."""
     return (model.w * batch[0]).sum(1).mean()
 
 
@@ -121,7 +132,7 @@ def test_dense_steps_are_lost_where_writes_take_long_and_the_loss_still_falls():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_steps_that_change_different_values_give_the_same_result_in_any_order(seed: int):
-    """However long writes take: each sample has its own values, and its gradient changes no others."""
+    """Writes may take any time: each sample has its own values, and its gradient changes no others."""
     task = walk(torch.eye(16, dtype=torch.float64) * numbers(16, seed=seed), steps=4)
     run = simulate(task, Hogwild(), instant(4, compute=LogNormal(1.0, 0.7), memory_bandwidth="20B/s", seed=seed))
     assert close(run.params, after_all_steps(task, 4))
@@ -139,7 +150,7 @@ def of_words(model: Any, batch: Sequence[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("how", ["simulated", pytest.param("real", marks=pytest.mark.dist)])
 def test_sparse_steps_change_only_their_rows(how: str):
-    """And their time is that of these rows."""
+    """The time of a step is that of its rows."""
     words = torch.arange(0, 64).view(32, 2)
     task = Task(Words, of_words, [words], 8, lambda p: torch.optim.SGD(p, lr=LR), steps=4)
     before = vector(task.build()).view(1000, 4)
@@ -147,7 +158,7 @@ def test_sparse_steps_change_only_their_rows(how: str):
     run = simulate(task, Hogwild(), cluster) if how == "simulated" else train(task, Hogwild(), workers=2)
     moved = (run.params.view(1000, 4) != before).any(1)
     assert moved[:64].all() and not moved[64:].any()
-    # Every row is in the mean of one of four minibatches, whichever worker drew it.
+    # Every row is in the mean of one of four minibatches, of any worker.
     assert torch.allclose(run.params.view(1000, 4)[:64], before[:64] - LR / 8, atol=1e-6)
     if how == "simulated":
         dense = Task(
@@ -181,7 +192,7 @@ def test_a_strategy_after_hogwild_has_parameters_of_its_own():
 
 @pytest.mark.dist
 def test_a_worker_stopped_within_a_write_does_not_delay_the_others(tmp_path: Path):
-    """Half of the centre is still as before the write, and the other worker averages with it all the same."""
+    """Half of the centre still has the values from before the write, and the other worker averages with it."""
 
     async def law(endpoint: ProcessEndpoint) -> list[float]:
         common = await endpoint.shared_vector(torch.zeros(1 << 20))

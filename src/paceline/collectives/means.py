@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec, CodecState, Unencodable
+from paceline.codecs.layout import is_finite
 from paceline.collectives.reductions import reduction, reduction_of
 from paceline.collectives.vote import SyncVote, packed_nbytes
 from paceline.endpoint import Endpoint, check_summable
 from paceline.errors import ClusterError
 from paceline.protocol.messages import Message
 from paceline.stripes import stripe_of
-from paceline.worker.flat import is_finite
 
 Groups = Sequence[Sequence[int]]
 

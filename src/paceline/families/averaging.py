@@ -1,7 +1,8 @@
 """Averaging: what methods share whose workers train alone for a while and then average their parameters.
 
-Such a method says when the workers sync and what it makes of the mean of their deltas.  `SyncRounds` does the rest: codecs,
-weights, optimizer state, buffers, syncs that overlap with the next steps, fragments, and how far apart the replicas were.
+Such a method says when the workers sync and what it makes of the mean of their deltas.  `SyncRounds` does the rest:
+codecs, weights, optimizer state, buffers, syncs that overlap with the next steps, fragments, and how far apart the
+replicas were.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paceline.worker.replica import Replica
 
 OptimizerState = Literal["keep", "average", "reset"]
 Outer = Callable[[Tensor, Tensor, slice, SyncResult], None]
-"""`outer(anchor, mean, where, sync)` moves `anchor`, the slice `where` of the common starting point, by the mean delta."""
+"""`outer(anchor, mean, where, sync)` moves `anchor`, the slice `where` of the common start, by the mean delta."""
 
 
 class NonFiniteReplica(RuntimeWarning):
@@ -42,8 +43,8 @@ class Averaging(Strategy):
     """A method whose workers average their parameters now and then.
 
     `codec` compresses each worker's delta since the last sync.  `optimizer_state` says what becomes of each worker's
-    optimizer state at a sync: it is kept, averaged or reset.  With `delay`, workers train on for that many steps while a
-    sync is in flight; what they learn meanwhile stays on top of its result.
+    optimizer state at a sync: it is kept, averaged or reset.  With `delay`, workers train on for that many steps
+    while a sync is in flight; what they learn meanwhile stays on top of its result.
     """
 
     codec: Codec | None = None
@@ -81,9 +82,9 @@ class Averaging(Strategy):
 class SyncRounds:
     """A worker's part in the syncs of an averaging method.
 
-    `anchor` is the point from which all workers started together.  Every `period` steps, or `samples` of each worker, the mean
-    of their deltas since then moves it: by `outer`, or by just that mean.  With several fragments each sync is about the
-    next fragment, and a period is that of each fragment.
+    `anchor` is the point from which all workers started together.  Every `period` steps, or `samples` of each worker,
+    the mean of their deltas since then moves it: by `outer`, or by just that mean.  With several fragments each sync
+    is about the next fragment, and a period is that of each fragment.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class SyncRounds:
         )
 
     def _leave_out(self, pending: PendingSync, vote: SyncVote) -> None:
-        """This worker's parameters are not finite: the mean of the others overwrites them, if these may go on without."""
+        """This worker's parameters are not finite: the mean of the others replaces them, unless the run must stop."""
         w = self.w
         stops = float(w.batch.nonfinite == "stop")
         vote.weight = 0.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.worker.flat import is_finite
+from paceline.codecs.layout import is_finite
 
 
 def wide(params: Tensor) -> Tensor:

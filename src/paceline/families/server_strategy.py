@@ -1,4 +1,4 @@
-"""Served: what methods on a parameter server have in common."""
+"""ServerStrategy: the common part of all methods with a parameter server."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from paceline.worker.replica import Replica
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStrategy(Strategy):
-    """A method whose workers push updates to shards and pull what these make of them.
+    """Workers push updates to shards, and pull the new parameters.
 
-    A method says by which rule shards apply updates and when they answer; unless it says otherwise, a worker pushes every
-    gradient and goes on from the answer.  `codec` encodes what is pushed, `pulls` what has changed since the last pull.  If it is
-    `sparse`, of parameters with sparse gradients (nn.Embedding(sparse=True)) only the rows travel that somebody has touched.
+    A method chooses the rule by which shards apply updates, and the gate that decides when they answer.  By default a
+    worker pushes every gradient and continues from the answer.  `codec` encodes pushes; `pulls` encodes what has
+    changed since the worker's last pull.  With `sparse=True`, parameters with sparse gradients
+    (nn.Embedding(sparse=True)) are pushed and pulled by rows: only the rows that were touched are sent.
     """
 
     servers: int = 2
@@ -38,20 +39,21 @@ class ServerStrategy(Strategy):
         if self.servers < 1:
             raise ValueError(f"{name}(servers={self.servers}): at least 1 shard must hold the parameters")
         if self.sparse and not self.shard_rule(2).is_elementwise:
-            raise ValueError(f"{name}(sparse=True): {self.shard_rule(2)} cannot be applied to some rows alone")
+            raise ValueError(f"{name}(sparse=True): {self.shard_rule(2)} needs all rows, and cannot update only some")
         if self.sparse and (self.codec or self.pulls):
             raise ValueError(
-                f"{name}(sparse=True, codec={self.codec}, pulls={self.pulls}): rows travel as they are, without a codec"
+                f"{name}(sparse=True, codec={self.codec}, pulls={self.pulls}): sparse rows are sent without a codec; "
+                "leave out codec and pulls, or sparse"
             )
         for what, codec in (("codec", self.codec), ("pulls", self.pulls)):
             check_one_to_one(f"{name}({what}={codec})", codec)
 
     @abstractmethod
     def shard_rule(self, workers: int) -> Rule:
-        """What an update does to a shard."""
+        """How shards apply an update."""
 
     def shard_gate(self) -> Gate:
-        """When a shard goes on with what it was asked for."""
+        """When shards answer a worker."""
         return Free()
 
     def store(self, w: Replica) -> Store:
@@ -70,5 +72,5 @@ class ServerStrategy(Strategy):
 
     async def server(self, s: Shard) -> None:
         workers = s.endpoint.layout.workers
-        pulls = self.pulls if workers > 1 else None  # One worker alone is not encoded to, nor does it encode.
+        pulls = self.pulls if workers > 1 else None  # A single worker uses no codec.
         await s.serve(self.shard_rule(workers), self.shard_gate(), codec=self.codec, pulls=pulls)

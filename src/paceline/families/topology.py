@@ -15,7 +15,7 @@ from random import Random
 
 Topology = Callable[[int, int, int], int | None]
 
-ROUNDS_A_WORKER = 16  # So many rounds for each worker are checked before a topology is said to be not connected.
+ROUNDS_A_WORKER = 16  # Rounds for each worker that are checked before a topology is refused as not connected.
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,17 @@ from paceline.errors import ClusterError
 from paceline.op import Begun, Op
 from paceline.pipeline.split import Split
 from paceline.pipeline.stand_in import StandIn, count, model_input, split_for, usual_microbatches
-from paceline.session.backward import Each
-from paceline.session.same_model import everything
 from paceline.task import Batch, Task, Trainee
 from paceline.transport.endpoint import ProcessEndpoint
 from paceline.transport.torch_collectives import Work
 from paceline.worker.learner import TaskLearner
 from paceline.worker.replica import Replica
+from paceline.worker.tensors import named_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    from paceline.session.backward import Each
 
 Order = Literal["1f1b", "gpipe"]
 
@@ -53,7 +54,7 @@ class Stages:
     def assemble(self, split: Split, whole: nn.Module) -> None:
         """Copy the tensors of every stage into a `whole` model, on every rank."""
         for k, stage in enumerate(split.stages):
-            for name, values in everything(stage):
+            for name, values in named_tensors(stage):
                 into = _tensor(whole, name)
                 if k == self.stage:
                     into.copy_(values)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from paceline import units
 from paceline.costs import Link
 from paceline.pipeline.stand_in import model_input, split_for, usual_microbatches
-from paceline.sim.cluster import Cluster
 from paceline.task import Task
+
+if TYPE_CHECKING:
+    from paceline.sim.cluster import Cluster
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import Enum
-from typing import ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
-from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.protocol.messages import Away, Message, PeerDied, Refused, Reply, Request, Wait, reply_to
+
+if TYPE_CHECKING:
+    from paceline.endpoint import Endpoint
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Request)

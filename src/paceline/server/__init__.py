@@ -1,7 +1,6 @@
 """The parameter server: shards that hold slices of a model, rules that update them, gates that say when, and the store
 that workers see."""
 
-from paceline.families.server_strategy import ServerStrategy
 from paceline.server.gates import GATES, Bound, Free, Gate, RoundRobin, Turns
 from paceline.server.rules import (
     RULES,
@@ -38,7 +37,6 @@ __all__ = [
     "RoundRobin",
     "Rule",
     "Scaled",
-    "ServerStrategy",
     "Sgd",
     "Shard",
     "Store",

@@ -1,7 +1,9 @@
-"""Coordinator: the first server of a batch method.  It gives portions to workers, and sends programs to shards.
+"""Coordinator: the first server of a batch method.
 
-It holds no vector.  It gets inner products from the shards and losses from the workers.  Workers may join, leave and die
-at any time; each portion is counted exactly once in every pass.
+It gives workers portions of the data, and sends programs to shards.
+
+It holds no vector.  It gets inner products from the shards and losses from the workers.  Workers may join, leave and
+die at any time; each portion is counted exactly once in every pass.
 
 Slot `coordinator`: passes, extent (the budget), the samples of the first pass, and the operations that were not sent
 yet.  The strategy declares what else it needs with `slot`.  A pass is not saved: a resumed run repeats it.  The vectors

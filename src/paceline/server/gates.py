@@ -1,6 +1,7 @@
 """Gates: when a shard goes on with what a worker has asked for.
 
-A worker's clock counts the updates that it has pushed.  One that has left or died has no clock, so no worker waits for it.
+A worker's clock counts the updates that it has pushed.  A worker that has left or died has no clock: no other worker
+waits for it.
 """
 
 from __future__ import annotations

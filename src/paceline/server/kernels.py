@@ -40,7 +40,9 @@ def _adagrad(value: Any, update: Any, squares: Any, lr: Any, eps: Any, first: in
 
 @compiled
 def _adam(value: Any, update: Any, mean: Any, square: Any, n: Any, first: int, last: int) -> bool:
-    a, b, scale, eps, lr = n[0], n[1], n[2], n[3], n[4]
+    a, b = n[0], n[1]
+    scale, eps = n[2], n[3]
+    lr = n[4]
     for i in range(first, last):
         mean[i] += a * (update[i] - mean[i])
         square[i] += b * (update[i] * update[i] - square[i])

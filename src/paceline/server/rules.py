@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.server.rule_memory import plain_memory
-from paceline.state import Memory, Values
+from paceline.state import Slot, Values
 
 
 def fused_for(value: Tensor, update: Tensor) -> ModuleType | None:
@@ -58,28 +58,28 @@ class Rule(ABC):
         return {}
 
     @abstractmethod
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         """Change `value` in place, or hold the update back; whether `value` changed.  `update` may be overwritten."""
 
-    def flush(self, value: Tensor, m: Memory) -> bool:
+    def flush(self, value: Tensor, m: Slot) -> bool:
         """Apply the updates that are held back, at the end; whether there were any."""
         return False
 
-    def due(self, m: Memory) -> float | None:
+    def due(self, m: Slot) -> float | None:
         """The time at which `tick` must be called, if no update arrives before."""
         return None
 
-    def tick(self, value: Tensor, m: Memory, now: float, workers: int) -> bool:
+    def tick(self, value: Tensor, m: Slot, now: float, workers: int) -> bool:
         """Apply the updates that are held back, if they are due or all active workers have sent one; whether it did."""
         return False
 
-    def pulled(self, value: Tensor, m: Memory, src: int) -> None:  # noqa: B027 (most rules have nothing to do)
+    def pulled(self, value: Tensor, m: Slot, src: int) -> None:  # noqa: B027 (most rules have nothing to do)
         """A worker is being sent the value."""
 
-    def forget(self, m: Memory, src: int) -> None:  # noqa: B027
+    def forget(self, m: Slot, src: int) -> None:  # noqa: B027
         """A worker has left or died."""
 
-    def saved(self, m: Memory) -> Values:
+    def saved(self, m: Slot) -> Values:
         """The memory as plain values, to be loaded in another run."""
         return plain_memory(m)
 
@@ -106,7 +106,7 @@ class Sgd(Rule):
     def __post_init__(self) -> None:
         self._check(0 < self.lr < inf, lr=self.lr)
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         value.add_(update, alpha=-self.lr)
         return True
 
@@ -121,7 +121,7 @@ class Attract(Rule):
     def __post_init__(self) -> None:
         self._check(0 <= self.alpha < inf, alpha=self.alpha)
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         value.lerp_(update, self.alpha)
         return True
 
@@ -146,7 +146,7 @@ class Momentum(Rule):
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {"velocity": torch.zeros_like(value)}
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         gain = 1 - self.momentum if self.unit_gain else 1.0
         if not self.momentum:
             value.add_(update, alpha=-self.lr)
@@ -175,7 +175,7 @@ class Adagrad(Rule):
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {"squares": torch.zeros_like(value)}
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         if (fused := fused_for(value, update)) is not None:
             fused.adagrad(value, update, m.squares, self.lr, self.eps)
             return True
@@ -199,7 +199,7 @@ class Adam(Rule):
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {"mean": torch.zeros_like(value), "square": torch.zeros_like(value), "steps": 0}
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         first, second = self.betas
         m.steps += 1
         if (fused := fused_for(value, update)) is not None:
@@ -219,7 +219,7 @@ class Wrapper(Rule):
     rule: Rule = Sgd()
 
     def memory(self, value: Tensor) -> dict[str, Any]:
-        return {"inner": Memory(**self.rule.memory(value))}
+        return {"inner": Slot(**self.rule.memory(value))}
 
     works_elementwise: ClassVar[bool] = False  # Whether this class, without its rule, works on some values only.
 
@@ -227,16 +227,16 @@ class Wrapper(Rule):
     def is_elementwise(self) -> bool:
         return self.works_elementwise and self.rule.is_elementwise
 
-    def flush(self, value: Tensor, m: Memory) -> bool:
+    def flush(self, value: Tensor, m: Slot) -> bool:
         return self.rule.flush(value, m.inner)
 
-    def pulled(self, value: Tensor, m: Memory, src: int) -> None:
+    def pulled(self, value: Tensor, m: Slot, src: int) -> None:
         self.rule.pulled(value, m.inner, src)
 
-    def forget(self, m: Memory, src: int) -> None:
+    def forget(self, m: Slot, src: int) -> None:
         self.rule.forget(m.inner, src)
 
-    def saved(self, m: Memory) -> Values:
+    def saved(self, m: Slot) -> Values:
         return super().saved(m) | {"inner": self.rule.saved(m.inner)}
 
 
@@ -258,7 +258,7 @@ class Scaled(Wrapper):
     def __post_init__(self) -> None:
         self._check(self.by in SCALES, by=self.by)
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         scale = SCALES[self.by](push.staleness)
         return self.rule.apply(value, update if scale == 1 else update.mul_(scale), m.inner, push)
 
@@ -276,18 +276,18 @@ class Every(Wrapper):
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {**super().memory(value), "sum": torch.zeros_like(value), "count": 0}
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         if self.n == 1:
             return self.rule.apply(value, update, m.inner, push)
         m.sum.add_(update)
         m.count += 1
         return m.count >= self.n and self._apply_mean(value, m, push)
 
-    def flush(self, value: Tensor, m: Memory) -> bool:
+    def flush(self, value: Tensor, m: Slot) -> bool:
         applied = bool(m.count) and self._apply_mean(value, m, Push())
         return super().flush(value, m) or applied
 
-    def _apply_mean(self, value: Tensor, m: Memory, push: Push) -> bool:
+    def _apply_mean(self, value: Tensor, m: Slot, push: Push) -> bool:
         applied = self.rule.apply(value, m.sum.div_(m.count), m.inner, push)
         m.sum.zero_()
         m.count = 0
@@ -313,30 +313,30 @@ class Quorum(Wrapper):
     def memory(self, value: Tensor) -> dict[str, Any]:
         return {**super().memory(value), "sum": torch.zeros_like(value), "weight": 0.0, "srcs": [], "until": None}
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         m.sum.add_(update, alpha=push.samples)
         m.weight += push.samples
         m.srcs.append(push.src)
         return self.tick(value, m, push.time, push.workers)
 
-    def due(self, m: Memory) -> float | None:
+    def due(self, m: Slot) -> float | None:
         return m.until
 
-    def tick(self, value: Tensor, m: Memory, now: float, workers: int) -> bool:
+    def tick(self, value: Tensor, m: Slot, now: float, workers: int) -> bool:
         if m.until is None and m.srcs and len(m.srcs) >= min(self.least or workers // 2 + 1, workers):
             m.until = now + self.grace
         if m.until is None or (now < m.until and len(set(m.srcs)) < workers):
             return False
         return self._apply_mean(value, m)
 
-    def flush(self, value: Tensor, m: Memory) -> bool:
+    def flush(self, value: Tensor, m: Slot) -> bool:
         applied = bool(m.srcs) and self._apply_mean(value, m)
         return super().flush(value, m) or applied
 
-    def saved(self, m: Memory) -> Values:
+    def saved(self, m: Slot) -> Values:
         return super().saved(m) | {"until": None}  # Another run has another clock: the grace period starts again.
 
-    def _apply_mean(self, value: Tensor, m: Memory) -> bool:
+    def _apply_mean(self, value: Tensor, m: Slot) -> bool:
         applied = self.rule.apply(value, m.sum.div_(m.weight), m.inner, Push())
         m.sum.zero_()
         m.weight = 0.0
@@ -366,18 +366,18 @@ class Compensated(Wrapper):
         squares = {"squares": torch.zeros_like(value)} if self.adaptive else {}
         return {**super().memory(value), **squares, "read": {}}
 
-    def pulled(self, value: Tensor, m: Memory, src: int) -> None:
+    def pulled(self, value: Tensor, m: Slot, src: int) -> None:
         super().pulled(value, m, src)
         if src in m.read:
             m.read[src].copy_(value)
         else:
             m.read[src] = value.clone()
 
-    def forget(self, m: Memory, src: int) -> None:
+    def forget(self, m: Slot, src: int) -> None:
         super().forget(m, src)
         m.read.pop(src, None)
 
-    def apply(self, value: Tensor, update: Tensor, m: Memory, push: Push) -> bool:
+    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         if self.adaptive:
             m.squares.mul_(self.decay).addcmul_(update, update, value=1 - self.decay)
         if self.lam and push.staleness and push.src in m.read:

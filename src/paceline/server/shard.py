@@ -79,7 +79,8 @@ class Shard:
     def declare(self, *rules: Rule) -> None:
         """Name all rules of this shard, before the first update.  If a state was loaded, they get their memory from it.
 
-        `serve` does this itself.  Raises ValueError if the loaded state lacks a rule, or has another one.
+        `serve` does this itself.  Raises ValueError if the loaded state has no memory of a rule, or one of another
+        rule.
         """
         for rule in rules:
             self.held.declare(rule)

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.codecs.codec import Codec
+from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal
 from paceline.server.messages import Update, Value
 from paceline.server.rule_memory import loaded_memory, memory_at, write_back
 from paceline.server.rules import Push, Rule
-from paceline.state import Memory, StateStore, Values, shard
-from paceline.worker.flat import is_finite
+from paceline.state import Slot, StateStore, Values, shard
 from paceline.worker.rows import positions, refusal, union
 
 CHANGES = 1024  # The number of versions of which the shard knows what each has changed.
@@ -66,7 +66,7 @@ class ShardState:
         self.value = torch.empty(0)
         self.is_there = False
         self.version = 0
-        self._memories: dict[Rule, Memory] = {}
+        self._memories: dict[Rule, Slot] = {}
         self._known: dict[int, Tensor] = {}  # With a pull codec: the value as each worker knows it.
         # The last versions, and the runs that each has changed; None is all of the value.
         self._changes: deque[tuple[int, Tensor | None]] = deque(maxlen=CHANGES)
@@ -113,7 +113,7 @@ class ShardState:
 
     def _load_memory(self, rule: Rule, slot: str, values: Values) -> None:
         if self.is_there:
-            self._memories[rule] = loaded_memory(slot, Memory(**rule.memory(self.value)), values)
+            self._memories[rule] = loaded_memory(slot, Slot(**rule.memory(self.value)), values)
 
     # Workers and updates.
 
@@ -143,7 +143,7 @@ class ShardState:
         self.version += applied
         return applied
 
-    def _apply_to_some(self, rule: Rule, update: Tensor, where: Tensor, m: Memory, push: Push) -> bool:
+    def _apply_to_some(self, rule: Rule, update: Tensor, where: Tensor, m: Slot, push: Push) -> bool:
         """Apply an update to some elements of the value, and to the rule's memory of them."""
         value = self._own_value()
         some, part = value[where], memory_at(m, where, value.shape)
@@ -246,11 +246,11 @@ class ShardState:
             self.value = self.endpoint.send_buffer(self.value).copy_(self.value)
         return self.value
 
-    def _memory(self, rule: Rule) -> Memory:
+    def _memory(self, rule: Rule) -> Slot:
         if rule not in self._memories:
             self.declare(rule)
         if rule not in self._memories:
-            self._memories[rule] = Memory(**rule.memory(self.value))
+            self._memories[rule] = Slot(**rule.memory(self.value))
         return self._memories[rule]
 
 

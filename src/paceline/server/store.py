@@ -1,4 +1,4 @@
-"""Store: all shards as a worker sees them: one vector to pull and to push to, and a source of work."""
+"""Store: a worker's view of all shards: one vector to pull from and push to, and the work items that they give out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from paceline.codecs import kernels
 from paceline.codecs.codec import Codec
 from paceline.op import Op
 from paceline.protocol.messages import Request
+from paceline.server.accumulator import Accumulator
 from paceline.server.messages import Arrived, Bye, Exchange, Join, Leave, Pull, Push, Update, Value
 from paceline.server.shard_client import ShardClient
 from paceline.server.work_source import WorkSource
@@ -22,9 +23,12 @@ from paceline.worker.rows import positions, within
 class Store:
     """A worker's view of the parameter server.
 
-    Shards act independently: at one moment they may have seen different numbers of updates, so `versions` has one entry
-    a shard, and every push says which version of that shard it was computed from.  `codec` encodes what is pushed, with
-    error feedback.  `pulls` is the codec of the shards for changes of the value.
+    Shards act independently: at one moment they may have seen different numbers of updates.  So `versions` has one
+    entry for each shard, and every push names the version of that shard from which it was computed.  `codec` encodes
+    the updates, with error feedback; the shards encode by `pulls` what has changed since the last pull.
+
+    `unpushed` counts the steps and samples since the last push, for a strategy that does not push at every step: it
+    calls `count_step` after each step, and pushes with `unpushed.take()` samples.
     """
 
     def __init__(self, replica: Replica, *, codec: Codec | None = None, pulls: Codec | None = None) -> None:
@@ -34,13 +38,14 @@ class Store:
         if len(self.shards) > replica.params.numel():
             raise ValueError(
                 f"{len(self.shards)} servers for {replica.params.numel()} parameters: there must be at least "
-                f"one parameter a shard"
+                f"one parameter for each server"
             )
         unit = 1 if codec is None else codec.unit
         self.slices = [
             stripe_of(j, replica.params.numel(), len(self.shards), unit=unit) for j in range(len(self.shards))
         ]
         self.versions = [0] * len(self.shards)
+        self.unpushed = Accumulator()
         self._value: Tensor | None = None
         self._codec_state, self._pulls = replica.codec_state(codec), pulls
         self._client = ShardClient(replica, self.slices)
@@ -48,20 +53,20 @@ class Store:
 
     @property
     def value(self) -> Tensor:
-        """The value of the last pull, unless that went `into` another vector."""
+        """The last answer of the shards, unless the worker asked for it `into` another vector."""
         if self._value is None:
             self._value = self.replica.params.clone()
         return self._value
 
     def pull(self, into: Tensor | None = None) -> Op[Tensor]:
-        """The parameters as the shards hold them now; in `value`, unless they are to go `into` another vector."""
+        """The current parameters of the shards; in `value`, or copied `into` another vector."""
         return self.endpoint.spawn(self._pull(into), kind="pull")
 
     def push(self, update: Tensor, samples: float | None = None, *, runs: Tensor | None = None) -> Op[None]:
-        """Let the shards have an update, and do not wait for what they make of it.
+        """Send an update to the shards, and do not pull the result.
 
-        Unless `samples` says otherwise, those of the last minibatch are behind it.  `runs` says which parts of it alone
-        matter.
+        `samples` is the number of samples in it; if it is not given, that of the last minibatch.  With `runs` only
+        these parts of the update are sent.
         """
         return self.endpoint.spawn(self._push(update, samples, runs), kind="push")
 
@@ -74,9 +79,10 @@ class Store:
     def exchange(
         self, update: Tensor, samples: float | None = None, *, into: Tensor | None = None, runs: Tensor | None = None
     ) -> Op[Tensor]:
-        """Push an update and pull what the shards hold after it, in one round trip.
+        """Push an update and pull the parameters that result from it, in one round trip.
 
-        With `runs` only these parts of the update travel, and back only what has changed since this worker last asked.
+        With `runs` only these parts of the update are sent, and the shards answer only with what has changed since this
+        worker's last pull.
         """
         return self.endpoint.spawn(self._exchange(update, samples, into, runs), kind="exchange")
 
@@ -91,8 +97,8 @@ class Store:
         return await self._ask(self._client.numbered([Join(self.replica.cursor.shard or 0) for _ in self.shards]), into)
 
     def send_buffer(self, last: Tensor | None = None) -> Tensor:
-        """Memory for an update: what shards of this host read there need not be copied.  The last one, unless it is
-        still read."""
+        """Slot for an update, from which shards on this host read without a copy: the `last` one, unless it is still
+        being read."""
         return (
             last
             if last is not None and not self.endpoint.in_use(last)
@@ -100,7 +106,7 @@ class Store:
         )
 
     async def leave(self, into: Tensor | None = None) -> Tensor:
-        """Leave; the final value, once all workers have left."""
+        """Leave the run; the final parameters of the shards, once all workers have left."""
         all_done = self.replica.learner.has_global_data
         value = await self._ask(self._client.numbered([Leave(all_done) for _ in self.shards]), into)
         for rank in self.shards:
@@ -112,17 +118,21 @@ class Store:
     async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
         """Turn to the next minibatch; False if all work is done.
 
-        If other workers have the last work items, a worker waits: it takes over if one of them dies.  `before_waiting`
-        must push what it has not pushed.
+        If other workers hold the last work items, this worker waits, and takes their items over if one of them dies.
+        What it has not pushed by then it must push in `before_waiting`.
         """
         return await self._work.next(before_waiting)
+
+    def count_step(self) -> None:
+        """Count the last minibatch as a step that is not pushed yet."""
+        self.unpushed.add(self.replica.batch.samples)
 
     # Messages.
 
     def _updates(
         self, of: type[Push | Exchange], update: Tensor, samples: float | None, runs: Tensor | None
     ) -> list[Update]:
-        """The request to each shard."""
+        """The message for each shard."""
         seen = int(self.replica.batch.samples if samples is None else samples)
         steps = self._work.take_steps()
         updates: list[Update] = []
@@ -132,7 +142,7 @@ class Store:
         return self._client.numbered(updates)
 
     def _encoded(self, update: Tensor, where: slice, runs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The slice of an update for a shard, encoded, and its runs."""
+        """A shard's part of an update, and with `runs` the positions of its values."""
         if runs is not None:
             mine = within(runs, where)
             return update[where][positions(mine)], mine
@@ -146,15 +156,15 @@ class Store:
             if isinstance(requests[j], Join) and j == 0 and answer.steps_done:
                 self.replica.cursor.resume_at(answer.steps_done)
             self._take(answer, j, where, into)
-            del answer  # It may be in the shard's own memory: do not keep it.
+            del answer  # It may lie in the shard's own memory, which this worker must release.
         return self.value if into is None else into
 
     def _take(self, answer: Value, shard: int, where: slice, into: Tensor | None) -> None:
-        """Store the value of a shard, or the changes of it."""
+        """Copy a shard's answer: all its values, or those that have changed."""
         values, target = answer.value, (self.value if into is None else into)[where]
         if answer.runs is not None:
             target[positions(answer.runs)] = values
-        elif self._pulls is not None:  # The next reply is the difference to this value.
+        elif self._pulls is not None:  # An encoded answer is the difference to the answer before, which is in `value`.
             if values.dtype == torch.uint8:
                 kernels.add(self._pulls, values, self.value[where], 1.0, False)
             else:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
 from paceline.protocol.messages import Message, Numbered, PeerDied, PeerSuspected, Reply, reply_to
@@ -34,7 +35,6 @@ from paceline.server.messages import (
 from paceline.server.shard import Shard
 from paceline.server.shard_state import check_value
 from paceline.state import Values, shard
-from paceline.worker.flat import is_finite
 
 # The arguments of each operation: a number, a count, an existing vector, or one that may be new.
 OPERATIONS = {

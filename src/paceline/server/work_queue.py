@@ -1,8 +1,8 @@
 """WorkQueue: which worker works on which part of which minibatch.
 
-Workers that do not wait for each other lease the next parts when they need them.  A fast worker gets more parts than a
-slow one, and the parts that a dead worker had leased go to other workers.  All parts of a minibatch are leased before
-the first part of the next, so all workers are at about the same place in the data.
+Workers that do not wait for each other lease the next parts when they need them.  A fast worker gets more parts than
+a slow one, and the parts that a dead worker had leased go to other workers.  All parts of a minibatch are leased
+before the first part of the next, so all workers are at about the same place in the data.
 """
 
 from __future__ import annotations

@@ -21,13 +21,14 @@ from paceline.needs import Length, Offers, check
 from paceline.session.learner import LoopLearner
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
-from paceline.session.same_model import check_like_first, check_same_model, everything
+from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.session import Session
 from paceline.strategy import Strategy
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
 from paceline.worker.run import WorkerRun
+from paceline.worker.tensors import named_tensors
 
 Initial = Literal["equal", "broadcast"]
 
@@ -48,11 +49,11 @@ def attach(
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
 
-    Under a launcher (`paceline run`, torchrun, MPI, Slurm) each process is a worker; otherwise there is one.  A strategy
-    whose servers take the steps needs no `optimizer`: give None.  `accumulate` backward passes make one gradient.
-    `initial` says whether all ranks must start from equal parameters, or take those of rank 0.  `loader`, whose
-    minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.  `ordered`
-    makes sums across hosts the same to the last bit in every run, for N times the memory.
+    Under a launcher (`paceline run`, torchrun, MPI, Slurm) each process is a worker; otherwise there is one.  A
+    strategy whose servers take the steps needs no `optimizer`: give None.  `accumulate` backward passes make one
+    gradient.  `initial` says whether all ranks must start from equal parameters, or take those of rank 0.  `loader`,
+    whose minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.
+    `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.
     """
     _check_settings(accumulate, initial)
     if isinstance(strategy, str):
@@ -68,16 +69,14 @@ def attach(
     check(strategy, offers)
     flat = FlatModel(model, bucket_bytes=bucket_bytes)
     inner = _checked_optimizer(optimizer, flat, strategy)
-    takes_nonfinite = nonfinite == "pass"
-    device = flat.params.device
     with ExitStack() as on_failure:
         job = Job(
             strategy.needs,
-            device=device,
+            device=flat.params.device,
             served=strategy,
             ordered=ordered,
             timeout_s=timeout_s,
-            takes_nonfinite=takes_nonfinite,
+            takes_nonfinite=nonfinite == "pass",
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
@@ -173,6 +172,6 @@ def _start_from_same_model(job: Job, flat: FlatModel, initial: Initial, *, is_el
         check_like_first(job.rank, flat, job.store, values=initial == "equal")
     elif job.workers > 1:
         if initial == "broadcast":
-            for _, values in everything(flat.model):
+            for _, values in named_tensors(flat.model):
                 job.endpoint.broadcast(values, 0).wait()
         check_same_model(job.endpoint, flat, job.store)

@@ -6,18 +6,19 @@ import hashlib
 import json
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import Store
 
 from paceline.endpoint import Endpoint
 from paceline.worker.flat import FlatModel
+from paceline.worker.tensors import named_tensors
 
 REMEDY = "build the model after the same torch.manual_seed on every rank, or give attach(initial='broadcast')"
 
 
 def check_same_model(endpoint: Endpoint, flat: FlatModel, store: Store) -> None:
     """Raise the same ValueError on every rank if parameters or buffers differ in name, shape, dtype or value."""
-    named = everything(flat.model)
+    named = named_tensors(flat.model)
     shapes: list[list[object]] = [[n, list(t.shape), str(t.dtype)] for n, t in named]
     store.set(f"model/{endpoint.rank}", json.dumps(shapes))
     _compare_shapes(endpoint, shapes, store)
@@ -36,7 +37,7 @@ def check_same_model(endpoint: Endpoint, flat: FlatModel, store: Store) -> None:
 def check_like_first(rank: int, flat: FlatModel, store: Store, *, values: bool = True) -> None:
     """The same check for ranks that may join later: each compares its model with the first one, from the store."""
     mine: list[list[object]] = [
-        [n, list(t.shape), str(t.dtype), int(_fingerprint(t)) if values else 0] for n, t in everything(flat.model)
+        [n, list(t.shape), str(t.dtype), int(_fingerprint(t)) if values else 0] for n, t in named_tensors(flat.model)
     ]
     first, theirs = json.loads(store.compare_set("model", "", json.dumps([rank, mine])))
     for own, other in zip(mine, theirs, strict=False):
@@ -51,11 +52,6 @@ def check_like_first(rank: int, flat: FlatModel, store: Store, *, values: bool =
     for own, other in zip(mine, theirs, strict=True):
         if own != other:
             raise ValueError(f"rank {rank} starts from other values of '{own[0]}' than rank {first}: {REMEDY}")
-
-
-def everything(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """All parameters of a model, frozen ones included, and all its buffers."""
-    return [(n, t.detach()) for n, t in (*model.named_parameters(), *model.named_buffers())]
 
 
 def _compare_shapes(endpoint: Endpoint, mine: list[list[object]], store: Store) -> None:

@@ -16,9 +16,9 @@ from paceline.op import drive
 from paceline.session.loading import Agreement, ByCollectives, ByStore, Parts, samples_in
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
-from paceline.session.same_model import everything
 from paceline.strategy import Strategy
 from paceline.trace import Trace
+from paceline.worker.tensors import named_tensors
 
 B = TypeVar("B")
 
@@ -191,7 +191,7 @@ class Session:
         last_steps = [int(t) for t in endpoint.all_gather(torch.tensor(self.loop.last_own_step)).wait()]
         if len(set(last_steps)) > 1:
             source = endpoint.ranks[last_steps.index(max(last_steps))]
-            for _, values in everything(self.loop.learner.flat.model):
+            for _, values in named_tensors(self.loop.learner.flat.model):
                 endpoint.broadcast(values, source).wait()
 
     def _release(self, *, failed: bool) -> None:

@@ -32,7 +32,7 @@ from paceline.pipeline.processes import Order, StageLearner, staged
 from paceline.pipeline.stand_in import check_stages, count, split_for
 from paceline.run import Run
 from paceline.session.backward import BucketHooks, Each
-from paceline.session.same_model import check_like_first, check_same_model, everything
+from paceline.session.same_model import check_like_first, check_same_model
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
@@ -42,6 +42,7 @@ from paceline.worker.flat import FlatModel
 from paceline.worker.learner import TaskLearner
 from paceline.worker.replica import Replica
 from paceline.worker.run import WorkerRun
+from paceline.worker.tensors import named_tensors
 
 
 class ProcessLearner(TaskLearner):
@@ -359,11 +360,11 @@ class _ForkedWorkers:
 def _write(model: nn.Module, path: Path) -> None:
     """Parameters and buffers one after the other, as their memory has them."""
     with path.open("wb") as file:
-        for _, values in everything(model):
+        for _, values in named_tensors(model):
             file.write(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _read(model: nn.Module, path: Path) -> None:
     with path.open("rb") as file:
-        for _, values in everything(model):
+        for _, values in named_tensors(model):
             values.copy_(torch.frombuffer(bytearray(file.read(values.nbytes)), dtype=values.dtype).view(values.shape))

@@ -1,4 +1,6 @@
-"""Training methods, one paper a file.  A new one joins `STRATEGIES` here and is then listed, parsed and put under the laws."""
+"""Training methods, one paper a file."""
+
+# Written by `python -m tools.exports`, which `make format` runs.  Do not edit.
 
 from paceline.strategies.adaptive_averaging import AdaptiveAveraging
 from paceline.strategies.all_reduce_sgd import AllReduceSGD
@@ -25,33 +27,33 @@ from paceline.strategies.then import Replicated, Then
 from paceline.strategy import Strategy
 
 STRATEGIES: tuple[type[Strategy], ...] = (
-    AllReduceSGD,
-    PeriodicAveraging,
     AdaptiveAveraging,
+    AllReduceSGD,
+    ASGD,
+    AsyncDiLoCo,
+    AsyncMomentum,
+    BlockMomentum,
     DecreasingAveraging,
     AdaComm,
-    BlockMomentum,
-    SlowMo,
+    DelayCompensated,
     DiLoCo,
-    ParameterServer,
-    ASGD,
     Downpour,
+    EAWild,
+    EASGD,
+    AsyncEASGD,
+    RoundRobinEASGD,
+    EAMSGD,
+    Gossip,
+    Hogwild,
+    ParameterServer,
+    PeriodicAveraging,
+    Sandblaster,
+    SlowMo,
     SoftSync,
     StaleSynchronous,
-    DelayCompensated,
-    AsyncMomentum,
-    AsyncDiLoCo,
-    EASGD,
-    RoundRobinEASGD,
-    AsyncEASGD,
-    EAMSGD,
-    EAWild,
-    Hogwild,
-    Sandblaster,
     Strom,
-    Gossip,
-    Replicated,
     Then,
+    Replicated,
 )
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "SlowMo",
     "SoftSync",
     "StaleSynchronous",
+    "Strategy",
     "Strom",
     "Then",
 ]

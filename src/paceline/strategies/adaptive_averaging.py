@@ -1,8 +1,8 @@
-"""Averaging with a period that follows the spread of the replicas, ADPSGD (Jiang & Agrawal, "Adaptive Periodic Averaging").
+"""Averaging with a period that follows the replicas' spread, ADPSGD (Jiang & Agrawal, "Adaptive Periodic Averaging").
 
-Not to be confused with AD-PSGD, which gossips.  The spread just before an average should stay proportional to the learning
-rate: where it has become smaller the period grows by a step, where larger it shrinks by one.  Small periods early, while
-replicas move apart fast; long ones late.  With a band that everything fits into it is PeriodicAveraging.
+This is not AD-PSGD, which is a gossip method.  The spread just before a sync should stay proportional to the learning
+rate.  If it is smaller, the period grows by one step; if it is larger, the period shrinks by one.  So periods are short
+early, while replicas move apart fast, and long later.  With low=0 and high=inf it is PeriodicAveraging.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from paceline.worker.replica import Replica
 
 @dataclass(frozen=True)
 class AdaptiveAveraging(Averaging):
-    """Average the models as often as their spread asks for, starting with every `period` steps.
+    """Average the models with a period that follows their spread; the first period is `period` steps.
 
-    In the first epoch (or `warmup` steps) they are averaged at every step.  Until a quarter of the run (`sampling`: a share of
-    its steps, or a number of them above 1) the period stays, and the usual ratio of spread to learning rate is found.  From then
-    on the spread is kept within the band `low` to `high` around it.
+    In the first epoch (or for `warmup` steps) models are averaged at every step.  Then the period is constant until a
+    quarter of the run (`sampling`: up to 1 a fraction of the run, above 1 a step), and the mean ratio of spread to
+    learning rate is measured.  After that the period is adapted so that spread / lr stays between `low` and `high`
+    times this ratio.
     """
 
     period: int = 4
@@ -35,11 +36,12 @@ class AdaptiveAveraging(Averaging):
         self.check_period(self.period)
         if not 0 <= self.low <= self.high:
             raise ValueError(
-                f"AdaptiveAveraging(low={self.low}, high={self.high}): the band must begin at 0 or above and not end before"
+                f"AdaptiveAveraging(low={self.low}, high={self.high}): low must be at least 0, and high at least low"
             )
         if (self.warmup is not None and self.warmup < 0) or self.sampling <= 0:
             raise ValueError(
-                f"AdaptiveAveraging(warmup={self.warmup}, sampling={self.sampling}): there must be something to sample"
+                f"AdaptiveAveraging(warmup={self.warmup}, sampling={self.sampling}): warmup must be at least 0 steps, "
+                "and sampling must be positive"
             )
 
     async def worker(self, w: Replica) -> None:
@@ -52,30 +54,30 @@ class AdaptiveAveraging(Averaging):
         m = w.state("controller", period=self.period, ratio=0.0, sampled=0, began=w.cursor.step)
         if until < max(warmup, m.began) + self.period and (self.low > 0 or self.high < inf):
             raise ValueError(
-                f"AdaptiveAveraging(period={self.period}, warmup={warmup}, sampling={self.sampling}): the spread is sampled from step "
-                f"{max(warmup, m.began)} to step {until}, which holds no whole period of {self.period}; "
-                "warm up for fewer steps or sample for more"
+                f"AdaptiveAveraging(period={self.period}, warmup={warmup}, sampling={self.sampling}): the spread is "
+                f"sampled from step {max(warmup, m.began)} to step {until}, which is shorter than one period of "
+                f"{self.period}; use fewer warmup steps or a larger sampling"
             )
         rounds = SyncRounds(w, self, period=1 if w.cursor.step < warmup else m.period)
         for k in w.steps():
             await w.local_step()
-            met = await rounds.after_step()
-            if met is not None and met.lr and met.step >= warmup:
-                if met.step < until:
+            sync = await rounds.after_step()
+            if sync is not None and sync.lr and sync.step >= warmup:
+                if sync.step < until:
                     m.sampled += 1
-                    m.ratio += (met.divergence / met.lr - m.ratio) / m.sampled
+                    m.ratio += (sync.divergence / sync.lr - m.ratio) / m.sampled
                 else:
-                    m.period = self.next_period(m.period, met, m.ratio)
+                    m.period = self.next_period(m.period, sync, m.ratio)
             rounds.period = 1 if k + 1 < warmup else m.period
         await rounds.finish()
 
-    def next_period(self, period: int, met: SyncResult, ratio: float) -> int:
-        """The period after a synchronisation, given the usual ratio of spread to learning rate."""
-        if met.divergence < self.low * met.lr * ratio:
+    def next_period(self, period: int, sync: SyncResult, ratio: float) -> int:
+        """The period after a sync, given the sampled ratio of spread to learning rate."""
+        if sync.divergence < self.low * sync.lr * ratio:
             return period + 1
-        return max(1, period - 1) if met.divergence > self.high * met.lr * ratio else period
+        return max(1, period - 1) if sync.divergence > self.high * sync.lr * ratio else period
 
     def _end_of_sampling(self, w: Replica) -> int:
         if self.sampling > 1:
             return int(self.sampling)
-        return int(self.sampling * w.plan.require("steps", "AdaptiveAveraging with sampling as a share of the run"))
+        return int(self.sampling * w.plan.require("steps", "AdaptiveAveraging with sampling as a fraction of the run"))

@@ -1,7 +1,7 @@
 """Synchronous SGD: every step takes the mean gradient of all workers.
 
-With n samples on each of N workers it equals one machine with N*n samples, whatever the optimizer.  Buckets are exchanged
-while backward still runs.  With a codec it is 1-bit SGD and its relatives.
+With n samples on each of N workers it equals one machine with N*n samples, for any optimizer.  Buckets are exchanged
+while backward still runs.  With a codec it is 1-bit SGD or a similar method.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from paceline.worker.replica import Replica, train_alone
 class AllReduceSGD(Strategy):
     """Average gradients at every step: the reference for accuracy, and the most communication.
 
-    `group` sums within groups of so many workers first, and then between them; by default by host, where hosts hold several.
-    `clip` bounds the norm of the mean gradient, as torch.nn.utils.clip_grad_norm_ does.
+    `group` is a number of workers: gradients are summed within groups of this size first, and then between groups.  By
+    default a group is a host, if hosts have several workers.  `clip` limits the norm of the mean gradient, as
+    torch.nn.utils.clip_grad_norm_ does.
     """
 
     codec: Codec | None = None

@@ -1,7 +1,7 @@
-"""Asynchronous SGD with local optimizers, as CNTK has it (DataParallelASGD on Multiverso).
+"""Asynchronous SGD with local optimizers, as in CNTK (DataParallelASGD on Multiverso).
 
-Every so often a worker pushes the way it has gone since it last loaded the model, and loads what the shards then hold: nobody waits for
-another.  With a pipeline the exchange runs behind the next steps, and the model loaded is one exchange older.  With one worker and no
+Workers push their delta since the last pull, and pull what the shards then hold.  No worker waits for another.  With a
+pipeline the exchange runs during the next steps, and the pulled model is one exchange older.  With one worker and no
 pipeline it is plain training.
 """
 
@@ -17,15 +17,19 @@ from paceline.families.server_strategy import ServerStrategy
 from paceline.needs import Needs
 from paceline.op import Op, Ready
 from paceline.server.rules import Rule, Sgd
+from paceline.server.store import Store
 from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
 class ASGD(ServerStrategy):
-    """Train by the local optimizer, and every `samples` (256, unless they or a `period` in steps are given) exchange the way gone.
+    """Train by the local optimizer, and exchange the delta every `period` steps or every `samples` samples.
 
-    What is pushed first counts for less, since late updates do most harm at the beginning: `ramp_from` of it, growing over
-    `ramp` exchanges, in a staircase of as many steps as it has parts of that size (CNTK's), or linearly.
+    If neither is given, exchange every 256 samples.  With `pipeline` the exchange runs during the next steps.
+
+    Late updates do most harm at the beginning, so the first deltas can be scaled down, by a ramp that begins at
+    `ramp_from` and ends at 1.  A staircase rises by `ramp_from` every `ramp` exchanges, as in CNTK; a linear ramp
+    reaches 1 after `ramp` exchanges.
     """
 
     period: int | None = None
@@ -40,52 +44,41 @@ class ASGD(ServerStrategy):
         super().__post_init__()
         if self.period is not None and self.samples is not None:
             raise ValueError(
-                f"ASGD(period={self.period}, samples={self.samples}): exchanges are counted in steps or in samples, not in both"
+                f"ASGD(period={self.period}, samples={self.samples}): the time between two exchanges is given "
+                f"in steps or in samples, not in both"
             )
         for name, value in (("period", self.period), ("samples", self.samples)):
             if value is not None and value < 1:
-                raise ValueError(f"ASGD({name}={value}): there must be at least 1 between two exchanges")
+                raise ValueError(f"ASGD({name}={value}): it must be at least 1")
         if self.ramp < 0 or not 0 < self.ramp_from <= 1 or self.ramp_kind not in ("staircase", "linear"):
             raise ValueError(
-                f"ASGD(ramp={self.ramp}, ramp_from={self.ramp_from}, ramp_kind={self.ramp_kind!r}): a 'staircase' or 'linear' ramp over "
-                "0 or more exchanges begins in (0, 1]"
+                f"ASGD(ramp={self.ramp}, ramp_from={self.ramp_from}, ramp_kind={self.ramp_kind!r}): a ramp is a "
+                f"'staircase' or 'linear', lasts 0 or more exchanges, and begins in (0, 1]"
             )
 
     def shard_rule(self, workers: int) -> Rule:
-        return Sgd(lr=1.0)  # What is pushed are steps, learning rate and all.
+        return Sgd(lr=1.0)  # A delta contains the learning rate already.
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
-        base = (await store.pull()).clone()
-        w.params.copy_(base)
-        coming: Op[Tensor] = Ready("pull", base)
-        delta = store.send_buffer()
-        seen, exchanges, since = 0.0, 0, 0
-
-        async def exchange() -> None:
-            nonlocal coming, delta, seen, exchanges, since
-            exchanges += 1
-            if self.pipeline:  # What the last exchange has brought, without what this one will.
-                await coming
-            delta = torch.sub(base, w.params, out=store.send_buffer(delta)).mul_(self.share(exchanges))
-            if self.pipeline:
-                base.copy_(store.value)
-                coming = store.exchange(delta, seen)
-            else:
-                base.copy_(await store.exchange(delta, seen))
-            w.params.copy_(base)
-            seen, since = 0.0, 0
-
-        while await store.next(before_waiting=exchange):
+        w.params.copy_(await store.pull())
+        deltas = DeltaExchange(self, w, store)
+        while await store.next(before_waiting=deltas.exchange):
             await w.local_step()
-            seen, since = seen + w.batch.samples, since + 1
-            if since >= self.period if self.period is not None else seen >= (self.samples or 256):
-                await exchange()
-        await coming
+            store.count_step()
+            if self.is_due(store.unpushed.steps, store.unpushed.samples):
+                await deltas.exchange()
+        await deltas.in_flight
         w.params.copy_(await store.leave())
 
+    def is_due(self, steps: int, samples: float) -> bool:
+        """Whether to exchange so many steps and samples after the last exchange."""
+        if self.period is not None:
+            return steps >= self.period
+        return samples >= (self.samples or 256)
+
     def share(self, exchange: int) -> float:
-        """How much of the way gone is pushed at an exchange, counted from 1.
+        """The share of the delta that is pushed at an exchange, counted from 1.
 
         >>> [ASGD(ramp=1024, ramp_from=0.2).share(c) for c in (1, 1023, 1024, 4095, 4096)]
         [0.2, 0.2, 0.4, 0.8, 1.0]
@@ -95,3 +88,32 @@ class ASGD(ServerStrategy):
         if self.ramp_kind == "staircase":
             return min(1.0, self.ramp_from * (exchange // self.ramp + 1))
         return min(1.0, self.ramp_from + (1 - self.ramp_from) * exchange / self.ramp)
+
+
+class DeltaExchange:
+    """A worker's exchanges with the shards: `base` is the model that it pulled last."""
+
+    def __init__(self, strategy: ASGD, w: Replica, store: Store) -> None:
+        self.strategy = strategy
+        self.w = w
+        self.store = store
+        self.base = w.params.clone()
+        self.in_flight: Op[Tensor] = Ready("pull", self.base)
+        self.exchanges = 0
+        self._delta = store.send_buffer()
+
+    async def exchange(self) -> None:
+        """Push the delta since `base` and continue from the shards' model, or with a pipeline from the one before."""
+        store = self.store
+        params = self.w.params
+        self.exchanges += 1
+        if self.strategy.pipeline:
+            await self.in_flight
+        self._delta = torch.sub(self.base, params, out=store.send_buffer(self._delta))
+        self._delta.mul_(self.strategy.share(self.exchanges))
+        if self.strategy.pipeline:
+            self.base.copy_(store.value)
+            self.in_flight = store.exchange(self._delta, store.unpushed.take())
+        else:
+            self.base.copy_(await store.exchange(self._delta, store.unpushed.take()))
+        params.copy_(self.base)

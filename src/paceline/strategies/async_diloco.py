@@ -1,8 +1,8 @@
-"""DiLoCo without a barrier (after Decoupled DiLoCo, 2026): islands of workers train alone and hand in how far they have come.
+"""DiLoCo without a barrier (after Decoupled DiLoCo, 2026): workers train alone and push their deltas.
 
-The shards gather displacements until a quorum is there and a short grace has passed, and take an outer Nesterov step by their mean,
-weighted by samples.  A worker that is slow, or dead, is not waited for: what it hands in later counts with the next ones.  With all
-workers in the quorum and equal speeds it is DiLoCo.
+The shards collect deltas until they have a quorum and a short grace time has passed.  Then they take an outer Nesterov
+step by the mean delta, weighted by samples.  No worker waits for a slow or dead one: a late delta is part of a later
+mean.  With all workers in the quorum and equal speeds it is DiLoCo.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from paceline.families.server_strategy import ServerStrategy
 from paceline.needs import Needs
 from paceline.op import Op
 from paceline.server.rules import Momentum, Quorum, Rule, Sgd
+from paceline.server.store import Store
 from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
 class AsyncDiLoCo(ServerStrategy):
-    """Let shards take an outer step by the mean displacement of a `quorum` of workers, and of those who come within `grace` seconds.
+    """Take an outer step by the mean delta of a `quorum` of workers, and of those that follow within `grace` seconds.
 
-    Each hands in its displacement every `period` steps, and for `delay` steps more trains on while the shards gather; what it learns
-    meanwhile stays on top.
+    Each worker pushes its delta every `period` steps.  While the shards collect, it trains for `delay` more steps; what
+    it learns in them is added to the new model.
     """
 
     period: int = 500
@@ -40,7 +41,8 @@ class AsyncDiLoCo(ServerStrategy):
         super().__post_init__()
         if self.period < 1 or not 0 <= self.delay < max(self.period, 1):
             raise ValueError(
-                f"AsyncDiLoCo(period={self.period}, delay={self.delay}): a delay is shorter than the period, which is at least 1"
+                f"AsyncDiLoCo(period={self.period}, delay={self.delay}): the period must be at least 1, and the "
+                f"delay at least 0 and shorter than the period"
             )
         self.shard_rule(1)
 
@@ -50,36 +52,50 @@ class AsyncDiLoCo(ServerStrategy):
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
-        base = (await store.pull()).clone()
-        w.params.copy_(base)
-        sent, count, seen = base.clone(), 0, 0.0
-        coming: Op[Tensor] | None = None
-
-        def hand_in() -> None:
-            nonlocal coming, count, seen
-            coming = store.exchange(base - sent.copy_(w.params), seen)
-            count, seen = 0, 0.0
-
-        async def merge() -> None:
-            nonlocal coming
-            if coming is not None:
-                base.copy_(await coming)
-                w.params.add_(base - sent)  # What was learnt meanwhile stays on top.
-                coming = None
-
-        async def hand_in_the_rest() -> None:
-            await merge()
-            hand_in()
-            await merge()
-
-        while await store.next(before_waiting=hand_in_the_rest):
+        w.params.copy_(await store.pull())
+        outer = OuterExchange(w, store)
+        while await store.next(before_waiting=outer.push_and_merge):
             await w.local_step()
-            count, seen = count + 1, seen + w.batch.samples
-            if count >= self.delay:
-                await merge()
-            if count >= self.period:
-                hand_in()
+            store.count_step()
+            steps = store.unpushed.steps
+            if steps >= self.delay:
+                await outer.merge()
+            if steps >= self.period:
+                outer.push()
                 if not self.delay:
-                    await merge()
-        await merge()
+                    await outer.merge()
+        await outer.merge()
         w.params.copy_(await store.leave())
+
+
+class OuterExchange:
+    """A worker's exchanges with the shards.
+
+    `base` is the shards' model that the worker merged last, `snapshot` its parameters at its last push, and `in_flight`
+    the exchange whose answer it has not merged yet.
+    """
+
+    def __init__(self, w: Replica, store: Store) -> None:
+        self.w = w
+        self.store = store
+        self.base = w.params.clone()
+        self.snapshot = w.params.clone()
+        self.in_flight: Op[Tensor] | None = None
+
+    def push(self) -> None:
+        """Push the delta since `base`, and do not wait for the answer."""
+        delta = self.base - self.snapshot.copy_(self.w.params)
+        self.in_flight = self.store.exchange(delta, self.store.unpushed.take())
+
+    async def merge(self) -> None:
+        """Continue from the shards' model, plus what this worker has learnt since its push."""
+        if self.in_flight is not None:
+            self.base.copy_(await self.in_flight)
+            self.w.params.add_(self.base - self.snapshot)
+            self.in_flight = None
+
+    async def push_and_merge(self) -> None:
+        """Merge what is in flight, push the rest, and wait for the answer."""
+        await self.merge()
+        self.push()
+        await self.merge()

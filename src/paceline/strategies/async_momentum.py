@@ -1,7 +1,7 @@
-"""Asynchronous momentum SGD: where the velocity lives.
+"""Asynchronous momentum SGD, with one velocity on the server, which every push updates.
 
-At the server there is one, which every push advances; at the workers each has its own, in its optimizer, and pushes its steps.
-Asynchrony acts like a momentum of 1 - 1/workers by itself (Mitliagkas et al. 2016): many workers want less.
+(In ASGD each worker has its own velocity, in its optimizer, and pushes its steps.)  Asynchrony alone acts like a
+momentum of 1 - 1/workers (Mitliagkas et al. 2016), so use a smaller momentum with many workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.server.rules import Momentum, Rule
 
 @dataclass(frozen=True)
 class AsyncMomentum(ServerStrategy):
-    """Push every gradient; shards give them momentum, with `unit_gain` scaled so that it does not enlarge the steps."""
+    """Push every gradient; shards apply it with momentum.  `unit_gain` scales it so that steps do not become larger."""
 
     lr: float = 0.1
     momentum: float = 0.9

@@ -1,7 +1,7 @@
 """Blockwise model-update filtering, BMUF (Chen & Huo, ICASSP 2016).
 
-The mean displacement of a block of local steps is treated as a gradient and low-pass filtered, so that N workers get as far
-as N times the data should take them at an unchanged learning rate.  With momentum 0 and rate 1 it is PeriodicAveraging.
+The mean delta of a block of local steps is treated as a gradient and low-pass filtered.  So N workers move the model as
+far as N times the data would, at the same learning rate.  With momentum 0 and rate 1 it is PeriodicAveraging.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from paceline.worker.replica import Replica
 
 
 class TooFewSamples(UserWarning):
-    """There are not enough samples for the updates of block momentum to be delivered."""
+    """The run has too few samples for the updates of block momentum to take full effect."""
 
 
 @dataclass(frozen=True)
 class BlockMomentum(Averaging):
-    """Average models after every block of `period` steps and give the blocks momentum, Nesterov's by default.
+    """Average models after every block of `period` steps, with momentum over blocks (Nesterov's by default).
 
-    A block is 120 000 samples of each worker, unless it is given in steps or `samples`.  The momentum is 1 - 1/workers, unless it
-    is given, or follows from a `time_constant` in samples of each worker.  The form is the paper's; CNTK's sums displacements and
-    looks ahead cumulatively, with nearly twice the gain.  Optimizer state is reset with every block: local momentum across the
-    jump between two blocks tends to diverge.
+    By default a block is 120 000 samples of each worker; set `period` in steps, or `samples` of each worker.  By
+    default the momentum is 1 - 1/workers; set `momentum`, or a `time_constant` in samples of each worker.  The default
+    `form` is the paper's.  CNTK's form sums deltas and adds up its look-ahead steps, with nearly twice the gain.  The
+    optimizer state is reset at every block: local momentum that continues into the next block tends to diverge.
     """
 
     period: int | None = None
@@ -50,15 +50,16 @@ class BlockMomentum(Averaging):
         self.check_period(self.period, self.samples)
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(
-                f"BlockMomentum(momentum={self.momentum}): block momentum lies in [0, 1); at 1 updates never die out"
+                f"BlockMomentum(momentum={self.momentum}): block momentum lies in [0, 1); at 1 updates never decay"
             )
         if self.momentum is not None and self.time_constant is not None:
             raise ValueError(
-                f"BlockMomentum(momentum={self.momentum}, time_constant={self.time_constant}): one follows from the other; give one"
+                f"BlockMomentum(momentum={self.momentum}, time_constant={self.time_constant}): each follows from the "
+                "other; give only one"
             )
         if self.time_constant is not None and not self.time_constant >= 0:
             raise ValueError(
-                f"BlockMomentum(time_constant={self.time_constant}): it counts samples of each worker, from 0"
+                f"BlockMomentum(time_constant={self.time_constant}): it counts samples of each worker, at least 0"
             )
         if self.rate <= 0:
             raise ValueError(f"BlockMomentum(rate={self.rate}): the block learning rate must be positive")
@@ -77,7 +78,7 @@ class BlockMomentum(Averaging):
         await SyncRounds(w, self, period=self.period, samples=samples, outer=outer).train()
 
     def outer(self, m: Slot, anchor: Tensor, block: Tensor, where: slice, sync: SyncResult) -> None:
-        """Filter the mean delta of a block; start the next block from the filtered model, looking ahead if Nesterov's."""
+        """Filter the mean delta of a block.  The next block starts from the new model, or with Nesterov ahead of it."""
         eta = self.momentum_of(sync.workers, sync.samples / sync.workers)
         if self.form == "cntk":
             m.delta.mul_(eta).add_(block, alpha=(1 - eta) * self.rate * sync.workers)
@@ -91,7 +92,7 @@ class BlockMomentum(Averaging):
                 anchor.add_(m.delta, alpha=eta)
 
     def momentum_of(self, workers: int, samples: float) -> float:
-        """The momentum for a block of so many samples of each worker.
+        """The momentum for a block of `samples` of each worker.
 
         >>> round(BlockMomentum(time_constant=417_127).momentum_of(4, 120_000), 6)
         0.75
@@ -101,7 +102,7 @@ class BlockMomentum(Averaging):
         return 1 - 1 / workers if self.momentum is None else self.momentum
 
     def _warn(self, w: Replica, samples: float | None) -> None:
-        """Of settings that cannot do what they are for, as far as the length of the run is known."""
+        """Warn about settings that cannot work well, if the length of the run is known."""
         if samples is None and (self.period is None or w.plan.batch is None):
             return
         block = samples or (self.period or 0) * (w.plan.batch or 0) / w.workers
@@ -110,22 +111,23 @@ class BlockMomentum(Averaging):
         if w.plan.samples is not None and w.plan.samples < needed:
             warnings.warn(
                 TooFewSamples(
-                    f"BlockMomentum with momentum {eta:g} and blocks of {block:,.0f} samples on {w.workers} workers spreads an update over "
-                    f"{needed:,.0f} samples, and there are {w.plan.samples:,}: shorten the period or lower the momentum"
+                    f"BlockMomentum with momentum {eta:g} and blocks of {block:,.0f} samples on {w.workers} workers "
+                    f"spreads an update over {needed:,.0f} samples, but there are only {w.plan.samples:,}: use a "
+                    "shorter period or a smaller momentum"
                 ),
                 stacklevel=2,
             )
         gain = (1 - eta) * self.rate * w.workers
         if self.form == "cntk" and w.workers > 1 and (gain >= 2 or eta == 0):
             warnings.warn(
-                f"BlockMomentum(form='cntk') with momentum {eta:g}, rate {self.rate:g} and {w.workers} workers adds {gain:g} times "
-                "their mean displacement after every block: at 2 or more, or without momentum, it overshoots",
+                f"BlockMomentum(form='cntk') with momentum {eta:g}, rate {self.rate:g} and {w.workers} workers adds "
+                f"{gain:g} times their mean delta after every block: at 2 or more, or without momentum, it overshoots",
                 stacklevel=2,
             )
 
 
 def time_constant(samples: float, momentum: float) -> float:
-    """In how many samples an update dies down to 1/e, with a block of so many.
+    """The number of samples after which an update has decayed to 1/e, with blocks of `samples`.
 
     >>> round(time_constant(120_000, 0.75))
     417127

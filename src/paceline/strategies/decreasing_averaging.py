@@ -1,7 +1,7 @@
-"""Averaging with periods that only become shorter: the opposite of AdaptiveAveraging, and its contrast in that paper.
+"""Averaging with periods that only become shorter: the opposite of AdaptiveAveraging, whose paper compares both.
 
-`DecreasingAveraging` follows a fixed schedule.  `AdaComm` (Wang & Joshi, SysML 2019) lets the training loss choose: seldom while the
-loss is high and time is better spent on steps, often near the end.
+`DecreasingAveraging` follows a fixed schedule.  In `AdaComm` (Wang & Joshi, SysML 2019) the period follows the training
+loss: long periods while the loss is high, so that time goes into steps, and short ones near the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.worker.replica import Replica
 
 @dataclass(frozen=True)
 class DecreasingAveraging(Averaging):
-    """Average the models with one period after another, each for an equal part of the run."""
+    """Average the models with the given periods in turn, each for an equal part of the run."""
 
     periods: Sequence[int] = (20, 5)
 
@@ -38,7 +38,7 @@ class DecreasingAveraging(Averaging):
         await rounds.finish()
 
     def period_at(self, step: int, steps: int) -> int:
-        """The period in force at a step of a run of so many.
+        """The period at a step of a run of `steps` steps.
 
         >>> [DecreasingAveraging(periods=(20, 5)).period_at(step, 4000) for step in (0, 1999, 2000, 4000)]
         [20, 20, 5, 5]
@@ -48,9 +48,9 @@ class DecreasingAveraging(Averaging):
 
 @dataclass(frozen=True)
 class AdaComm(Averaging):
-    """Average the models the more often the lower the training loss is, starting with every `period` steps.
+    """Average the models more often as the training loss falls; the first period is `period` steps.
 
-    The period is chosen anew every `seconds`, or every `steps`.  `most` bounds it.
+    A new period is chosen every `seconds` (60 by default), or every `steps`.  `most` is its upper limit.
     """
 
     period: int = 16
@@ -63,7 +63,8 @@ class AdaComm(Averaging):
         self.check_period(self.period)
         if self.seconds is not None and self.steps is not None:
             raise ValueError(
-                f"AdaComm(seconds={self.seconds}, steps={self.steps}): the period is chosen anew after seconds or steps, not after both"
+                f"AdaComm(seconds={self.seconds}, steps={self.steps}): give the time between two choices of the period "
+                "in seconds or in steps, not in both"
             )
         if (
             (self.seconds is not None and self.seconds <= 0)
@@ -71,42 +72,47 @@ class AdaComm(Averaging):
             or (self.most is not None and self.most < 1)
         ):
             raise ValueError(
-                f"AdaComm(seconds={self.seconds}, steps={self.steps}, most={self.most}): these must be positive"
+                f"AdaComm(seconds={self.seconds}, steps={self.steps}, most={self.most}): all of these must be positive"
             )
 
     async def worker(self, w: Replica) -> None:
         m = w.state("controller", period=self.period, loss=0.0, lr=0.0, last_lr=0.0, elapsed=0.0, has_begun=False)
         rounds = SyncRounds(w, self, period=m.period)
-        last: float | None = None  # A clock begins anew when a run is resumed.
+        last: float | None = None  # Not saved: the clock starts at 0 again when a run is resumed.
         for _ in w.steps():
             await w.local_step()
-            met = await rounds.after_step()
-            if met is not None and w.workers > 1:
-                if met.loss is None:
+            sync = await rounds.after_step()
+            if sync is not None and w.workers > 1:
+                if sync.loss is None:
                     raise ValueError(
-                        "AdaComm follows the training loss, which nobody has told: call session.step(loss)"
+                        "AdaComm follows the training loss, which was not reported: call session.step(loss)"
                     )
-                m.elapsed += met.steps if self.steps is not None else met.time - (met.time if last is None else last)
-                last = met.time
+                m.elapsed += sync.steps if self.steps is not None else sync.time - (sync.time if last is None else last)
+                last = sync.time
                 if not m.has_begun:
-                    m.loss, m.lr, m.last_lr, m.elapsed, m.has_begun = met.loss, met.lr, met.lr, 0.0, True
+                    m.loss = sync.loss
+                    m.lr = sync.lr
+                    m.last_lr = sync.lr
+                    m.elapsed = 0.0
+                    m.has_begun = True
                 elif m.elapsed >= (self.steps or self.seconds or 60.0):
-                    m.period = self.next_period(m.period, met, m.loss, m.lr, is_same_rate=met.lr == m.last_lr)
-                    m.last_lr, m.elapsed = met.lr, 0.0
+                    m.period = self.next_period(m.period, sync, m.loss, m.lr, is_same_rate=sync.lr == m.last_lr)
+                    m.last_lr = sync.lr
+                    m.elapsed = 0.0
                 rounds.period = m.period
         await rounds.finish()
 
     def next_period(
-        self, period: int, met: SyncResult, first_loss: float, first_lr: float, *, is_same_rate: bool
+        self, period: int, sync: SyncResult, first_loss: float, first_lr: float, *, is_same_rate: bool
     ) -> int:
-        """The period for the next interval; if it would not fall although the learning rate has not, half of it."""
-        chosen = self.proposal(met.loss or 0.0, met.lr, first_loss, first_lr)
+        """The next period.  If it would not become shorter and the learning rate is unchanged, half of the last one."""
+        chosen = self.proposal(sync.loss or 0.0, sync.lr, first_loss, first_lr)
         if chosen >= period and is_same_rate:
             chosen = ceil(period / 2)
         return max(1, chosen if self.most is None else min(chosen, self.most))
 
     def proposal(self, loss: float, lr: float, first_loss: float, first_lr: float) -> int:
-        """What loss and learning rate, against the first ones, make of the first period.
+        """The first period, scaled by the loss and the learning rate relative to the first ones.
 
         >>> AdaComm(period=16).proposal(0.5, 0.1, 2.0, 0.1)
         8

@@ -1,7 +1,8 @@
-"""DC-ASGD (Zheng et al., ICML 2017): asynchronous SGD whose shards correct late gradients for what has happened since.
+"""DC-ASGD (Zheng et al., ICML 2017): asynchronous SGD whose shards correct stale gradients.
 
-The gradient at the value of now is estimated from that at the value its sender read, with lam * g * g for the diagonal of the
-Hessian.  With lam = 0, or without delay, it is ASGD.  A shard keeps the value that each worker has read.
+The gradient at the current value is estimated from the gradient at the value that the worker had read, with lam * g * g
+as the diagonal of the Hessian.  With lam = 0, or without delay, it is ASGD.  For each worker a shard stores the value
+that the worker read last.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from paceline.server.rules import Compensated, Rule, Sgd
 
 @dataclass(frozen=True)
 class DelayCompensated(ServerStrategy):
-    """Push every gradient; shards correct it for its delay.  Unless it is given, `lam` is 0.04, or 2 if it is `adaptive`."""
+    """Push every gradient; shards correct it for its delay.  By default `lam` is 0.04, or 2 with `adaptive`."""
 
     lr: float = 0.1
     lam: float | None = None

@@ -1,8 +1,8 @@
-"""DiLoCo (Douillard et al. 2023) and its streaming form (Douillard et al. 2025): few synchronisations between far places.
+"""DiLoCo (Douillard et al. 2023) and its streaming form (Douillard et al. 2025): few syncs between distant workers.
 
-Workers run many steps of their own optimizer; the mean of how far they have come is a gradient to an outer optimizer with
-Nesterov momentum.  Streaming cuts the model into fragments that take turns, so that the link is used evenly, and lets the next
-steps begin before an exchange has ended (`delay`).  With rate 1 and momentum 0 it is PeriodicAveraging.
+Workers make many steps with their own optimizer.  The mean of their deltas is the gradient of an outer optimizer with
+Nesterov momentum.  Streaming cuts the model into fragments that are exchanged in turn, so that the link is used evenly.
+With `delay`, the next steps start before an exchange has ended.  With rate 1 and momentum 0 it is PeriodicAveraging.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paceline.worker.replica import Replica
 
 @dataclass(frozen=True)
 class DiLoCo(Averaging):
-    """Let an outer optimizer step by the workers' mean displacement every `period` steps.
+    """Every `period` steps, an outer optimizer makes a step with the workers' mean delta as its gradient.
 
-    The inner optimizer's state stays with each worker.  With `fragments`, each of so many parts of the model is exchanged every
-    `period` steps, one after another.
+    Each worker keeps the state of its inner optimizer.  `fragments` is the number of parts into which the model is cut:
+    they are exchanged in turn, each every `period` steps.
     """
 
     period: int = 500
@@ -38,22 +38,23 @@ class DiLoCo(Averaging):
         super().__post_init__()
         if self.fragments < 1 or self.period % self.fragments:
             raise ValueError(
-                f"DiLoCo(period={self.period}, fragments={self.fragments}): fragments take turns, so their number must divide the period"
+                f"DiLoCo(period={self.period}, fragments={self.fragments}): fragments are exchanged in turn, "
+                "so their number must divide the period"
             )
         self.check_period(self.period)
         if self.delay >= self.period // self.fragments > 1:
             raise ValueError(
-                f"DiLoCo(period={self.period}, fragments={self.fragments}, delay={self.delay}): a fragment must be merged before "
-                f"the next one begins, {self.period // self.fragments} steps later"
+                f"DiLoCo(period={self.period}, fragments={self.fragments}, delay={self.delay}): a fragment must be "
+                f"merged before the next one starts, {self.period // self.fragments} steps later"
             )
         if self.fragments > 1 and self.optimizer_state == "reset":
             raise ValueError(
-                f"DiLoCo(fragments={self.fragments}, optimizer_state='reset'): a meeting about one fragment would reset "
-                "the optimizer of all; it is kept or averaged"
+                f"DiLoCo(fragments={self.fragments}, optimizer_state='reset'): the sync of one fragment would reset "
+                "the optimizer state of all; use 'keep' or 'average'"
             )
         if not 0 <= self.momentum < 1:
             raise ValueError(
-                f"DiLoCo(momentum={self.momentum}): outer momentum lies in [0, 1); at 1 updates never die out"
+                f"DiLoCo(momentum={self.momentum}): outer momentum lies in [0, 1); at 1 updates never decay"
             )
         if self.rate <= 0:
             raise ValueError(f"DiLoCo(rate={self.rate}): the outer learning rate must be positive")

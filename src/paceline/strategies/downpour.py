@@ -1,24 +1,30 @@
 """Downpour SGD (Dean et al., NIPS 2012): DistBelief's asynchronous SGD, with Adagrad on the shards.
 
-A replica fetches parameters every `fetch` steps and pushes the sum of its gradients every `push` steps, taking plain steps of its own in
-between.  Its authors let one replica train alone first: `Then(Replicated(), Downpour(), steps=...)`.  One replica that pushes and
-fetches at every step is torch's Adagrad.
+A replica fetches parameters every `fetch` steps and pushes the sum of its gradients every `push` steps.  In between it
+takes plain SGD steps of its own.  The authors train one replica alone first: `Then(Replicated(), Downpour(),
+steps=...)`.  One replica that pushes and fetches at every step is torch's Adagrad.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from paceline.families.server_strategy import ServerStrategy
 from paceline.server.rules import Adagrad, Rule
+from paceline.server.store import Store
 from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
 class Downpour(ServerStrategy):
-    """Push the sum of every `push` gradients, fetch parameters every `fetch` steps; shards apply it by Adagrad, or another `rule`."""
+    """Push the sum of every `push` gradients, and fetch the parameters every `fetch` steps.
+
+    Shards apply the sum by Adagrad, or by another `rule`.  `local_lr` is the learning rate of a replica's own steps.
+    """
 
     push: int = 1
     fetch: int = 1
@@ -28,10 +34,12 @@ class Downpour(ServerStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.push < 1 or self.fetch < 1:
-            raise ValueError(f"Downpour(push={self.push}, fetch={self.fetch}): both count steps, from 1")
+            raise ValueError(
+                f"Downpour(push={self.push}, fetch={self.fetch}): both are numbers of steps and must be at least 1"
+            )
         if self.local_lr < 0:
             raise ValueError(
-                f"Downpour(local_lr={self.local_lr}): the rate of a replica's own steps cannot be negative"
+                f"Downpour(local_lr={self.local_lr}): the learning rate of a replica's own steps must be at least 0"
             )
 
     def shard_rule(self, workers: int) -> Rule:
@@ -40,27 +48,28 @@ class Downpour(ServerStrategy):
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
         w.params.copy_(await store.pull())
-        total, seen, count = torch.zeros_like(w.params), 0.0, 0
-
-        async def exchange() -> None:
-            nonlocal seen
-            w.params.copy_(await store.exchange(total, seen))
-            total.zero_()
-            seen = 0.0
-
+        total = torch.zeros_like(w.params)  # The sum of the gradients since the last push.
+        exchange = partial(self._exchange, w, store, total)
+        steps = 0
         while await store.next(before_waiting=exchange):
             g = await w.gradient()
             total.add_(g)
-            seen, count = seen + w.batch.samples, count + 1
+            store.count_step()
+            steps += 1
             if self.local_lr:
                 w.params.add_(g, alpha=-self.local_lr)
-            pushes, fetches = count % self.push == 0, count % self.fetch == 0
+            pushes = steps % self.push == 0
+            fetches = steps % self.fetch == 0
             if pushes and fetches:
                 await exchange()
             elif pushes:
-                await store.push(total, seen)
+                await store.push(total, store.unpushed.take())
                 total.zero_()
-                seen = 0.0
             elif fetches:
                 w.params.copy_(await store.pull())
         w.params.copy_(await store.leave())
+
+    async def _exchange(self, w: Replica, store: Store, total: Tensor) -> None:
+        """Push and fetch in one round trip."""
+        w.params.copy_(await store.exchange(total, store.unpushed.take()))
+        total.zero_()

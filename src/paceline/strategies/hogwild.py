@@ -1,7 +1,8 @@
-"""Hogwild! (Recht, Re, Wright, Niu 2011): the workers of one host train one and the same vector, and nobody locks it.
+"""Hogwild! (Recht, Re, Wright, Niu 2011): the workers of one host train one shared vector without a lock.
 
-Each reads the parameters as they are, finds its gradient and writes its step to them, whatever the others do meanwhile.  Where
-gradients are sparse, steps seldom touch the same values; where they are dense, a few are lost.  With one worker it is plain training.
+Each worker reads the parameters, computes its gradient and writes its step, while others do the same.  Steps with
+sparse gradients rarely touch the same values; of steps with dense gradients a few are lost.  With one worker it is
+plain training.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from paceline.worker.replica import Replica, train_alone
 
 @dataclass(frozen=True)
 class Hogwild(Strategy):
-    """Let all workers step on one vector of parameters in their host's memory, each by its own optimizer.
+    """All workers update one parameter vector in their host's shared memory, each with its own optimizer.
 
-    Sparse gradients (nn.Embedding(sparse=True), with SGD or another optimizer that takes them) touch only their rows.
+    Sparse gradients (nn.Embedding(sparse=True), with SGD or another optimizer that supports them) touch only their
+    rows.
     """
 
     needs: ClassVar[Needs] = Needs(shared_memory=True)
@@ -27,7 +29,7 @@ class Hogwild(Strategy):
     async def worker(self, w: Replica) -> None:
         w.learner.flat.rebind((await w.endpoint.shared_vector(w.params)).values, is_shared=True)
         await train_alone(w)
-        await barrier(w.endpoint)  # The model is ready when the last of them is.
+        await barrier(w.endpoint)  # Training ends when the last worker has finished.
         w.learner.flat.rebind(w.params.clone(), is_shared=False)
-        await barrier(w.endpoint)  # Nobody changes it before all have it.
+        await barrier(w.endpoint)  # All workers have copied the model before one of them changes it.
         await w.mean_of_buffers()

@@ -1,7 +1,8 @@
 """Asynchronous SGD on a sharded parameter server: workers push gradients and pull parameters.
 
-Each shard holds one slice of the model and applies what arrives, in order of arrival, by its rule; its gate says who may go on.  With
-one worker it equals that rule run on one machine.  The named methods of this family are combinations of the two.
+Each shard holds one slice of the model.  Its rule applies updates in the order of their arrival; its gate decides when
+a worker gets an answer.  With one worker it equals that rule on one machine.  Other server methods choose a rule and a
+gate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from paceline.server.rules import Rule, Sgd
 
 @dataclass(frozen=True)
 class ParameterServer(ServerStrategy):
-    """Push every gradient to the shards, go on from what they hold: no worker waits for another, unless the gate says so."""
+    """Push every gradient to the shards and pull the new parameters; workers wait only if the gate says so."""
 
     rule: Rule = Sgd()  # noqa: RUF009 (frozen)
     gate: Gate = Free()  # noqa: RUF009 (frozen)

@@ -1,7 +1,7 @@
 """Model averaging with a constant period, also called local SGD.
 
-Workers train alone and average their parameters every `period` steps.  With period 1 and plain or momentum SGD it equals
-AllReduceSGD.
+Workers train alone and average their parameters every `period` steps.  With period 1 and plain or momentum SGD it
+equals AllReduceSGD.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from paceline.worker.replica import Replica
 
 @dataclass(frozen=True)
 class PeriodicAveraging(Averaging):
-    """Train alone, average the models every `period` steps: 1/period of the bytes and of the waiting.
+    """Train alone and average the models every `period` steps: 1/period of the bytes and of the waiting.
 
-    The period is 8 steps, unless it is given in steps or in `samples` of each worker.
+    The default is 8 steps; set `period` in steps, or `samples` of each worker.
     """
 
     period: int | None = None

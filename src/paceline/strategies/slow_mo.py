@@ -1,7 +1,8 @@
 """Slow momentum on top of local training, SlowMo (Wang, Tantia, Ballas & Rabbat, ICLR 2020).
 
-Like block momentum, but in units of the learning rate: when that drops, so does what the momentum still carries.  At a constant
-learning rate it is classical BlockMomentum; without momentum and at rate 1, PeriodicAveraging.
+Like block momentum, but the momentum is in units of the learning rate: when the learning rate drops, the momentum has
+less effect too.  At a constant learning rate it is classical BlockMomentum; with momentum 0 and rate 1 it is
+PeriodicAveraging.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.worker.replica import Replica
 
 @dataclass(frozen=True)
 class SlowMo(Averaging):
-    """Average models every `period` steps and give the mean steps momentum, in units of the learning rate.
+    """Average models every `period` steps, with momentum over the mean deltas in units of the learning rate.
 
     The authors' code advises momentum 0 below 4 workers, 0.2 for 4, 0.5 for 8, 0.6 for 16, and rate 1.
     """
@@ -36,7 +37,7 @@ class SlowMo(Averaging):
         self.check_period(self.period)
         if not 0 <= self.momentum < 1:
             raise ValueError(
-                f"SlowMo(momentum={self.momentum}): slow momentum lies in [0, 1); at 1 updates never die out"
+                f"SlowMo(momentum={self.momentum}): slow momentum lies in [0, 1); at 1 updates never decay"
             )
         if self.rate <= 0:
             raise ValueError(f"SlowMo(rate={self.rate}): the slow learning rate must be positive")
@@ -50,5 +51,5 @@ class SlowMo(Averaging):
         if sync.lr:
             m.slow.mul_(self.momentum).add_(mean, alpha=1 / sync.lr)
             anchor.add_(m.slow, alpha=self.rate * sync.lr)
-        else:  # A schedule that has reached 0 leaves the momentum without effect.
+        else:  # At a learning rate of 0 the momentum has no effect.
             anchor.add_(mean, alpha=self.rate)

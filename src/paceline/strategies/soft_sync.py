@@ -1,7 +1,7 @@
-"""Softsync (Zhang, Gupta, Lian & Liu 2016): a shard waits for some gradients, whoever they are from, and applies their mean.
+"""Softsync (Zhang, Gupta, Lian & Liu 2016): a shard waits for some gradients, from any workers, and applies their mean.
 
-Between ASGD (`updates=1`) and a mean of all workers (`updates` as many as there are), with stale gradients scaled down.  The
-mean staleness is (workers - 1) / updates, whatever the workers' speeds.  The paper counts the other way round: its n-softsync has
+It lies between ASGD (`updates=1`) and a mean of all workers (`updates=workers`).  Stale gradients are scaled down.  The
+mean staleness is (workers - 1) / updates at any speed of the workers.  The paper's n is different: its n-softsync has
 workers / n updates in a mean.
 """
 
@@ -16,7 +16,7 @@ from paceline.server.rules import Every, Rule, Scaled, Sgd
 
 @dataclass(frozen=True)
 class SoftSync(ServerStrategy):
-    """Apply the mean of every `updates` gradients, each divided by its staleness.  Without a number, half as many as workers."""
+    """Apply the mean of every `updates` gradients (default: workers // 2), each divided by its staleness."""
 
     lr: float = 0.1
     updates: int | None = None
@@ -24,7 +24,7 @@ class SoftSync(ServerStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shard_rule(2)  # It refuses what cannot be.
+        self.shard_rule(2)  # Raises ValueError for wrong settings.
 
     def shard_rule(self, workers: int) -> Rule:
         rule = Every(Sgd(self.lr), max(1, workers // 2) if self.updates is None else self.updates)

@@ -1,7 +1,7 @@
-"""Stale synchronous parallel (Ho et al. 2013): asynchronous, but nobody gets more than a bound ahead of the slowest.
+"""Stale synchronous parallel (Ho et al. 2013): asynchronous, but no worker gets too far ahead of the slowest.
 
-With a bound of 0 all go in step; if updates then become visible only when all have made theirs (`visible="clock"`), it is
-AllReduceSGD.  Without a bound it is ASGD.
+With `bound=0` all workers are at the same step.  If also updates become visible only when every worker has pushed its
+own (`visible="clock"`), it is AllReduceSGD.  Without a bound it is ASGD.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.server.rules import Every, Rule, Sgd
 
 @dataclass(frozen=True)
 class StaleSynchronous(ServerStrategy):
-    """Push every gradient; wait before an iteration that would be more than `bound` ahead of the slowest worker's."""
+    """Push every gradient; wait before a step that is more than `bound` steps ahead of the slowest worker."""
 
     lr: float = 0.1
     bound: int = 4
@@ -28,12 +28,10 @@ class StaleSynchronous(ServerStrategy):
         self.shard_gate()
         if self.visible not in ("at once", "clock"):
             raise ValueError(
-                f"StaleSynchronous(visible={self.visible!r}): updates are visible 'at once' or by the 'clock'"
+                f"StaleSynchronous(visible={self.visible!r}): updates become visible 'at once' or by the 'clock'"
             )
         if self.visible == "clock" and self.bound:
-            raise ValueError(
-                f"StaleSynchronous(bound={self.bound}, visible='clock'): updates are gathered by the clock only with a bound of 0"
-            )
+            raise ValueError(f"StaleSynchronous(bound={self.bound}, visible='clock'): visible='clock' requires bound=0")
 
     def shard_rule(self, workers: int) -> Rule:
         return Every(Sgd(self.lr), workers) if self.visible == "clock" else Sgd(self.lr)

@@ -1,7 +1,7 @@
-"""One method after another: warm starts.
+"""Warm starts: one method first, and another for the rest of the run.
 
-Compressed, block and asynchronous methods are fragile while the model still moves fast, so they are begun after a while of
-something else: AllReduceSGD, or, as CNTK does, no parallelism at all (`Replicated`).
+Compressed, block and asynchronous methods are fragile while the model still changes fast.  So a run can start with
+another method: with AllReduceSGD, or, as in CNTK, without parallelism (`Replicated`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.worker.replica import Replica, train_alone
 
 @dataclass(frozen=True)
 class Then(Strategy):
-    """Train by `first` for some steps, samples (of all workers) or epochs, and by `then` from there on."""
+    """Train with `first` for some steps, samples (of all workers) or epochs, and with `then` after that."""
 
     first: Strategy
     then: Strategy
@@ -35,16 +35,17 @@ class Then(Strategy):
         given = {n: v for n in ("steps", "samples", "epochs") if (v := getattr(self, n)) is not None}
         said = ", ".join(f"{n}={v}" for n, v in given.items())
         if len(given) != 1:
-            raise ValueError(f"Then({said}): say once how long the first lasts, in steps, samples or epochs")
+            raise ValueError(f"Then({said}): give the length of the first method once, in steps, samples or epochs")
         if any(v < 0 for v in given.values()):
-            raise ValueError(f"Then({said}): the first cannot last for less than nothing")
+            raise ValueError(f"Then({said}): the length of the first method must be at least 0")
         if isinstance(self.then, Replicated):
             raise ValueError(
-                f"{self}: whole minibatches are for a beginning; later workers would do the same work over and over"
+                f"{self}: Replicated can only be the first method; as the second, all workers would do the same work"
             )
         if self.first.servers:
             raise ValueError(
-                f"{self}: {type(self.first).__name__} has servers, and a method with servers lasts to the end of a run"
+                f"{self}: {type(self.first).__name__} has servers, and servers run to the end of a job; use it as the "
+                "second method"
             )
 
     @property
@@ -60,7 +61,9 @@ class Then(Strategy):
         if not m.is_second:
             end = self.switch(w)
             if w.plan.steps is not None and end > w.plan.steps:
-                raise ValueError(f"{self}: the first would last {end} steps, and the whole run only {w.plan.steps}")
+                raise ValueError(
+                    f"{self}: the first method would take {end} steps, but the whole run has only {w.plan.steps}"
+                )
             with w.phase("first", until=end):
                 await self.first.worker(w)
             await agree(w)
@@ -69,10 +72,10 @@ class Then(Strategy):
             await self.then.worker(w)
 
     async def server(self, s: Shard) -> None:
-        await self.then.server(s)  # It begins when the first worker brings the model.
+        await self.then.server(s)  # It starts when the first worker sends the model.
 
     def switch(self, w: Replica) -> int:
-        """The step with which the second begins: the first one by which enough has been seen."""
+        """The step at which the second method starts."""
         if self.steps is not None:
             return self.steps
         if self.samples is not None:
@@ -82,7 +85,7 @@ class Then(Strategy):
 
 @dataclass(frozen=True)
 class Replicated(Strategy):
-    """Every worker trains on the same whole minibatches: no parallelism, and no communication."""
+    """Every worker trains on the same whole minibatches: no parallelism and no communication."""
 
     async def worker(self, w: Replica) -> None:
         with w.cursor.full_batches():
@@ -90,30 +93,34 @@ class Replicated(Strategy):
 
 
 async def agree(w: Replica) -> None:
-    """Let all workers begin alike, whatever they did before: with the first one's model, and the mean of their optimizer state.
+    """Give all workers the first worker's model and buffers, and the mean of their optimizer state.
 
-    If some of them have none yet, as they had no data, all begin without.
+    If some workers have no optimizer state yet, because they had no data, the state of all is cleared.
     """
     if w.workers == 1:
         return
-    endpoint, flat, optimizer = w.endpoint, w.learner.flat, w.learner.optimizer
+    endpoint = w.endpoint
+    flat = w.learner.flat
+    optimizer = w.learner.optimizer
     sums = await endpoint.all_gather(torch.stack([w.params.double().sum(), w.params.double().square().sum()]).cpu())
     if w.rank == endpoint.ranks[0] and any(not torch.equal(s, sums[0]) for s in sums):
         warnings.warn(
-            "workers that should have been alike at the end of a warm start are not, and go on with the first one's model: did all of them "
-            "read whole minibatches (session.shard), and count alike?",
+            "workers have different models at the end of a warm start, and should have the same: they continue "
+            f"with worker {w.rank}'s model.  Did all of them read whole minibatches (session.shard), and count "
+            "the same samples?",
             stacklevel=2,
         )
     for values in (w.params, *flat.model.buffers()):
         await endpoint.broadcast(values, endpoint.ranks[0])
-    vectors, counters = optimizer_vectors(flat, optimizer), optimizer_counters(flat, optimizer)
+    vectors = optimizer_vectors(flat, optimizer)
+    counters = optimizer_counters(flat, optimizer)
     sizes = await endpoint.all_gather(torch.tensor([len(vectors), len(counters)]))
     if any(not torch.equal(size, sizes[0]) for size in sizes):
-        w.learner.optimizer.state.clear()
+        optimizer.state.clear()
         return
-    everyones = await endpoint.all_gather(torch.tensor([0.0, *map(float, counters)], dtype=torch.float64))
+    counts = await endpoint.all_gather(torch.tensor([0.0, *map(float, counters)], dtype=torch.float64))
     for i, counter in enumerate(counters):
-        counter.fill_(max(float(e[1 + i]) for e in everyones))
+        counter.fill_(max(float(count[1 + i]) for count in counts))
     for vector in vectors.values():
         await collectives.mean(endpoint, vector, SyncVote(1.0, rank=w.rank))
     set_optimizer_vectors(flat, optimizer, vectors)

@@ -1,7 +1,8 @@
 """BatchRecord: the samples behind a worker's gradient, and whether that gradient may be used.
 
-Means are weighted by samples, so a worker counts them: of the current minibatch, since the last mean, since the last sync
-of its parameters, and in all.  The policy for NaN and infinity is here too: a refused minibatch counts as an empty one.
+Means are weighted by samples, so a worker counts them: of the current minibatch, since the last mean, since the last
+sync of its parameters, and in all.  The policy for NaN and infinity is here too: a refused minibatch counts as an
+empty one.
 """
 
 from __future__ import annotations

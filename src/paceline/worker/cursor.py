@@ -17,7 +17,10 @@ MOST_EMPTY_STEPS = 1_000_000
 
 
 class Cursor:
-    """`step` is the step that the worker is at.  `shard` is the part of each minibatch that it reads; None: that of its rank."""
+    """`step` is the step that the worker is at.
+
+    `shard` is the part of each minibatch that it reads; None: that of its rank.
+    """
 
     def __init__(self, learner: Learner, plan: Plan, shards: int) -> None:
         self.step = 0

@@ -58,8 +58,10 @@ class GlobalData:
 
 
 class OwnData:
-    """A data set of each worker's own.  A step takes each worker's share of `batch` from that worker's data, in epochs of
-    its own: a worker with less data sees it more often."""
+    """A data set of each worker's own.
+
+    A step takes each worker's share of `batch` from that worker's data, in epochs of its own: a worker with less data
+    sees it more often."""
 
     def __init__(self, data_of: DataOfWorker, batch: int, seed: int) -> None:
         self.data_of = data_of
@@ -69,7 +71,7 @@ class OwnData:
         self._orders: dict[tuple[int, int], Tensor] = {}  # By rank and epoch.
 
     def part(self, step: int, rank: int, workers: int) -> Batch:
-        """Worker `rank`'s own minibatch for that step; it is empty if the batch is smaller than the number of workers."""
+        """Worker `rank`'s own minibatch for that step; empty if there are more workers than samples in a batch."""
         data = self._own(rank, workers)
         share = stripe_of(rank, self.batch, workers)
         size = share.stop - share.start

@@ -1,6 +1,6 @@
-"""Learner: where a replica's gradients come from, and who steps its optimizer.
+"""Learner: where a replica's gradients come from, and what steps its optimizer.
 
-The simulator's, a training process's, or the user's own loop.
+The simulator, a training process and the user's own loop each have one.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from torch import Tensor
 
 from paceline.op import Op, Ready
 from paceline.state import StateStore
-from paceline.task import Trainee
 from paceline.worker.flat import Bucket, FlatModel
 
 if TYPE_CHECKING:
+    from paceline.task import Trainee
     from paceline.worker.replica import Replica
 
 
 class Learner(Protocol):
-    """What a replica asks for while it trains."""
+    """What a replica needs to train."""
 
     flat: FlatModel
-    has_global_data: bool  # Whether any worker can work on any part of a minibatch; otherwise each has data of its own.
+    has_global_data: (
+        bool  # Whether any worker can compute any part of a minibatch.  If not, each worker has its own data.
+    )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     @property
     def loss(self) -> float | None:
-        """Of the last minibatch; None if nobody has told."""
+        """The loss of the last minibatch; None if it was not reported."""
         ...
 
     def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]: ...
@@ -41,11 +43,11 @@ class Learner(Protocol):
     def local_step(self, replica: Replica) -> Op[None]: ...
 
     def skip(self, replica: Replica) -> Op[None]:
-        """Let the step pass without a change."""
+        """End the step without a change to the parameters."""
         ...
 
     def bind_state(self, states: StateStore) -> None:
-        """Declare what outlives a step here: the optimizer's state, random numbers."""
+        """Register the state that is saved and resumed: the optimizer's, and that of the random numbers."""
         ...
 
     def has_data(self, step: int) -> bool:
@@ -53,16 +55,19 @@ class Learner(Protocol):
         ...
 
     def use_full_batches(self, whole: bool) -> None:
-        """From now on every minibatch is this worker's as a `whole`, as every other worker's; or only its part of it again."""
+        """From now on, compute every minibatch as a `whole`, or only this worker's part of it."""
         ...
 
     async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
-        """The sums of such numbers over all stages of this replica's model, by which they decide alike; whole, it is one stage."""
+        """The sums of these numbers over all stages of this replica's pipeline, so that all stages decide the same.
+
+        A model that is not split is one stage: its sums are the numbers themselves.
+        """
         ...
 
 
 class TaskLearner:
-    """What our own training loops have in common, on real processes and in the simulator: the task's data and optimizer."""
+    """The common part of the simulator's learner and that of `train`: it uses the task's data and optimizer."""
 
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
@@ -98,14 +103,14 @@ class TaskLearner:
 
 
 def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What an optimizer has gathered for every value, each kind of it as a vector in the order of the parameters.
+    """The optimizer's state that has one entry for every parameter value, by name, each as one vector (Adam's moments).
 
-    Zeros for parameters that have had no gradient yet.
+    Parameters that have had no gradient yet have zeros.
     """
-    kept = [optimizer.state.get(p, {}) for p in flat.parameters]
+    states = [optimizer.state.get(p, {}) for p in flat.parameters]
     names = {
         n: v
-        for state, p in zip(kept, flat.parameters, strict=True)
+        for state, p in zip(states, flat.parameters, strict=True)
         for n, v in state.items()
         if _is_for_each_value(n, v, p)
     }
@@ -113,7 +118,7 @@ def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict
         name: torch.cat(
             [
                 state[name].reshape(-1) if _is_for_each_value(name, state.get(name), p) else like.new_zeros(p.numel())
-                for state, p in zip(kept, flat.parameters, strict=True)
+                for state, p in zip(states, flat.parameters, strict=True)
             ]
         )
         for name, like in sorted(names.items())
@@ -121,13 +126,13 @@ def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict
 
 
 def optimizer_counters(flat: FlatModel, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What counts an optimizer's steps, in the order of the parameters."""
+    """The optimizer's step counters, in the order of the parameters."""
     counted = [optimizer.state.get(p, {}).get("step") for p in flat.parameters]
     return [step for step in counted if isinstance(step, Tensor)]
 
 
 def set_optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer, vectors: dict[str, Tensor]) -> None:
-    """Put such vectors back, where the optimizer has something to put them into."""
+    """Copy such vectors into the optimizer's state.  State that the optimizer does not have yet is not created."""
     for name, vector in vectors.items():
         for i, p in enumerate(flat.parameters):
             value = optimizer.state.get(p, {}).get(name)

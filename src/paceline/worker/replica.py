@@ -1,7 +1,7 @@
 """Replica: one worker as its strategy sees it: the model as one flat vector, with the verbs that papers use.
 
-Where gradients come from and how a step is taken is the Learner's business.  How a worker's role starts, stops, is saved
-and ends is `WorkerRun`'s (`worker/run.py`).
+Where gradients come from and how a step is taken is the Learner's business.  How a worker's role starts, stops, is
+saved and ends is `WorkerRun`'s (`worker/run.py`).
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Replica:
     def steps(self) -> Iterator[int]:
         """Count steps until no worker has data left; the last `mean` told all workers.
 
-        A worker whose own data ends first continues in empty steps (no samples, no time, no change), so that all workers
-        take part in every mean.  A run whose length is no multiple of the period therefore still ends with a mean.
+        A worker whose own data ends first continues in empty steps (no samples, no time, no change), so that all
+        workers take part in every mean.  A run whose length is no multiple of the period therefore still ends with a
+        mean.
         """
         return self.cursor.steps(self.batch)
 
@@ -169,9 +170,9 @@ class Replica:
     ) -> Op[Tensor]:
         """The mean of a vector, or of a bucket of the gradient, over all workers, in place, weighted by samples.
 
-        A worker's weight is the number of its samples since the last mean.  `groups` sums within groups of ranks first;
-        `within` averages among the ranks of another endpoint.  If all data ended with the step before, the last mean of a
-        vector is empty and raises Ended.
+        A worker's weight is the number of its samples since the last mean.  `groups` sums within groups of ranks
+        first; `within` averages among the ranks of another endpoint.  If all data ended with the step before, the
+        last mean of a vector is empty and raises Ended.
         """
         endpoint = within or self.endpoint
         if isinstance(x, Tensor):
@@ -233,7 +234,7 @@ class Replica:
         self.cursor.is_over = not total.going_on
 
     async def mean_of_buffers(self) -> None:
-        """Average floating-point buffers (BatchNorm statistics), weighted by samples; of integer ones take the largest."""
+        """Average floating-point buffers (BatchNorm statistics) by samples; of integer buffers take the largest."""
         flat = self.learner.flat
         mine = flat.buffers()
         if not mine.numel() or self.workers == 1:

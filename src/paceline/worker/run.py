@@ -1,7 +1,7 @@
 """WorkerRun: a worker's role from its start to its end, as a driver runs it.
 
-The simulator, a training process and a session in a user's loop each make one.  It owns the worker's state: the model, the
-position in the data, what the learner and the strategy declare.
+The simulator, a training process and a session in a user's loop each make one.  It owns the worker's state: the
+model, the position in the data, what the learner and the strategy declare.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
 from paceline.state import StateStore, per_worker
 from paceline.strategy import Ended, MissedEnd, Stopped, Strategy
 from paceline.worker.batch import NonFinite
-from paceline.worker.flat import is_finite
 from paceline.worker.learner import Learner
 from paceline.worker.plan import Plan
 from paceline.worker.replica import Replica, take_published

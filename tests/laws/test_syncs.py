@@ -1,4 +1,4 @@
-"""What must survive a meeting of workers, whatever a model and its optimizer are made of."""
+"""What a synchronisation of workers must preserve, for any model and any optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import AdaptiveAveraging, Cluster, DiLoCo, PeriodicAveraging, SlowMo, Task, Then, simulate
+from paceline import (
+    AdaptiveAveraging,
+    Cluster,
+    DiLoCo,
+    PeriodicAveraging,
+    SlowMo,
+    Task,
+    Then,
+    simulate,
+)
 from paceline.codecs import kernels
 from paceline.codecs.kernels import vectors
 from paceline.worker.flat import FlatModel, carry_over
@@ -26,7 +35,7 @@ OTHERS = {
 
 
 class Masked(nn.Module):
-    """A network with buffers that are no statistics, and a parameter that is one number."""
+    """A network with buffers that are not statistics, and a parameter that is a single number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +59,7 @@ def masked(
 
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("batch", [12, 3], ids=["equal", "one has none"])
-def test_infinite_masks_and_largest_integers_stay_as_they_are(delay: int, batch: int):
+def test_infinite_masks_and_largest_integers_do_not_change(delay: int, batch: int):
     run = simulate(masked(batch=batch), PeriodicAveraging(period=4, delay=delay), Cluster(workers=4))
     assert torch.equal(run.model.mask, Masked().mask) and run.model.sentinel.item() == 2**63 - 1
     assert run.params.isfinite().all() and run.model.norm.running_var.isfinite().all()
@@ -88,8 +97,8 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 
-def test_only_statistics_travel():
-    """BatchNorm's mean and variance of 3 values each, its counter, the mask and the sentinel."""
+def test_only_statistics_are_sent():
+    """These are: BatchNorm's mean and variance of 3 values each, its counter, the mask and the sentinel."""
     assert FlatModel(Masked()).buffers().numel() == 3 + 3 + 1 + 9 + 1
 
 
@@ -99,13 +108,13 @@ def test_only_statistics_travel():
     [PeriodicAveraging(period=4, optimizer_state="average"), Then(PeriodicAveraging(), SlowMo(), steps=9)],
     ids=str,
 )
-def test_any_optimizers_state_can_be_averaged(optimizer: Any, strategy: Any):
+def test_the_state_of_any_optimizer_can_be_averaged(optimizer: Any, strategy: Any):
     run = simulate(masked(optimizer), strategy, Cluster(workers=3))
     assert all(close(p, run.params, rtol=0.0) for p in params(run))
 
 
-def test_what_decays_is_not_carried_below_zero():
-    """A variance of 1 that has shrunk to a tenth, while the mean of all was a fifth of it."""
+def test_a_decaying_value_does_not_fall_below_zero():
+    """A variance of 1 shrinks to a tenth, while the mean over all workers was a fifth of it."""
     mean, now, sent = (torch.tensor([v]) for v in (0.2, 0.1, 1.0))
     assert carry_over(mean, now, sent).item() == pytest.approx(0.1)
     assert carry_over(torch.tensor([3.0]), torch.tensor([5.0]), torch.tensor([4.0])).item() == 4.0
@@ -114,8 +123,8 @@ def test_what_decays_is_not_carried_below_zero():
 @pytest.mark.parametrize(
     "strategy", [PeriodicAveraging(period=8, delay=6), DiLoCo(period=8, optimizer_state="average", delay=6)], ids=str
 )
-def test_variances_stay_positive_through_delayed_meetings(strategy: Any):
-    """Of one sample in thirty, thirty times as large as the others."""
+def test_variances_stay_positive_through_delayed_synchronisations(strategy: Any):
+    """One sample in thirty is thirty times as large as the others."""
     x, y = numbers(240, 6, seed=2), numbers(240, 3, seed=3)
     x[::30] *= 30
     adam = lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.8))  # noqa: E731
@@ -126,7 +135,7 @@ def test_variances_stay_positive_through_delayed_meetings(strategy: Any):
     assert (run.model.norm.running_var > 0).all()
 
 
-def test_one_workers_bad_statistics_do_not_spread():
+def test_bad_statistics_of_one_worker_do_not_spread():
     task = masked()
     task.data[0][task.part(5, 1, 4)[0].sum(1).argmax()] = math.nan
     with pytest.warns(RuntimeWarning, match="NaN or infinity"):
