@@ -252,7 +252,7 @@ def test_a_partial_update_is_refused_where_the_rule_needs_all_values():
         good.exchange()
         rogue.ask(Pull())
         good.exchange()
-        assert "it is of some values alone" in told(rogue.ask(push(FINE[:4], runs=runs([0, 4]))))
+        assert "it is for some values only" in told(rogue.ask(push(FINE[:4], runs=runs([0, 4]))))
         assert server.refused == (0, 1)
 
 
