@@ -65,7 +65,7 @@ def launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def variables(folder: Path) -> dict[str, str]:
     """The environment of the processes of a test. PACELINE_TEST marks them, so that they can be found."""
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": SOURCES,
         "PACELINE_TEST": str(folder),
     }
 
@@ -234,7 +234,10 @@ if __name__ == "__main__":
 def test_a_forked_worker_behaves_like_a_fresh_interpreter(tmp_path):
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
-    done = launch("-n", "2", str(script), str(tmp_path), "--flag", "3", folder=tmp_path)
+    # A fresh interpreter launches it: the names of processes and their random state must come from `paceline run` alone.
+    command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), str(tmp_path), "--flag", "3"]
+    environment = {**os.environ, **variables(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     probes = [json.loads((tmp_path / f"probe-{rank}").read_text()) for rank in range(2)]
     share = max(1, (os.cpu_count() or 1) // 2)
