@@ -234,7 +234,7 @@ if __name__ == "__main__":
 def test_a_forked_worker_behaves_like_a_fresh_interpreter(tmp_path):
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
-    # A fresh interpreter launches it: the names of processes and their random state must come from `paceline run` alone.
+    # A fresh interpreter launches it: process names and random state must come from `paceline run` alone.
     command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), str(tmp_path), "--flag", "3"]
     environment = {**os.environ, **variables(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=tmp_path)
