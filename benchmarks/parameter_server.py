@@ -57,16 +57,13 @@ class Model:
     """The parts of a replica that a store uses."""
 
     def __init__(self, endpoint: Any, params: Tensor) -> None:
-        self.endpoint, self.params, self.batch_samples, self.step_index, self.data_shard = (
-            endpoint,
-            params,
-            1.0,
-            0,
-            None,
-        )
+        self.endpoint = endpoint
+        self.params = params
+        self.batch = SimpleNamespace(samples=1.0)
+        self.cursor = SimpleNamespace(step=0, shard=None)
         self.learner = SimpleNamespace(has_global_data=True)
 
-    def link(self, codec: Any) -> None:
+    def codec_state(self, codec: Any) -> None:
         return None
 
 
