@@ -149,10 +149,12 @@ def reply_to(request: Numbered, reply: Reply) -> Reply:
 
 def encode(message: Message) -> bytes:
     """The message without its tensors, which are to be sent after it in the order of `tensors()`."""
-    numbers = count()
     if message.src != UNSET_SRC:
         message = copy.copy(message)
         message.src = UNSET_SRC
+    if not _tensor_fields(type(message)):
+        return _encoder.encode(message)
+    numbers = count()
     return msgspec.msgpack.encode(message, enc_hook=lambda _: next(numbers))
 
 
@@ -161,6 +163,8 @@ class _Tagged(msgspec.Struct):
 
 
 _tagged = msgspec.msgpack.Decoder(_Tagged)
+# For messages without tensors, which need no hook: most messages are such, and a codec is made only once.
+_encoder = msgspec.msgpack.Encoder()
 
 
 def decode(body: bytes | msgspec.Raw, tensors: Sequence[Tensor], src: int) -> Message:
@@ -172,6 +176,19 @@ def decode(body: bytes | msgspec.Raw, tensors: Sequence[Tensor], src: int) -> Me
         raise UnknownType(f"there is no message type {tag!r}")
     if issubclass(cls, Event):
         raise ValueError(f"{tag!r} is an event, which each rank finds out by itself")
+    message = _filled(body, cls, tensors) if _tensor_fields(cls) else _decoder(cls).decode(body)
+    if tensors and not _tensor_fields(cls):
+        raise ValueError(f"its fields hold 0 tensors and {len(tensors)} came")
+    if message.src != UNSET_SRC:
+        raise ValueError(f"it says itself that it is from rank {message.src}")
+    if isinstance(message, Numbered) and message.request_id < 1:
+        raise ValueError(f"a {tag!r} must have a request_id of at least 1")
+    message.src = src
+    return message
+
+
+def _filled(body: bytes | msgspec.Raw, cls: type[Message], tensors: Sequence[Tensor]) -> Message:
+    """The message in `body`, with these tensors in its fields."""
     numbers = count()
 
     def tensor(_: type, given: object) -> Tensor:
@@ -183,12 +200,12 @@ def decode(body: bytes | msgspec.Raw, tensors: Sequence[Tensor], src: int) -> Me
     message = msgspec.msgpack.decode(body, type=cls, dec_hook=tensor)
     if (used := next(numbers)) != len(tensors):
         raise ValueError(f"its fields hold {used} tensors and {len(tensors)} came")
-    if message.src != UNSET_SRC:
-        raise ValueError(f"it says itself that it is from rank {message.src}")
-    if isinstance(message, Numbered) and message.request_id < 1:
-        raise ValueError(f"a {tag!r} must have a request_id of at least 1")
-    message.src = src
     return message
+
+
+@cache
+def _decoder(cls: type[Message]) -> msgspec.msgpack.Decoder[Message]:
+    return msgspec.msgpack.Decoder(cls)
 
 
 @cache

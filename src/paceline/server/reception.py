@@ -51,7 +51,7 @@ class Reception:
         while True:
             if self.queues.early and self.held.is_there:
                 return self.queues.early.pop(0)
-            due = min((t for t in (self.held.due(rule), self.members.waits_until()) if t is not None), default=None)
+            due = _earlier(self.held.due(rule), self.members.waits_until())
             try:
                 message = await self.endpoint.recv(timeout=None if due is None else max(0.0, due - self.endpoint.now()))
             except TimeoutError:
@@ -216,3 +216,10 @@ class Reception:
             self.queues.add(Wanted.by(probe))
             return True
         return False
+
+
+def _earlier(one: float | None, other: float | None) -> float | None:
+    """The earlier of two times; None: never."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

@@ -247,8 +247,9 @@ class ShardState:
         return self.value
 
     def _memory(self, rule: Rule) -> Slot:
-        if rule not in self._memories:
-            self.declare(rule)
+        if (memory := self._memories.get(rule)) is not None:
+            return memory
+        self.declare(rule)
         if rule not in self._memories:
             self._memories[rule] = Slot(**rule.memory(self.value))
         return self._memories[rule]

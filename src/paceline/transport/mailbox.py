@@ -34,6 +34,8 @@ from paceline.transport.peer_monitor import PeerMonitor
 from paceline.transport.segments import Location, SegmentReader, memory_domain
 from paceline.transport.wire import DTYPES, NAMES, Header, Name, check_form, header_of, in_frame, typed
 
+_headers = msgspec.msgpack.Decoder(Header)
+
 
 class Mailbox:
     """Receives what arrives for `rank` of `size`, and sends to the others; for the process and thread that made it.
@@ -90,6 +92,8 @@ class Mailbox:
         if dst in self._monitor.dead:
             return Ready("send", None)
         pending = self._outbox.send(dst, message, tensors, is_local=self._reader(dst) is not None)
+        if self._outbox.is_done(pending):
+            return Ready("send", None)
         return Begun("send", partial(self._wait_for_send, pending, message.tag, time.monotonic() + self.timeout_s))
 
     def recv(
@@ -251,15 +255,17 @@ class Mailbox:
 
     def _read(self, frames: Sequence[zmq.Frame]) -> Message:
         """The message in these frames, or an error that says what is wrong with them."""
-        header = msgspec.msgpack.decode(frames[0].buffer, type=Header)
+        header = _headers.decode(frames[0].buffer)
         src = int(str(frames[0].get("User-Id")))  # The rank of the key, which CURVE has verified.
         if src in self._monitor.dead:
             raise ValueError("it arrived after the death of its sender was reported")
+        reader = self._reader(src)  # Even if there is nothing to read: from now on its process is watched.
+        if not header.tensors and len(frames) == 1:
+            return decode(header.body, (), src)
         sent = [form for form in header.tensors if form[2] is None]
         if len(sent) != len(frames) - 1:
             raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
         rest = iter(frames[1:])
-        reader = self._reader(src)  # Even if there is nothing to read: from now on its process is watched.
         tensors = [
             in_frame(next(rest), name, shape) if location is None else self._in_segment(reader, location, name, shape)
             for name, shape, location in header.tensors

@@ -18,6 +18,7 @@ from paceline.transport.wire import flat_bytes, header_of
 SHARED_FROM = 2**16
 # Bytes that may be in flight to a receiver, or not opened by it, before awaited sends to it wait.
 UNREAD_NBYTES = 2**29
+SENT = zmq.MessageTracker()  # Tracks no frame: always done.
 
 
 class PendingSend(NamedTuple):
@@ -40,6 +41,9 @@ class Outbox:
     def send(self, dst: int, message: Message, tensors: Sequence[Tensor], *, is_local: bool) -> PendingSend:
         """Start to send a message with these tensors; `is_local`: the receiver can map this rank's segments."""
         socket = self.socket(dst)
+        if not tensors:  # Most messages: a request, or a reply without values.
+            socket.send(header_of(message, ()))
+            return PendingSend(dst, SENT, math.inf)
         locations = [self._segments.write(t, dst) if is_local and t.nbytes >= SHARED_FROM else None for t in tensors]
         framed = [t for t, location in zip(tensors, locations, strict=True) if location is None]
         socket.send(header_of(message, locations), zmq.SNDMORE if framed else 0)

@@ -72,7 +72,7 @@ class PeerMonitor:
             left = max(0.0, end - time.monotonic())
             poll_s = left if check_s is None else min(left, check_s)
             ready: dict[Any, int] = dict(self._poller.poll(math.ceil(1000 * poll_s)))
-            received, suspected = self._check()
+            received, suspected = (0, []) if check_s is None else self._check()
             if ready or received or suspected or left <= 0:
                 break
         ended = [file for file in self._watched if file in ready]

@@ -34,6 +34,9 @@ class Header(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     body: msgspec.Raw
 
 
+_encoder = msgspec.msgpack.Encoder()
+
+
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The tensor's own memory as bytes; a copy's if it is not contiguous or not on the CPU."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -65,8 +68,10 @@ def typed(raw: Tensor, name: Name, shape: tuple[int, ...]) -> Tensor:
 
 def header_of(message: Message, locations: Sequence[Location | None]) -> bytes:
     """The first frame of a message whose tensors are at these locations, or follow in frames."""
+    if not locations:
+        return _encoder.encode(Header((), msgspec.Raw(encode(message))))
     forms = tuple[Form, ...](
         (NAMES[tensor.dtype], tuple(tensor.shape), location)
         for tensor, location in zip(message.tensors(), locations, strict=True)
     )
-    return msgspec.msgpack.encode(Header(forms, msgspec.Raw(encode(message))))
+    return _encoder.encode(Header(forms, msgspec.Raw(encode(message))))
