@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.state import Resize, StateStore, per_worker, resize_rule
+from paceline.state import Resize, StateStore, resize_rule
 from paceline.stripes import stripe_of
 from paceline.worker.data import Batch, DataOfWorker, GlobalData, OwnData
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
+from paceline.worker.learner import bind_optimizer
 from paceline.worker.plan import Plan
 
 
@@ -211,13 +212,7 @@ class Trainee:
 
     def bind_state(self, states: StateStore) -> None:
         """Declare what outlives a step here: the optimizer's state and the random numbers."""
-        optimizer = self.optimizer
-        states.bind(
-            "optimizer",
-            rule=per_worker,
-            save=lambda: copy.deepcopy(optimizer.state_dict()),
-            load=optimizer.load_state_dict,
-        )
+        bind_optimizer(states, self.optimizer)
         states.bind("random numbers", rule=resize_random_numbers, save=self._save_random, load=self._load_random)
 
     def _save_random(self) -> dict[str, Any]:

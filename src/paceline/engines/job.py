@@ -73,7 +73,7 @@ class Job:
         if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
             launcher_pipe = int(os.environ[LAUNCHER_PIPE])
         self.endpoint: ProcessEndpoint
-        self.lane: CommThread | None = None
+        self.comm_thread: CommThread | None = None
         try:
             self._meet(place)
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic else 1
@@ -140,14 +140,14 @@ class Job:
         """The endpoint of a worker that takes part in collectives from the first step to the last."""
         hosts = self._hosts
         # A collective through shared memory advances in the thread that waits for it; a GPU has its own streams.
-        self.lane = None if hosts.is_one or self._device.type != "cpu" else CommThread()
-        by_host = 1 < len(hosts) < self.workers and self.lane is not None and not self._ordered
+        self.comm_thread = None if hosts.is_one or self._device.type != "cpu" else CommThread()
+        by_host = 1 < len(hosts) < self.workers and self.comm_thread is not None and not self._ordered
         group: dist.ProcessGroup | None = None
         if self.workers > 1:
             # Its own prefix: a second job of the same processes must not find the first one's addresses.
             store = dist.PrefixStore(f"{self._prefix}/torch", self._base)
             self._groups.make_default(store, self.rank, self.workers)
-            group = self._groups.of_all(apart=apart or self.lane is not None)
+            group = self._groups.of_all(apart=apart or self.comm_thread is not None)
         if by_host:
             self._groups.open_from_all(tuple(min(ranks) for ranks in hosts.ranks), self.rank)
         return ProcessEndpoint(
@@ -157,7 +157,7 @@ class Job:
             backends=Backends(
                 shared=self._share(tuple(range(self.workers))),
                 process_group=group,
-                comm_thread=self.lane,
+                comm_thread=self.comm_thread,
                 hosts=hosts.ranks if by_host else None,
                 is_ordered=self._ordered,
             ),
@@ -239,7 +239,9 @@ class Job:
             self.layout,
             self._clock,
             ranks=ranks,
-            backends=Backends(shared=shared, process_group=group, comm_thread=self.lane, is_ordered=self._ordered),
+            backends=Backends(
+                shared=shared, process_group=group, comm_thread=self.comm_thread, is_ordered=self._ordered
+            ),
             open_mailbox=lambda: self.endpoint.mailbox,
             open_group=self._open_group,
             trace=self.endpoint.trace,

@@ -112,7 +112,7 @@ class DdpHook:
         if self._job is None:
             # It needs its own process group: DDP's other collectives may run on the model's at the same time.
             job = Job(Needs(), device=device, apart=True, timeout_s=self._timeout_s)
-            self._thread = job.lane or self._thread
+            self._thread = job.comm_thread or self._thread
             weakref.finalize(self, _close, self._thread, job)
             self._check_same_hook(job)
             self._job = job

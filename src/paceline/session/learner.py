@@ -5,7 +5,6 @@ The strategy waits at such a request until the user's next `backward()` or `step
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 from paceline.op import Op
 from paceline.session.backward import Each
 from paceline.session.optimizer import SessionOptimizer
-from paceline.state import StateStore, per_worker
+from paceline.state import StateStore
 from paceline.worker.flat import FlatModel
+from paceline.worker.learner import bind_optimizer
 from paceline.worker.replica import Replica
 
 
@@ -71,13 +71,7 @@ class LoopLearner:
         return self._optimizer.inner
 
     def bind_state(self, states: StateStore) -> None:
-        optimizer = self._optimizer
-        states.bind(
-            "optimizer",
-            rule=per_worker,
-            save=lambda: copy.deepcopy(optimizer.state_dict()),
-            load=optimizer.load_state_dict,
-        )
+        bind_optimizer(states, self._optimizer)
 
     def has_data(self, step: int) -> bool:
         return not self.has_ended

@@ -5,6 +5,7 @@ The simulator, a training process and the user's own loop each have one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.op import Op, Ready
-from paceline.state import StateStore
+from paceline.state import StateStore, per_worker
 from paceline.worker.flat import Bucket, FlatModel
 
 if TYPE_CHECKING:
@@ -146,4 +147,14 @@ def _is_for_each_value(name: str, value: object, parameter: Tensor) -> bool:
         and value.shape == parameter.shape
         and value.dtype.is_floating_point
         and name != "step"
+    )
+
+
+def bind_optimizer(states: StateStore, optimizer: torch.optim.Optimizer) -> None:
+    """Declare the slot of an optimizer's state."""
+    states.bind(
+        "optimizer",
+        rule=per_worker,
+        save=lambda: copy.deepcopy(optimizer.state_dict()),
+        load=optimizer.load_state_dict,
     )
