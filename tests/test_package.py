@@ -42,6 +42,7 @@ ROOMS = [
     "server",
     "families",
     "strategies",
+    "aliases",
     "registry",
     "transport",
     "engines",

@@ -1,18 +1,23 @@
 """Strategies and codecs by name, and settings to and from plain data.
 
 A class is spelled `BlockMomentum` in Python and `block-momentum` in files and flags; both spellings work.
+So do names of papers and other libraries that mean exactly one of ours (`bmuf`; see `aliases`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
+import operator
 import runpy
 import sys
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from paceline import aliases
 from paceline.codecs import CODECS, Codec
 from paceline.server.gates import GATES, Gate
 from paceline.server.rules import RULES, Rule
@@ -20,6 +25,7 @@ from paceline.strategies import STRATEGIES
 from paceline.strategy import Strategy, spelled
 
 C = TypeVar("C")
+KINDS: dict[str, Sequence[type]] = {"strategy": STRATEGIES, "codec": CODECS, "rule": RULES, "gate": GATES}
 
 
 def strategy(name: str, **settings: Any) -> Strategy:
@@ -51,16 +57,35 @@ def gate(name: str, **settings: Any) -> Gate:
 
 
 def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:
-    """The class with that name.  If there is none, a ValueError names the most similar one."""
+    """The class with that name, or with a name that papers or other libraries have for it.
+
+    If there is none, a ValueError says what it is called here, or names the most similar one.
+    """
     known = {spelled(c): c for c in classes}
-    wanted = spelled(type(name, (), {})) if any(ch.isupper() for ch in name) else name.replace("_", "-")
-    if wanted in known:
-        return known[wanted]
-    for spelling, cls in known.items():  # Hyphens are optional: in bfloat16 or terngrad their place is not obvious.
-        if spelling.replace("-", "") == wanted.replace("-", ""):
-            return cls
-    near = get_close_matches(wanted, known, n=1, cutoff=0.0)
-    raise ValueError(f"there is no {kind} '{name}'; did you mean '{near[0]}'? Known: {', '.join(known)}")
+    # Hyphens are optional: in bfloat16 or terngrad their place is not obvious.
+    by_letters = {_letters(spelling): cls for spelling, cls in known.items()}
+    letters = _letters(name)
+    alias = aliases.ALIASES.get(kind, {}).get(letters, letters)
+    if alias in by_letters:
+        return by_letters[alias]
+    raise ValueError(f"there is no {kind} '{name}'{_hint(kind, name, known)} Known: {', '.join(known)}")
+
+
+def _letters(name: str) -> str:
+    return "".join(ch for ch in name.lower() if ch.isalnum())
+
+
+def _hint(kind: str, name: str, known: Iterable[str]) -> str:
+    letters = _letters(name)
+    if (said := aliases.NOT_ONE.get(kind, {}).get(letters)) is not None:
+        return f": {said}."
+    for other, classes in KINDS.items():
+        alias = aliases.ALIASES.get(other, {}).get(letters, letters)
+        for cls in classes:
+            if _letters(cls.__name__) == alias and other != kind:
+                return f": {cls.__name__} is a {other}; {aliases.USE[other].format(cls.__name__)}."
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else "."
 
 
 def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str, Any]) -> C:
@@ -105,12 +130,10 @@ def to_plain(value: Any) -> Any:
     [1, {'tuple': [2, 3]}]
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        cls = type(value)
-        where = cls.__module__
-        if where == "__main__":  # The class is defined in the user's script: another process finds it by its file.
-            where = getattr(sys.modules["__main__"], "__file__", None) or where
         settings = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return {"class": f"{where}:{cls.__qualname__}", "settings": settings}
+        return {"class": _address(type(value)), "settings": settings}
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no infinity, and no NaN.
+        return {"float": str(float(value))}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):  # JSON has no tuples.  A dataclass with a list in it cannot be hashed.
@@ -131,10 +154,30 @@ def from_plain(value: Any) -> Any:
         return value
     if "tuple" in value:
         return tuple(from_plain(v) for v in value["tuple"])
+    if "float" in value:
+        return float(value["float"])
     where, _, name = value["class"].rpartition(":")
     found: Any = (
-        runpy.run_path(where, run_name="__paceline__")
+        types.SimpleNamespace(**runpy.run_path(where, run_name="__paceline__"))
         if where.endswith(".py")
-        else vars(importlib.import_module(where))
+        else importlib.import_module(where)
     )
-    return found[name](**{k: from_plain(v) for k, v in value["settings"].items()})
+    return operator.attrgetter(name)(found)(**{k: from_plain(v) for k, v in value["settings"].items()})
+
+
+def _address(cls: type) -> str:
+    """Where another process finds a class."""
+    if "<locals>" in cls.__qualname__:
+        raise TypeError(
+            f"another process cannot find {cls.__qualname__}, which is defined inside a function: "
+            "define it at the top level of its module"
+        )
+    where = cls.__module__
+    if where == "__main__":  # The class is defined in the user's script: another process finds it by its file.
+        where = getattr(sys.modules["__main__"], "__file__", None)
+        if where is None or not where.endswith(".py"):
+            raise TypeError(
+                f"another process cannot find {cls.__qualname__}, which is defined in an interactive session: "
+                "put it into a .py file and import it"
+            )
+    return f"{where}:{cls.__qualname__}"

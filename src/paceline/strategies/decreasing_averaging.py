@@ -23,6 +23,7 @@ class DecreasingAveraging(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "periods", tuple(self.periods))  # A list could not be hashed.
         if not self.periods:
             raise ValueError("DecreasingAveraging(periods=[]): give at least one period")
         for period in self.periods:
