@@ -232,7 +232,7 @@ STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd by one-bit": Case(AllReduceSGD(codec=OneBit()), striped(OneBit())),
     "all-reduce-sgd by qsgd": Case(AllReduceSGD(codec=QSGD()), striped(QSGD())),
     "all-reduce-sgd by top-k": Case(AllReduceSGD(codec=TopK(ratio=0.1)), gathered(TopK(ratio=0.1))),
-    "all-reduce-sgd by dgc": Case(AllReduceSGD(codec=DGC(ratio=0.1, warmup=6)), None),
+    "all-reduce-sgd by dgc": Case(AllReduceSGD(codec=DGC(ratio=0.1, momentum=0.0, warmup=6)), None),
     "all-reduce-sgd by adaptive thresholds": Case(
         AllReduceSGD(codec=Chunked(AdaptiveThreshold(limit=math.inf), chunk=64)), None
     ),

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline import AllReduceSGD, Cluster, simulate
 from paceline.codecs import DGC, QSGD, AdaptiveThreshold, Codec, Entropy, Fp16, Fp32, OneBit, Threshold, TopK, kernels
 from paceline.codecs import entropy as coder
-from tests.laws.tasks import close, numbers, regression, same
+from tests.laws.tasks import OPTIMIZERS, close, numbers, regression, same
 from tests.laws.test_codecs import with_slots
 from tests.laws.test_sparse import LARGE, largest, received
 
@@ -279,7 +279,19 @@ STATEFUL: list[Codec] = [
 
 @pytest.mark.parametrize("codec", STATEFUL, ids=str)
 def test_a_sender_that_adapts_resumes_where_it_stopped(codec: Codec):
-    task, strategy = regression(steps=12, batch=8), AllReduceSGD(codec=codec)
+    task = regression(steps=12, batch=8, optimizer=OPTIMIZERS["sgd"])
+    strategy = AllReduceSGD(codec=codec)
     unbroken = simulate(task, strategy, Cluster(workers=3))
     stopped = simulate(task, strategy, Cluster(workers=3), stop_at=5)
     assert same(simulate(task, strategy, Cluster(workers=3), resume=stopped.states).params, unbroken.params)
+
+
+@pytest.mark.parametrize("codec", [DGC(ratio=0.1), Entropy(DGC(ratio=0.1))], ids=str)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_dgc_refuses_an_optimizer_that_adds_the_momentum_again(codec: Codec, workers: int):
+    task = regression(steps=2, batch=8, optimizer=OPTIMIZERS["momentum"])
+    with pytest.raises(
+        ValueError, match=r"DGC\(ratio=0.1, .*\) with an optimizer of momentum 0.9: DGC adds the momentum"
+    ):
+        simulate(task, AllReduceSGD(codec=codec), Cluster(workers=workers))
+    simulate(task, AllReduceSGD(codec=DGC(ratio=0.1, momentum=0.0)), Cluster(workers=workers))

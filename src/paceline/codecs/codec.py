@@ -8,7 +8,7 @@ the codec's fused kernels (`codecs/kernels`) where they exist; they agree with t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -72,6 +72,9 @@ class Codec(ABC):
     def fitted(self, shapes: Sequence[torch.Size]) -> Codec:
         """The codec for a vector made of tensors of these shapes; a different one only if it uses the shapes."""
         return self
+
+    def check_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:  # noqa: B027 (most work with any)
+        """Raise ValueError if it does not go together with an optimizer that has these parameter groups."""
 
     def adapted(self, data: Tensor, numel: int) -> Codec:
         """The codec for a sender's next message, after `data`; a different one only if its settings adapt."""

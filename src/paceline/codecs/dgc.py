@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +49,14 @@ class DGC(TopK):
             raise ValueError(f"{self}: clip is a positive norm, or None")
         if self.workers < 1 or self.warmup < 0 or self.sent < 0:
             raise ValueError(f"{self}: workers is at least 1, and warmup at least 0")
+
+    def check_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        given = next((group["momentum"] for group in groups if group.get("momentum")), 0)
+        if self.momentum and given:
+            raise ValueError(
+                f"{self} with an optimizer of momentum {given}: DGC adds the momentum at the sender, and the optimizer "
+                "would add it again; give the optimizer momentum=0, or use DGC(momentum=0)"
+            )
 
     def ratio_at(self, message: int) -> float:
         """The ratio of values sent in a message, counted from 0.

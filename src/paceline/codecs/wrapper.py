@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from paceline.codecs.codec import Codec, check_one_to_one
 
 
@@ -28,3 +31,6 @@ class Wrapper(Codec):
     @property
     def unit(self) -> int:
         return self.codec.unit
+
+    def check_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        self.codec.check_optimizer(groups)

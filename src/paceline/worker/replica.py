@@ -150,6 +150,7 @@ class Replica:
         """
         if codec is None:
             return None
+        codec.check_optimizer(self.learner.optimizer.param_groups)
         fitted = codec.fitted([p.shape for p in self.learner.flat.parameters])
         remember = partial(self._declare, name)
         state = fitted.codec_state(remember, self.params, key=self.rank)
