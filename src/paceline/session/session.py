@@ -18,6 +18,7 @@ from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.strategy import Strategy
 from paceline.trace import Trace
+from paceline.worker.flat import untie
 from paceline.worker.tensors import named_tensors
 
 B = TypeVar("B")
@@ -142,6 +143,12 @@ class Session:
 
     # Save and resume.
 
+    def model_state_dict(self) -> dict[str, Any]:
+        """A copy of the model's state_dict, to save.  Inside the block parameters are views of one vector, and
+        torch.save would write all of it for each file, and safetensors would refuse."""
+        state = self.loop.learner.flat.model.state_dict()
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between two steps, in slots: parameters, optimizer state, the strategy's state.
 
@@ -199,6 +206,7 @@ class Session:
         self.loop.close()
         self.optimizer.release()
         self.job.close(failed=failed)
+        untie(self.loop.learner.flat.parameters)
 
     def __enter__(self) -> Session:
         return self

@@ -38,7 +38,7 @@ from paceline.task import Task, Trainee
 from paceline.trace import Trace
 from paceline.transport.endpoint import SILENT_S
 from paceline.worker.batch import NonFinite
-from paceline.worker.flat import FlatModel
+from paceline.worker.flat import untie
 from paceline.worker.learner import TaskLearner
 from paceline.worker.replica import Replica
 from paceline.worker.run import WorkerRun
@@ -222,8 +222,8 @@ def _work(
         for trace in job.server_traces(on_first_caller=is_forked):
             learner.endpoint.trace.merge(trace)
     states = [run.state_dict()]
-    params = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-    return Outcome(Run(model, params, learner.endpoint.trace, states), not run.missed_end)
+    untie(model.parameters())
+    return Outcome(Run(model, _vector(model), learner.endpoint.trace, states), not run.missed_end)
 
 
 def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | StageLearner:
@@ -352,9 +352,12 @@ class _ForkedWorkers:
         for path in sorted(self._folder.glob("trace-*.json")):
             trace.merge(Trace.loads(path.read_text()))
         model = self._terms.task.build()
-        flat = FlatModel(model)
         _read(model, min(self._folder.glob("model-*"), key=lambda path: int(path.name.removeprefix("model-"))))
-        return Run(model, flat.params.clone(), trace, [])
+        return Run(model, _vector(model), trace, [])
+
+
+def _vector(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
 
 
 def _write(model: nn.Module, path: Path) -> None:

@@ -27,6 +27,7 @@ from paceline.sim.world import World
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Task, Trainee
 from paceline.worker.batch import NonFinite
+from paceline.worker.flat import untie
 from paceline.worker.replica import Replica
 from paceline.worker.run import WorkerRun
 
@@ -143,13 +144,10 @@ class Simulation:
         first = self._first_alive()
         if first is not self.workers[0]:
             self._evaluate(self.task.total_steps)
-        return Run(
-            first.trainee.flat.model,
-            first.replica.params.clone(),
-            self.simulator.trace,
-            [worker.run.state_dict() for worker in self.workers],
-            self.simulator.waits,
-        )
+        params = first.replica.params.clone()
+        states = [worker.run.state_dict() for worker in self.workers]
+        untie(first.trainee.flat.parameters)
+        return Run(first.trainee.flat.model, params, self.simulator.trace, states, self.simulator.waits)
 
     def _roles(self) -> dict[int, Coroutine[Op[Any], Any, Any]]:
         """The coroutine of every rank that starts at time 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -234,3 +234,19 @@ def carry_over(mean: Tensor, now: Tensor, sent: Tensor) -> Tensor:
     Without these limits a value that decays, such as a variance, could become negative.
     """
     return torch.minimum(torch.maximum(mean + (now - sent), torch.minimum(mean, now)), torch.maximum(mean, now))
+
+
+def untie(parameters: Iterable[nn.Parameter]) -> None:
+    """Give every parameter and its gradient memory of its own again.
+
+    torch.save writes the whole memory behind a view, and safetensors refuses tensors that share memory.
+    """
+    for p in parameters:
+        if _is_part(p):
+            p.data = p.data.clone()
+        if p.grad is not None and p.grad.layout is torch.strided and _is_part(p.grad):
+            p.grad = p.grad.clone()
+
+
+def _is_part(x: Tensor) -> bool:
+    return x.untyped_storage().nbytes() > x.nbytes
