@@ -9,6 +9,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+import paceline as pl
 from paceline import cli, registry
 from paceline.codecs import CODECS
 from paceline.strategies import STRATEGIES
@@ -21,11 +22,24 @@ def test_commands_and_flags_are_exactly_these():
     group = typer.main.get_command(cli.app)
     found = {name: sorted(flag for p in command.params for flag in p.opts) for name, command in group.commands.items()}
     assert found == {
-        "run": ["--module", "--port", "--replacements", "--restarts", "--workers", "-m", "-n", "script"],
+        "run": ["--module", "--port", "--prefix", "--replacements", "--restarts", "--workers", "-m", "-n", "script"],
         "demo": ["--epochs", "--report"],
         "strategies": ["--json", "name"],
         "codecs": ["--json", "name"],
     }
+
+
+def test_version_is_printed():
+    shown = runner.invoke(cli.app, ["--version"])
+    assert shown.exit_code == 0 and shown.stdout == f"paceline {pl.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("missing/report.html", "there is no folder"), (".", "it is a folder; give the name of a file")]
+)
+def test_demo_refuses_a_path_it_cannot_write_at_once(path, said, tmp_path):
+    with pytest.raises(ValueError, match=rf"paceline demo --report .*: {said}"):
+        runner.invoke(cli.app, ["demo", "--report", str(tmp_path / path)], catch_exceptions=False)
 
 
 def test_every_file_of_the_folder_is_a_command():

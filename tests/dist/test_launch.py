@@ -167,6 +167,10 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
         time.sleep(0.05)
     assert not any(map(alive, pids))
     assert not _left_of(tmp_path)
+    assert list(tmp_path.glob("paceline-run-*"))
+    (tmp_path / "quick.py").write_text("")
+    done = forked.paceline("run", "quick.py", folder=tmp_path, environment={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0 and not list(tmp_path.glob("paceline-run-*"))  # The next launcher removes the folder.
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -429,7 +429,7 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], str]] = [
     (
         AdaptiveAveraging,
         {"warmup": 3, "sampling": 6},
-        r"sampled from step 3 to step 6.*shorter than one period.*fewer warmup steps",
+        r"sampled from step 3 to step 6.*shorter than one period.*give sampling=11 .a step., or warmup=2 or less",
     ),
     (AdaptiveAveraging, {"warmup": 3, "sampling": 6, "low": 1.0, "high": 1.0}, "shorter than one period"),
     (AdaptiveAveraging, {"warmup": 3, "sampling": 6, "high": math.inf}, "shorter than one period"),
@@ -469,3 +469,13 @@ def test_impossible_settings_are_refused_with_what_would_be_right(
 ):
     with pytest.raises(ValueError, match=named):
         simulate(quadratic(steps=8, batch=4), kind(**settings), Cluster(workers=2))
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 4, 5, 10])
+def test_defaults_of_adaptive_averaging_work_in_short_runs(epochs: int):
+    """An epoch has 40 steps. The warm-up, of a sync at every step, is an epoch if a quarter of the run is longer."""
+    task = regression(steps=40 * epochs, batch=8, samples=320)
+    run = simulate(task, AdaptiveAveraging(), Cluster(workers=2))
+    periods = [sync.period for sync in run.trace.syncs if sync.rank == 0]
+    warmup = 40 if epochs > 4 else 5 * epochs
+    assert periods[:warmup] == [1] * warmup and periods[warmup] == 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Annotated
 
 import typer
 
@@ -24,6 +25,23 @@ app = typer.Typer(
 for _name in sorted(module.name for module in iter_modules(__path__) if not module.name.startswith("_")):
     _module = import_module(f"{__name__}.{_name}")
     app.command(context_settings=getattr(_module, "CONTEXT", None))(getattr(_module, _name))
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from paceline import __version__
+
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ def demo(
     from paceline.report import html, text
     from paceline.study.demo import Demo
 
+    _check_path(report)
     torch.set_num_threads(1)  # The models are small, and the simulator has one thread.
     console = Console()
     name = TextColumn("{task.description:<36}")
@@ -41,6 +43,17 @@ def demo(
     console.print(text.table(rows))
     html.write(report, "Handwritten digits behind a slow link", rows, _facts(epochs), NOTES)
     console.print(f"Report: {report}")
+
+
+def _check_path(report: Path) -> None:
+    """Refuse a file that cannot be written before the work, not after it."""
+    folder = report.absolute().parent
+    if report.is_dir():
+        raise ValueError(f"paceline demo --report {report}: it is a folder; give the name of a file")
+    if not folder.is_dir():
+        raise ValueError(f"paceline demo --report {report}: there is no folder {folder}")
+    if not os.access(report if report.exists() else folder, os.W_OK):
+        raise ValueError(f"paceline demo --report {report}: it cannot be written")
 
 
 class ShownRun:

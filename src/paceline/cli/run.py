@@ -23,8 +23,17 @@ def run(
         int | None,
         typer.Option(help="How many killed workers to replace while the others continue (parameter-server methods)."),
     ] = None,
+    prefix: Annotated[bool, typer.Option(help="Begin each line of several workers with the worker's number.")] = True,
 ) -> None:
     """Run a script that calls paceline.attach or paceline.train, on several processes of this machine."""
     from paceline.engines.launch import launch
 
-    launch([script, *context.args], n, port=port, is_module=module, restarts=restarts, replacements=replacements)
+    launch(
+        [script, *context.args],
+        n,
+        port=port,
+        is_module=module,
+        restarts=restarts,
+        replacements=replacements,
+        prefix=prefix,
+    )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -18,8 +16,10 @@ from socket import socket
 import torch
 
 from paceline.engines.entry import run_forked
+from paceline.engines.folder import run_folder
 from paceline.engines.job import LAUNCHER_PIPE
 from paceline.engines.meeting import loopback_listener, serve_store
+from paceline.engines.output import LineRelay
 from paceline.engines.processes import die_with_parent, set_name
 from paceline.engines.supervisor import Stopped, Supervisor, Worker, WorkersFailed, print_notice
 from paceline.errors import ClusterError
@@ -40,9 +40,11 @@ def launch(
     is_module: bool = False,
     restarts: int = 0,
     replacements: int | None = None,
+    prefix: bool = True,
 ) -> None:
     """Run a script (or module) with its arguments on `workers` processes of this host; ClusterError if one fails.
 
+    With `prefix`, each line that one of several workers prints begins with `[worker 1]`, or whichever it is.
     `restarts` is how often all workers are started again after a failure.  With a number of `replacements` a killed
     worker is no failure: so many are started again while the others go on, as methods on a parameter server can.
     """
@@ -57,7 +59,8 @@ def launch(
         )
     with _listening(port) as listener, _signals_raised():
         try:
-            _Launch(command, workers, is_module=is_module, replacements=replacements).run(listener, restarts)
+            job = _Launch(command, workers, is_module=is_module, replacements=replacements, prefix=prefix)
+            job.run(listener, restarts)
         except Stopped as stopped:
             name = signal.Signals(stopped.number).name
             raise ClusterError(f"paceline run got {name}; all workers were stopped") from None
@@ -66,18 +69,23 @@ def launch(
 class _Launch:
     """One call of `paceline run`: the store's process, the workers, and the files that they share."""
 
-    def __init__(self, command: Sequence[str], workers: int, *, is_module: bool, replacements: int | None) -> None:
+    def __init__(
+        self, command: Sequence[str], workers: int, *, is_module: bool, replacements: int | None, prefix: bool
+    ) -> None:
         self._command = command
         self._workers = workers
         self._is_module = is_module
         self._replacements = replacements
+        self._output = LineRelay() if prefix and workers > 1 else None
         self._run_id = str(uuid.uuid4())
         # As torchrun does: N processes that use all cores each would slow each other down.
         self._threads = None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // workers)
 
     def run(self, listener: socket, restarts: int) -> None:
-        # Not a TemporaryDirectory: every forked worker would remove it at its exit.
-        folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        with run_folder() as folder:
+            self._run(folder, listener, restarts)
+
+    def _run(self, folder: Path, listener: socket, restarts: int) -> None:
         pipe = os.pipe()  # Servers of replaceable workers run as long as it is open, whichever worker started them.
         self._folder = folder
         self._pipe = pipe
@@ -104,7 +112,6 @@ class _Launch:
             if store is not None and store.poll() is None:
                 store.signal(signal.SIGKILL)
                 os.waitpid(store.pid, 0)
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _attempt(self, attempt: int, restarts: int, store: Worker | None) -> None:
         start = self._fork if _can_fork() else self._start_interpreter
@@ -116,6 +123,7 @@ class _Launch:
             on_replacement=_print_replacement,
             every_tick=lambda: _check_store(store),
             stop_s=STOP_S,
+            output=self._output,
         )
         supervisor.run()
 
@@ -153,11 +161,14 @@ class _Launch:
         launcher = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
+        ends = None if self._output is None else self._output.open(rank)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             pid = os.fork()
             if pid == 0:
                 os.close(self._pipe[1])
+                if self._output is not None and ends is not None:
+                    self._output.become(ends)
                 run_forked(
                     self._command,
                     is_module=self._is_module,
@@ -166,17 +177,22 @@ class _Launch:
                     threads=self._threads,
                 )
         finally:
+            _close(ends)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return Worker(pid, lambda: _poll(pid), leads_group=True)
 
     def _start_interpreter(self, rank: int, environment: dict[str, str]) -> Worker:
         kind = "module" if self._is_module else "script"
+        ends = None if self._output is None else self._output.open(rank)
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "paceline.engines.entry", str(os.getpid()), kind, *self._command],
             env=os.environ | environment,
             pass_fds=[self._pipe[0]],
+            stdout=None if ends is None else ends[0],
+            stderr=None if ends is None else ends[1],
             start_new_session=True,
         )
+        _close(ends)
         return Worker(process.pid, process.poll, leads_group=True)
 
 
@@ -186,6 +202,11 @@ def _can_fork() -> bool:
         return False
     is_cpu_build = torch.version.cuda is None and torch.version.hip is None
     return is_cpu_build or not any(Path(file).exists() for file in GPU_FILES)
+
+
+def _close(ends: tuple[int, int] | None) -> None:
+    for end in ends or ():
+        os.close(end)
 
 
 def _poll(pid: int) -> int | None:

@@ -13,11 +13,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.errors import ClusterError
 
@@ -50,6 +50,14 @@ class Worker:
                     os.killpg(self.pid, number)
                     return
             os.kill(self.pid, number)
+
+
+class Output(Protocol):
+    """What workers write, on its way to the screen."""
+
+    def files(self) -> list[int]: ...
+    def pump(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ class Supervisor:
     """Workers 0 to `workers` - 1, each started by `start(rank)`, which reports its error to `report_path(rank)`.
 
     With a number of `replacements` a killed worker is no failure: so many are started again.  After that the others go
-    on without it, if it had joined them (`has_joined`).  `every_tick` is called about ten times a second.
+    on without it, if it had joined them (`has_joined`).  `every_tick` is called about ten times a second.  `output`
+    prints what the workers write.
     """
 
     def __init__(
@@ -113,6 +122,7 @@ class Supervisor:
         every_tick: Callable[[], None] = lambda: None,
         stop_s: float = 0.0,
         with_traceback: bool = False,
+        output: Output | None = None,
     ) -> None:
         self._ranks = range(workers)
         self._start = start
@@ -123,6 +133,7 @@ class Supervisor:
         self._every_tick = every_tick
         self._stop_s = stop_s
         self._with_traceback = with_traceback
+        self._output = output
         self._running: dict[int, Worker] = {}
 
     def run(self) -> None:
@@ -133,11 +144,13 @@ class Supervisor:
             self._watch()
         finally:
             self._stop()
+            if self._output is not None:
+                self._output.finish()
 
     def _watch(self) -> None:
         has_finished = False
         while self._running:
-            wait_for_any(list(self._running.values()), TICK_S)
+            self._wait()
             for rank, worker, code in self._ended():
                 if code == 0:
                     has_finished = True
@@ -148,6 +161,13 @@ class Supervisor:
                     self._on_replacement(rank, code)
                     self._running[rank] = self._start(rank)
             self._every_tick()
+
+    def _wait(self) -> None:
+        """Until a worker ends or writes something, for a tick at most."""
+        if self._output is None:
+            return wait_for_any(list(self._running.values()), TICK_S)
+        wait_for_any(list(self._running.values()), TICK_S, self._output.files())
+        self._output.pump()
 
     def _ended(self) -> list[tuple[int, Worker, int]]:
         """The workers that have ended since the last call, with their exit codes."""
@@ -171,7 +191,7 @@ class Supervisor:
         failures = [first]
         deadline = time.monotonic() + (CAUSE_S if first.is_consequence else SAME_S)
         while self._running and time.monotonic() < deadline:
-            wait_for_any(list(self._running.values()), TICK_S)
+            self._wait()
             for rank, worker, code in self._ended():
                 if code:
                     failures.append(Failure(rank, worker.pid, code, self._report(rank)))
@@ -189,13 +209,13 @@ class Supervisor:
                 self._signal_all(signal.SIGTERM)
                 deadline = time.monotonic() + self._stop_s
                 while self._running and time.monotonic() < deadline:
-                    wait_for_any(list(self._running.values()), TICK_S)
+                    self._wait()
                     self._ended()
         except (Stopped, KeyboardInterrupt):  # A second Ctrl-C: do not wait any longer.
             pass
         self._signal_all(signal.SIGKILL)
         while self._running:
-            wait_for_any(list(self._running.values()), TICK_S)
+            self._wait()
             self._ended()
 
     def _signal_all(self, number: int) -> None:
@@ -218,10 +238,11 @@ def _is_same(failure: Failure, first: Failure) -> bool:
     return failure.report is not None and first.report is not None and failure.report.error == first.report.error
 
 
-def wait_for_any(workers: list[Worker], timeout_s: float) -> None:
-    """Until one of the workers ends, or the time is over."""
+def wait_for_any(workers: list[Worker], timeout_s: float, outputs: Sequence[int] = ()) -> None:
+    """Until one of the workers ends, one of the files `outputs` can be read, or the time is over."""
     if not hasattr(os, "pidfd_open"):
-        return time.sleep(timeout_s / 2)
+        select.select(outputs, [], [], timeout_s / 2)
+        return
     files: list[int] = []
     try:
         for worker in workers:
@@ -229,7 +250,7 @@ def wait_for_any(workers: list[Worker], timeout_s: float) -> None:
                 files.append(os.pidfd_open(worker.pid))
             except ProcessLookupError:  # It has ended, and another thread has waited for it.
                 return
-        select.select(files, [], [], timeout_s)
+        select.select([*files, *outputs], [], [], timeout_s)
     finally:
         for file in files:
             os.close(file)

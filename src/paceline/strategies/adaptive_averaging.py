@@ -22,7 +22,8 @@ class AdaptiveAveraging(Averaging):
     In the first epoch (or for `warmup` steps) models are averaged at every step.  Then the period is constant until a
     quarter of the run (`sampling`: up to 1 a fraction of the run, above 1 a step), and the mean ratio of spread to
     learning rate is measured.  After that the period is adapted so that spread / lr stays between `low` and `high`
-    times this ratio.
+    times this ratio.  If the first epoch leaves no time to measure, in a run of up to four epochs, half of that time is
+    the default warm-up.
     """
 
     period: int = 4
@@ -45,19 +46,11 @@ class AdaptiveAveraging(Averaging):
             )
 
     async def worker(self, w: Replica) -> None:
-        warmup = (
-            w.plan.require("steps_per_epoch", "AdaptiveAveraging without warmup=...")
-            if self.warmup is None
-            else self.warmup
-        )
         until = self._end_of_sampling(w)
+        warmup = self._end_of_warmup(w, until)
         m = w.state("controller", period=self.period, ratio=0.0, sampled=0, began=w.cursor.step)
         if until < max(warmup, m.began) + self.period and (self.low > 0 or self.high < inf):
-            raise ValueError(
-                f"AdaptiveAveraging(period={self.period}, warmup={warmup}, sampling={self.sampling}): the spread is "
-                f"sampled from step {max(warmup, m.began)} to step {until}, which is shorter than one period of "
-                f"{self.period}; use fewer warmup steps or a larger sampling"
-            )
+            raise ValueError(self._too_short(warmup, m.began, until))
         rounds = SyncRounds(w, self, period=1 if w.cursor.step < warmup else m.period)
         for k in w.steps():
             await w.local_step()
@@ -76,6 +69,22 @@ class AdaptiveAveraging(Averaging):
         if sync.divergence < self.low * sync.lr * ratio:
             return period + 1
         return max(1, period - 1) if sync.divergence > self.high * sync.lr * ratio else period
+
+    def _end_of_warmup(self, w: Replica, until: int) -> int:
+        if self.warmup is not None:
+            return self.warmup
+        epoch = w.plan.require("steps_per_epoch", "AdaptiveAveraging without warmup=...")
+        return epoch if epoch + self.period <= until else min(epoch, until // 2)
+
+    def _too_short(self, warmup: int, began: int, until: int) -> str:
+        first = max(warmup, began)
+        remedy = f"give sampling={first + 2 * self.period} (a step)"
+        if until >= began + self.period:
+            remedy += f", or warmup={until - self.period} or less"
+        return (
+            f"AdaptiveAveraging(period={self.period}, warmup={warmup}, sampling={self.sampling}): the spread is "
+            f"sampled from step {first} to step {until}, which is shorter than one period of {self.period}; {remedy}"
+        )
 
     def _end_of_sampling(self, w: Replica) -> int:
         if self.sampling > 1:
