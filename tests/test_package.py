@@ -198,3 +198,25 @@ def test_a_worker_is_one_small_page_to_the_author_of_a_method():
     targets += [n.target for n in ast.walk(init) if isinstance(n, ast.AnnAssign)]
     members |= {t.attr for t in targets if isinstance(t, ast.Attribute) and not t.attr.startswith("_")}
     assert len(members) <= 20, sorted(members)
+
+
+def test_newer_torch_than_the_supported_one_is_warned_about_once():
+    program = """
+import torch, warnings
+torch.__version__ = "2.99.0+cpu"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import paceline as pl
+    assert not caught
+    pl.attach, pl.train, pl.ddp_hook
+said = [str(w.message) for w in caught if "newest" in str(w.message)]
+assert len(said) == 1 and said[0].startswith("torch 2.99.0+cpu is newer than 2.13, the newest"), said
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+def test_supported_torch_is_what_the_project_file_says():
+    from paceline.session import NEWEST_TORCH
+
+    limit = (PACKAGE.parents[1] / "pyproject.toml").read_text().split('"torch>=')[1].split('"')[0].split(",<")[1]
+    assert limit == f"{NEWEST_TORCH[0]}.{NEWEST_TORCH[1] + 1}"

@@ -256,14 +256,16 @@ STRATEGIES: dict[str, Case] = {
     ),
     "decreasing-averaging": Case(DecreasingAveraging(periods=(5, 2, 1)), None),
     "ada-comm": Case(AdaComm(period=4, steps=5), None),
-    "block-momentum": Case(BlockMomentum(period=4), averaged(4), alone=None),
+    "block-momentum": Case(BlockMomentum(period=4), averaged(4), alone="rounding"),
     "block-momentum, kept": Case(BlockMomentum(period=4, optimizer_state="keep"), averaged(4), alone="rounding"),
     "block-momentum, classical": Case(
         BlockMomentum(period=3, momentum=0.5, rate=0.8, nesterov=False), averaged(3), alone=None
     ),
     "block-momentum of CNTK": Case(BlockMomentum(period=4, form="cntk", momentum=0.75), averaged(4), alone=None),
     "block-momentum by samples and time constant": Case(BlockMomentum(samples=9, time_constant=40.0), None, alone=None),
-    "block-momentum by one-bit, delayed": Case(BlockMomentum(period=4, codec=OneBit(), delay=2), None, alone=None),
+    "block-momentum by one-bit, delayed": Case(
+        BlockMomentum(period=4, codec=OneBit(), delay=2), None, alone="rounding"
+    ),
     "slow-mo": Case(SlowMo(period=4), averaged(4), alone=None),
     "diloco": Case(DiLoCo(period=4), averaged(4), alone=None),
     "diloco, streaming": Case(DiLoCo(period=4, fragments=2, delay=1), None, alone=None),

@@ -7,7 +7,7 @@ far as N times the data would, at the same learning rate.  With momentum 0 and r
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, log
 from typing import Literal
@@ -34,6 +34,7 @@ class BlockMomentum(Averaging):
     default the momentum is 1 - 1/workers; set `momentum`, or a `time_constant` in samples of each worker.  The default
     `form` is the paper's.  CNTK's form sums deltas and adds up its look-ahead steps, with nearly twice the gain.  The
     optimizer state is reset at every block: local momentum that continues into the next block tends to diverge.
+    One worker alone, with the default momentum, trains as it would without blocks.
     """
 
     period: int | None = None
@@ -75,7 +76,10 @@ class BlockMomentum(Averaging):
         m = w.state("outer", model=anchor, delta=torch.zeros_like(anchor))
         w.published = m.model
         outer = partial(self.outer, m)
-        await SyncRounds(w, self, period=self.period, samples=samples, outer=outer).train()
+        # Alone, by default, there is nothing to filter, and a reset would only hurt: it is plain training.
+        is_plain = w.workers == 1 and self.rate == 1 and not self.momentum_of(1, samples=1.0)
+        method = replace(self, optimizer_state="keep") if is_plain else self
+        await SyncRounds(w, method, period=self.period, samples=samples, outer=outer).train()
 
     def outer(self, m: Slot, anchor: Tensor, block: Tensor, where: slice, sync: SyncResult) -> None:
         """Filter the mean delta of a block.  The next block starts from the new model, or with Nesterov ahead of it."""
