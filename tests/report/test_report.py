@@ -21,6 +21,7 @@ from paceline.report.columns import best as best_cells
 from paceline.report.columns import columns
 from paceline.report.metric import Metric
 from paceline.report.swatch import COLOURS, swatch
+from paceline.report.verdict import verdict
 from paceline.study import demo
 from tests.laws.tasks import quadratic
 
@@ -307,7 +308,7 @@ def test_staleness_is_explained_once():
     assert parsed.source.count("how many versions") == 1 and len([d for d in parsed.drawings if bars_in(d)]) == 2
     parsed = page([ALLREDUCE, real])
     assert parsed.source.count("how many versions") == 1
-    assert [len(row) for row in parsed.table_rows] == [5, 5, 6, 6]
+    assert [len(row) for row in parsed.table_rows] == [5, 5, 5, 5]  # The real one has staleness, but no speed-up.
 
 
 @pytest.mark.parametrize(
@@ -452,3 +453,45 @@ def test_logarithmic_axes_have_one_to_nine_labels(low: float, ratio: float):
     ticks = axes.log_ticks(low, low * ratio)
     assert 1 <= len(ticks) <= 9
     assert all(low <= a < b <= low * ratio for a, b in pairwise(ticks))
+
+
+def test_method_has_the_same_colour_in_both_sections():
+    parsed = page([ALLREDUCE, BLOCK, REAL])
+    strokes = [
+        path.get("stroke")
+        for drawing in parsed.drawings
+        for group in drawing.iter(f"{SVG}g")
+        if "mark-line" in group.get("class", "")
+        for path in group.iter(f"{SVG}path")
+    ]
+    assert strokes == [COLOURS[0], COLOURS[1]] * 2 + [COLOURS[1]] * 2
+    twins = page([BLOCK, BLOCK, REAL])  # Two rows of one section never share a colour.
+    assert COLOURS[0] in twins.source and COLOURS[1] in twins.source and COLOURS[2] not in twins.source
+
+
+def test_section_without_a_speedup_has_no_column_for_it():
+    assert [row for row in page([REAL]).table_rows if row[0] == "method"] == [
+        ["method", "accuracy", "wall time", "bytes per worker"]
+    ]
+    assert "ends with" not in page([REAL]).source
+
+
+def test_verdict_is_about_the_time_to_the_same_quality():
+    assert verdict([ALLREDUCE, BLOCK, REAL]) == ""  # The reference's own curve ends at 0.9, not at its 0.97.
+    reference = replace(ALLREDUCE, metrics={"accuracy": 0.9})
+    said = "AllReduceSGD ends with an accuracy of 90.0%. block momentum reaches that first, after 14.0 s, 12.9x sooner"
+    assert verdict([reference, BLOCK, REAL]) == f"{said} than AllReduceSGD after 3 min 00 s."
+    assert said in page([reference, BLOCK, REAL]).source
+    falling = [(1.0, 0.0, {"val_loss": 2.0}), (2.0, 0.0, {"val_loss": 1.0})]
+    slow = Row("slow", "", {"val_loss": 1.5}, 9.0, 0.0, 0.2, [(9.0, 0.0, {"val_loss": 1.5})])
+    quick = Row("quick", "", {"val_loss": 1.0}, 2.0, 0.0, 1.0, falling)
+    said = "quick ends with a val_loss of 1. No other method reaches that sooner than quick itself, after 2.00 s"
+    assert verdict([quick, slow]) == f"{said}; never: slow."
+
+
+def test_metrics_may_have_any_name():
+    rows = [
+        replace(row, metrics={"BLEU": 31.5}, curve=rising(9.0, 1e6, name="BLEU")) for row in (ALLREDUCE, BLOCK, REAL)
+    ]
+    assert "31.5" in page(rows).source and "31.5" in printed(rows)
+    assert verdict(rows) == ""  # Nothing says whether more is better.

@@ -29,7 +29,7 @@ def demo(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from paceline.report import html, text
+    from paceline.report import html, text, verdict
     from paceline.study.demo import Demo
 
     _check_path(report)
@@ -41,6 +41,7 @@ def demo(
     ) as bar:
         rows = ShownRun(Demo(epochs), bar).rows()
     console.print(text.table(rows))
+    console.print(verdict.verdict(rows), highlight=False)
     html.write(report, "Handwritten digits behind a slow link", rows, _facts(epochs), NOTES)
     console.print(f"Report: {report}")
 

@@ -31,7 +31,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     found = [_metric(metric) for metric in metrics(rows)]
     found.append(_time(rows))
     found.append(Column("bytes per worker", _bytes, lambda row: formats.nbytes(row.bytes_per_worker), "lower"))
-    found.append(Column("speed-up over AllReduceSGD", _speedup, lambda row: formats.factor(row.speedup), "higher"))
+    if any(row.speedup is not None for row in rows):
+        found.append(Column("speed-up over AllReduceSGD", _speedup, lambda row: formats.factor(row.speedup), "higher"))
     if any(row.updates for row in rows):
         found.append(Column("staleness", lambda row: None, lambda row: formats.staleness(row.staleness)))
     return found

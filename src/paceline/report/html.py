@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from paceline.report.chart import Chart, Figure
 from paceline.report.charts import find_charts
 from paceline.report.columns import Column, best, columns
 from paceline.report.row import Row
-from paceline.report.swatch import Swatch, swatch
+from paceline.report.swatch import Swatch, swatch_of
+from paceline.report.verdict import verdict
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Section:
     heading: str
     columns: list[Column]
     lines: list[Line]
+    verdict: str
     figures: list[Figure]
     parts: list[Part]
 
@@ -61,6 +64,7 @@ def render(title: str, rows: Sequence[Row], facts: Mapping[str, str], notes: Seq
     """The page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("paceline.report") / "page.html.jinja").read_text(encoding="utf-8"))
+    rows = _styled(rows)
     sections: list[Section] = []
     explained: set[str] = set()
     for heading, clock, real in (("Simulated", "virtual time", False), ("Real processes", "wall time", True)):
@@ -68,6 +72,18 @@ def render(title: str, rows: Sequence[Row], facts: Mapping[str, str], notes: Seq
         if chosen:
             sections.append(_section(heading, clock, chosen, explained))
     return template.render(title=title, sections=sections, facts=facts, notes=notes)
+
+
+def _styled(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their swatches: a method has the same one in all sections."""
+    styles: dict[tuple[str, int], int] = {}
+    seen: Counter[tuple[str, bool]] = Counter()
+    styled: list[Row] = []
+    for row in rows:
+        key = (row.name, seen[row.name, row.real])  # Two rows of one section with the same name are two methods.
+        seen[row.name, row.real] += 1
+        styled.append(replace(row, style=styles.setdefault(key, len(styles))))
+    return styled
 
 
 def write(path: str | Path, title: str, rows: Sequence[Row], facts: Mapping[str, str], notes: Sequence[str]) -> None:
@@ -80,10 +96,10 @@ def _section(heading: str, clock: str, rows: list[Row], explained: set[str]) -> 
     chosen = columns(rows)
     winners = best(rows, chosen)
     lines = [
-        Line(row, swatch(i), [Cell(column.text(row), (i, j) in winners) for j, column in enumerate(chosen)])
+        Line(row, swatch_of(row, i), [Cell(column.text(row), (i, j) in winners) for j, column in enumerate(chosen)])
         for i, row in enumerate(rows)
     ]
-    section = Section(heading, chosen, lines, figures=[], parts=[])
+    section = Section(heading, chosen, lines, verdict(rows), figures=[], parts=[])
     for chart in find_charts():
         figures = chart.draw(rows, clock)
         if chart.heading is None:

@@ -13,7 +13,7 @@ from paceline.report.axes import log_ticks, thin, wants_log
 from paceline.report.chart import Figure
 from paceline.report.metric import Metric
 from paceline.report.row import Row
-from paceline.report.swatch import swatch
+from paceline.report.swatch import swatch_of
 from paceline.report.vega import svg
 
 POINTS_PER_LINE = 500
@@ -39,7 +39,7 @@ def draw_lines(rows: Sequence[Row], lines: Sequence[Line], metric: Metric, axis:
     shown = [i for i, line in enumerate(lines) if line]
     if not shown:
         return []
-    styles = [swatch(i) for i in shown]
+    styles = [swatch_of(rows[i], i) for i in shown]
     channels = {"x": x, "y": _y_channel(metric), "color": _by_line(shown, [s.colour for s in styles])}
     dashes = _by_line(shown, [list(s.dash) for s in styles])
     marks = _by_line(shown, [s.mark for s in styles])

@@ -15,7 +15,8 @@ class Row:
 
     `metrics` are the values of the last evaluation.  `curve` has (seconds, bytes sent per worker, metrics) at every
     evaluation.  `real` rows come from real processes: their seconds are wall time, and are never compared with virtual
-    seconds.  `staleness` counts the updates of each staleness; it is empty for a method without servers.
+    seconds.  `staleness` counts the updates of each staleness; it is empty for a method without servers.  `style` is
+    the number of its swatch; None: its place among the rows.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Row:
     curve: Curve = ()
     real: bool = False
     staleness: Mapping[int, int] = field(default_factory=dict[int, int])
+    style: int | None = None
 
     @property
     def updates(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.report.row import Row
+
 # Each has a contrast of at least 3:1 with white and with near-black, so all have about the same luminance.
 COLOURS = ("#2f76d2", "#d9600a", "#2b9348", "#9a5be0", "#d93664", "#0b93a6", "#a5762a", "#7d8590")
 DASHES = ((), (6, 3), (2, 2))
@@ -27,6 +29,11 @@ class Swatch:
     colour: str
     dash: tuple[int, ...]
     mark: str
+
+
+def swatch_of(row: Row, place: int) -> Swatch:
+    """The swatch of a row that is at this place of its section."""
+    return swatch(place if row.style is None else row.style)
 
 
 def swatch(index: int) -> Swatch:

@@ -9,7 +9,7 @@ from paceline.report import formats
 from paceline.report.axes import round_step
 from paceline.report.chart import Chart, Figure
 from paceline.report.row import Row
-from paceline.report.swatch import swatch
+from paceline.report.swatch import swatch_of
 from paceline.report.vega import svg
 
 BARS = 40
@@ -24,7 +24,7 @@ def draw(rows: Sequence[Row], clock: str) -> list[Figure]:
     return [
         Figure(
             label=f"Staleness of the updates of {row.name}, a histogram",
-            svg=histogram(row.staleness, swatch(i).colour),
+            svg=histogram(row.staleness, swatch_of(row, i).colour),
             caption=f"{row.updates:,} update{'' if row.updates == 1 else 's'}, mean {formats.staleness(row.staleness)}",
             row=i,
         )
