@@ -1,4 +1,4 @@
-"""Saving a trained model: its parameters have memory of their own, and a file holds no more than was saved."""
+"""Memory after and during training: parameters have their own, a file holds no more than was saved, traces end."""
 
 from __future__ import annotations
 
@@ -105,3 +105,15 @@ def test_model_of_a_run_has_its_own_memory(run):
     done = run(task)
     assert not share_memory(list(done.model.parameters()))
     assert torch.equal(done.params, torch.cat([p.detach().reshape(-1) for p in done.model.parameters()]))
+
+
+def test_trace_of_a_session_does_not_grow_without_bound():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pl.attach(model, optimizer, pl.AllReduceSGD()) as session:
+        session.trace.keep = 10  # Instead of 100 000.
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2)).sum().backward()
+            session.step(0.5)
+        assert len(session.trace.spans) <= 20 and len(session.trace.points) <= 20

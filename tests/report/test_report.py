@@ -486,7 +486,7 @@ def test_verdict_is_about_the_time_to_the_same_quality():
     slow = Row("slow", "", {"val_loss": 1.5}, 9.0, 0.0, 0.2, [(9.0, 0.0, {"val_loss": 1.5})])
     quick = Row("quick", "", {"val_loss": 1.0}, 2.0, 0.0, 1.0, falling)
     said = "quick ends with a val_loss of 1. No other method reaches that sooner than quick itself, after 2.00 s"
-    assert verdict([quick, slow]) == f"{said}; never: slow."
+    assert verdict([quick, slow]) == f"{said}. Never: slow."
 
 
 def test_metrics_may_have_any_name():

@@ -18,8 +18,8 @@ def verdict(rows: Sequence[Row]) -> str:
     ...     return Row(name, "", points[-1][2], points[-1][0], 0.0, speedup, points)
     >>> sgd = row("sgd", 1.0, (4.0, 0.8), (8.0, 0.9))
     >>> print(verdict([sgd, row("local", 4.0, (2.0, 0.92)), row("short", 8.0, (1.0, 0.5))]))
-    sgd ends with an accuracy of 90.0%. local reaches that first, after 2.00 s, 4.00x sooner than sgd after 8.00 s; \
-never: short.
+    sgd ends with an accuracy of 90.0%. local reaches that first, after 2.00 s, 4.00x sooner than sgd after 8.00 s. \
+Never: short.
     """
     rows = [row for row in rows if not row.real]  # Wall time is never compared with virtual time.
     reference = next((row for row in rows if row.speedup == 1), None)
@@ -43,10 +43,11 @@ never: short.
         reached = reached[1:]
     else:
         text += f"No other method reaches that sooner than {reference.name} itself, after {formats.seconds(own)}"
+    text += "."
     if reached:
-        text += f"; then {', '.join(f'{name} ({formats.seconds(seconds)})' for seconds, name in reached)}"
+        text += f" Then: {'; '.join(f'{name} ({formats.seconds(seconds)})' for seconds, name in reached)}."
     never = [name for name, seconds in times if seconds is None]
-    return text + (f"; never: {', '.join(never)}." if never else ".")
+    return text + (f" Never: {'; '.join(never)}." if never else "")
 
 
 def time_to(row: Row, metric: Metric, target: float) -> float | None:
