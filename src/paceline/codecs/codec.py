@@ -279,8 +279,11 @@ class ErrorFeedback:
             key=self.key,
             count=self.count,
             adapted=self._adapted,
-            place=f"{self._place}{level} {where.start or 0}:{where.stop}",
+            place=self._place_of(where, level),
         )
+
+    def _place_of(self, where: slice, level: str) -> str:
+        return f"{self._place}{level} {where.start or 0}:{where.stop}"
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The bytes to send for `x + residual`, in `out` if given; the residual becomes what they leave out."""

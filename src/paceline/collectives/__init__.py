@@ -14,6 +14,7 @@ from paceline.collectives.means import (
     sum_by_groups,
 )
 from paceline.collectives.reductions import REDUCTIONS, reduction
+from paceline.collectives.summed import mean_by_sum
 from paceline.collectives.vote import TRAILER_NBYTES, VOTE_NBYTES, SyncVote, packed_nbytes
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "mean_by_gather",
     "mean_by_groups",
     "mean_by_stripes",
+    "mean_by_sum",
     "mean_encoded",
     "packed_nbytes",
     "reduction",

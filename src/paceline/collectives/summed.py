@@ -1,0 +1,109 @@
+"""The mean of 16-bit floats by one all-reduce, which sums them on the wire.
+
+A rank sends `x * weight / 2**k`, rounded to 16 bits, with an exponent k that is the same on all ranks.  The vote beside
+it gives the sum of the weights W.  So the sum times `2**k / W` is the mean, whatever k was.  A power of two costs no
+precision within the range of the format.  It is chosen before the weights are known: from the last exchange of the same
+part of the vector, or, the first time, from this rank's own weight.  The vote shows whether all ranks chose the same.
+If not, or if a sum overflowed, all ranks see it, and repeat the exchange with `k = ceil(log2(W))`.
+"""
+
+from __future__ import annotations
+
+from math import floor, frexp, isfinite, ldexp, log2
+
+import torch
+from torch import Tensor
+
+from paceline.codecs import kernels
+from paceline.codecs.codec import CodecState, ErrorFeedback, Unencodable
+from paceline.codecs.floats import SummedState
+from paceline.collectives.reductions import REDUCTIONS, reduction
+from paceline.collectives.vote import SyncVote
+from paceline.endpoint import Endpoint
+
+# Small values are sent larger, so that they are not lost below the smallest number of fp16.  The largest value of the
+# last mean is sent at most this large.  It can then grow by a factor of 256 before a sum overflows.
+TARGET = 256.0
+MOST_GAIN = 64
+SLACK = 3  # An exponent may be this much above the best one, which loses as many bits of the smallest numbers.
+
+
+@reduction("sum")
+async def mean_by_sum(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state: CodecState) -> SyncVote:
+    """The weighted mean of all ranks' encoded `x`: the all-reduce itself sums what the codec encodes."""
+    if isinstance(codec_state, ErrorFeedback) and codec_state.residual is not None:
+        # A residual is in units of the values, not of the weighted values that are summed here.
+        return await REDUCTIONS["stripes"](endpoint, x, vote, codec_state)
+    exponent = _expected(codec_state) if vote.weight else 0
+    if exponent is None:
+        exponent = _exponent(vote.weight * len(endpoint.ranks))
+    data = await endpoint.compute(lambda: _encoded(x, vote, codec_state, exponent), kind="encode", nbytes=x.nbytes)
+    ballot = float(bool(vote.weight))
+    extras = torch.cat(
+        [vote.tensor(), torch.tensor([ballot, ballot * exponent, ballot * exponent**2], dtype=torch.float64)]
+    )
+    await endpoint.all_reduce(data, extras)
+    *counted, ballots, exponents, squares = extras.tolist()
+    total = SyncVote(*counted)
+    if total.bad:
+        x.fill_(torch.nan)
+    if total.bad or not total.weight:
+        return total
+    used = round(exponents / ballots)
+    best = _exponent(total.weight)
+    largest = _largest(data)
+    # The mean of the squares is the square of the mean only if all are equal.
+    if ballots * squares != exponents**2 or not isfinite(largest) or used > best + SLACK:
+        used = best
+        data = await endpoint.compute(lambda: _encoded(x, vote, codec_state, best), kind="encode", nbytes=x.nbytes)
+        await endpoint.all_reduce(data)
+        largest = _largest(data)
+    if not isfinite(largest):  # No rank's own values were out of range, but their sum is.
+        x.fill_(torch.nan)
+        total.bad = float(len(endpoint.ranks))
+        return total
+    factor = ldexp(1.0, used) / total.weight
+    await endpoint.compute(
+        lambda: codec_state.add(data.view(torch.uint8), x, factor, fresh=True), kind="decode", nbytes=x.nbytes
+    )
+    if isinstance(codec_state, SummedState):
+        codec_state.exponent = best - _gain(largest * factor, data.dtype)
+    return total
+
+
+def _expected(codec_state: CodecState) -> int | None:
+    return codec_state.exponent if isinstance(codec_state, SummedState) else None
+
+
+def _exponent(weight: float) -> int:
+    """The smallest k with `weight <= 2**k`: a sum of values times `weight / 2**k` is in the range of the values."""
+    mantissa, exponent = frexp(weight)
+    return exponent - (mantissa == 0.5)
+
+
+def _gain(largest: float, wire: torch.dtype) -> int:
+    """By which power of two the next values can be multiplied; bfloat16 has the range of float32 and needs none."""
+    if wire != torch.float16 or not largest:
+        return 0
+    return min(max(floor(log2(TARGET / largest)), 0), MOST_GAIN)
+
+
+def _largest(data: Tensor) -> float:
+    """The largest magnitude; NaN or infinity if one is among the values."""
+    if not data.numel():
+        return 0.0
+    low, high = torch.stack(data.aminmax()).tolist()
+    return max(-low, high)
+
+
+def _encoded(x: Tensor, vote: SyncVote, codec_state: CodecState, exponent: int) -> Tensor:
+    """This rank's term of the sum; zeros if its values do not count or cannot be encoded."""
+    codec = codec_state.codec
+    if vote.weight and not vote.bad:
+        try:
+            return kernels.encode_scaled(codec, x, vote.weight * 2.0**-exponent)
+        except Unencodable as complaint:
+            vote.bad = 1.0
+            vote.bad_rank = vote.rank
+            vote.complaint = complaint
+    return torch.zeros(x.numel(), dtype=codec.wire, device=x.device)
