@@ -143,6 +143,12 @@ async def mean_encoded(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_stat
     return await reduction_of(codec_state)(endpoint, x, vote, codec_state)
 
 
+def is_single(endpoint: Endpoint, codec_state: CodecState | None, groups: Groups | None) -> bool:
+    """Whether such a mean over the group is one collective, nearly always."""
+    is_summed = codec_state is None or codec_state.codec.reduction == "sum"
+    return is_summed and groups is None and endpoint.hosts is None
+
+
 async def mean_by_groups(
     endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state: CodecState, groups: Groups
 ) -> SyncVote:
