@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Remember, Unencodable, drop_settings
+from paceline.codecs.codec import Codec, Unencodable
 from paceline.codecs.layout import aligned, bucketed, check_bucket, check_scales, copied, scales_in
 
 
@@ -33,30 +33,6 @@ class Fp32(Codec):
         return aligned(data).view(torch.float32)
 
 
-class SummedState(ErrorFeedback):
-    """The state of a sender whose encoded values are summed on the wire.
-
-    It remembers, by the part of the vector, the power of two by which the values of the next exchange are divided.  All
-    ranks compute it from the result of the last exchange, so it is the same on all.  There is no residual.
-    """
-
-    def __init__(self, codec: Codec, exponents: dict[str, int], place: str = "") -> None:
-        super().__init__(codec, None, place=place)
-        self._exponents = exponents
-
-    @property
-    def exponent(self) -> int | None:
-        """For the next exchange of this part; None before the first."""
-        return self._exponents.get(self._place)
-
-    @exponent.setter
-    def exponent(self, exponent: int) -> None:
-        self._exponents[self._place] = exponent
-
-    def _part(self, where: slice, residual: Tensor | None, owner_residual: Tensor | None, level: str) -> SummedState:
-        return SummedState(self.codec.part(where), self._exponents, self._place_of(where, level))
-
-
 class Cast(Codec):
     """Values rounded to a 16-bit dtype."""
 
@@ -77,9 +53,6 @@ class Cast(Codec):
     def decode(self, data: Tensor, numel: int) -> Tensor:
         self.check(data, numel)
         return aligned(data).view(self.dtype).to(torch.float32)
-
-    def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> CodecState:
-        return SummedState(self, remember("sums", rule=drop_settings, exponents={}).exponents)
 
     def refuse(self, x: Tensor, why: str = "") -> None:
         at = int(x.to(self.dtype).isfinite().logical_not().nonzero()[0])

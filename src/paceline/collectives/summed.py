@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import CodecState, ErrorFeedback, Unencodable
-from paceline.codecs.floats import SummedState
+from paceline.codecs.codec import CodecState, ErrorFeedback, SummedState, Unencodable
 from paceline.collectives.reductions import REDUCTIONS, reduction
 from paceline.collectives.vote import SyncVote
 from paceline.endpoint import Endpoint
@@ -25,12 +24,17 @@ from paceline.endpoint import Endpoint
 # last mean is sent at most this large.  It can then grow by a factor of 256 before a sum overflows.
 TARGET = 256.0
 MOST_GAIN = 64
+ZERO_GAIN = 6  # If all values of a mean are zero, they may be too small: the gain grows by this much.
 SLACK = 3  # An exponent may be this much above the best one, which loses as many bits of the smallest numbers.
 
 
 @reduction("sum")
 async def mean_by_sum(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state: CodecState) -> SyncVote:
     """The weighted mean of all ranks' encoded `x`: the all-reduce itself sums what the codec encodes."""
+    if codec_state.codec.wire is None:
+        raise ValueError(
+            f"{codec_state.codec} has the reduction 'sum', but no `wire`: the dtype in which its values are summed"
+        )
     if isinstance(codec_state, ErrorFeedback) and codec_state.residual is not None:
         # A residual is in units of the values, not of the weighted values that are summed here.
         return await REDUCTIONS["stripes"](endpoint, x, vote, codec_state)
@@ -67,7 +71,7 @@ async def mean_by_sum(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state
         lambda: codec_state.add(data.view(torch.uint8), x, factor, fresh=True), kind="decode", nbytes=x.nbytes
     )
     if isinstance(codec_state, SummedState):
-        codec_state.exponent = best - _gain(largest * factor, data.dtype)
+        codec_state.exponent = best - _gain(largest * factor, data.dtype, before=best - used)
     return total
 
 
@@ -81,11 +85,12 @@ def _exponent(weight: float) -> int:
     return exponent - (mantissa == 0.5)
 
 
-def _gain(largest: float, wire: torch.dtype) -> int:
+def _gain(largest: float, wire: torch.dtype, before: int) -> int:
     """By which power of two the next values can be multiplied; bfloat16 has the range of float32 and needs none."""
-    if wire != torch.float16 or not largest:
+    if wire != torch.float16:
         return 0
-    return min(max(floor(log2(TARGET / largest)), 0), MOST_GAIN)
+    gain = floor(log2(TARGET / largest)) if largest else before + ZERO_GAIN
+    return min(max(gain, 0), MOST_GAIN)
 
 
 def _largest(data: Tensor) -> float:
