@@ -88,7 +88,10 @@ class Routine(Op[T]):
         return self._result
 
     def _advance(self, value: Any, error: BaseException | None = None) -> None:
-        """Run the coroutine to its next Op that has not ended.  An error that leaves it is kept; every `wait` raises it."""
+        """Run the coroutine to its next Op that has not ended.
+
+        An error that leaves the coroutine is kept, and raised by every `wait`.
+        """
         assert self._coroutine is not None
         try:
             pending = self._coroutine.throw(error) if error is not None else self._coroutine.send(value)

@@ -129,7 +129,7 @@ def test_a_rank_that_has_forgotten_the_exponent_is_noticed(tmp_path: Path):
 
 @pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-9])
 def test_small_values_keep_their_precision_after_the_first_exchanges(size: float, tmp_path: Path):
-    """fp16 ends at 6e-8.  After the first exchange values are sent times a power of two, more if all of them vanished."""
+    """fp16 ends at 6e-8.  After the first exchange values are sent times a power of two, more if all have vanished."""
 
     async def law(endpoint: Any) -> Any:
         state = state_of(Fp16())
@@ -192,7 +192,9 @@ def test_a_sum_beyond_the_range_is_bad_on_all_ranks(tmp_path: Path):
 
     async def law(endpoint: Any) -> Any:
         x = torch.full((8,), 65519.0)
-        total = await mean_by_sum(endpoint, x, SyncVote([3.0, 5.0][endpoint.rank], rank=endpoint.rank), state_of(Fp16()))
+        total = await mean_by_sum(
+            endpoint, x, SyncVote([3.0, 5.0][endpoint.rank], rank=endpoint.rank), state_of(Fp16())
+        )
         return bool(x.isnan().all()), total.bad
 
     assert ENDPOINTS["simulator"](tmp_path, 2, law) == [(True, 2.0)] * 2

@@ -37,8 +37,8 @@ class Codec(ABC):
     is_random: ClassVar[bool] = False
     # The dtype in which encoded vectors can be summed on the wire; None: they cannot be summed.
     wire: ClassVar[torch.dtype | None] = None
-    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.  For "sum" the
-    # codec has a `wire` dtype and no feedback.
+    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.  For "sum"
+    # the codec has a `wire` dtype and no feedback.
     reduction: ClassVar[str] = "stripes"
     # Whether it works only in a mean over a group of ranks, not for a message from one sender to one receiver.
     needs_group: ClassVar[bool] = False

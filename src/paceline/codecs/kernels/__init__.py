@@ -35,8 +35,8 @@ class Kernel:
     `encode(codec, x, residual, seed, out)` returns the bytes for `x + residual`, in `out` if given, and whether all
     values could be encoded.  `residual` becomes what the bytes leave out.  A bucket that cannot be encoded gets NaN
     as its scale and keeps its residual.  `add(codec, data, into, weight, fresh)` adds `weight` times the decoded
-    bytes to `into`, or overwrites it if `fresh`.  `encode_scaled(codec, x, factor)` is for codecs whose values are summed
-    on the wire, see the function of the same name.
+    bytes to `into`, or overwrites it if `fresh`.  `encode_scaled(codec, x, factor)` is for codecs whose values are
+    summed on the wire, see the function of the same name.
     """
 
     encode: Callable[[Codec, Tensor, Tensor | None, int, Tensor | None], tuple[Tensor, bool]]
