@@ -186,8 +186,8 @@ def summed(period: int) -> Callable[[int, int, int, int], int]:
 
 
 def summed_in_16_bits(numel: int, workers: int, steps: int, rank: int) -> int:
-    """A ring all-reduce of 2 bytes a value at every step, with a vote and the ranks' exponents."""
-    return steps * ring(2 * numel + VOTE_NBYTES + 24, workers)
+    """A ring all-reduce of 2 bytes a value at every step, with a vote, and what the ranks must know of their scales."""
+    return steps * ring(2 * numel + VOTE_NBYTES + 32, workers)
 
 
 def two_means(period: int) -> Callable[[int, int, int, int], int]:

@@ -20,8 +20,8 @@ from paceline.collectives.reductions import REDUCTIONS, reduction
 from paceline.collectives.vote import SyncVote
 from paceline.endpoint import Endpoint
 
-# Small values are sent larger, so that they are not lost below the smallest number of fp16.  The largest value of the
-# last mean is sent at most this large.  It can then grow by a factor of 256 before a sum overflows.
+# Small values are sent larger, so that they are not lost below the smallest number of fp16: so much larger that no partial
+# sum of the last exchange would be above this.  Values can then grow 256 times before a sum overflows.
 TARGET = 256.0
 MOST_GAIN = 64
 ZERO_GAIN = 6  # If all values of a mean are zero, they may be too small: the gain grows by this much.
@@ -41,13 +41,13 @@ async def mean_by_sum(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state
     exponent = _expected(codec_state) if vote.weight else 0
     if exponent is None:
         exponent = _exponent(vote.weight * len(endpoint.ranks))
-    data = await endpoint.compute(lambda: _encoded(x, vote, codec_state, exponent), kind="encode", nbytes=x.nbytes)
-    ballot = float(bool(vote.weight))
-    extras = torch.cat(
-        [vote.tensor(), torch.tensor([ballot, ballot * exponent, ballot * exponent**2], dtype=torch.float64)]
+    data, size = await endpoint.compute(
+        lambda: _encoded(x, vote, codec_state, exponent), kind="encode", nbytes=x.nbytes
     )
-    await endpoint.all_reduce(data, extras)
-    *counted, ballots, exponents, squares = extras.tolist()
+    ballot = float(bool(vote.weight))
+    own = [ballot, ballot * exponent, ballot * exponent**2, size]
+    await endpoint.all_reduce(data, extras := torch.cat([vote.tensor(), torch.tensor(own, dtype=torch.float64)]))
+    *counted, ballots, exponents, squares, size = extras.tolist()
     total = SyncVote(*counted)
     if total.bad:
         x.fill_(torch.nan)
@@ -55,23 +55,24 @@ async def mean_by_sum(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state
         return total
     used = round(exponents / ballots)
     best = _exponent(total.weight)
-    largest = _largest(data)
     # The mean of the squares is the square of the mean only if all are equal.
-    if ballots * squares != exponents**2 or not isfinite(largest) or used > best + SLACK:
+    if ballots * squares != exponents**2 or used > best + SLACK or not _is_finite(data):
         used = best
-        data = await endpoint.compute(lambda: _encoded(x, vote, codec_state, best), kind="encode", nbytes=x.nbytes)
-        await endpoint.all_reduce(data)
-        largest = _largest(data)
-    if not isfinite(largest):  # No rank's own values were out of range, but their sum is.
-        x.fill_(torch.nan)
-        total.bad = float(len(endpoint.ranks))
-        return total
+        data, size = await endpoint.compute(
+            lambda: _encoded(x, vote, codec_state, best), kind="encode", nbytes=x.nbytes
+        )
+        await endpoint.all_reduce(data, extras := torch.tensor([size], dtype=torch.float64))
+        [size] = extras.tolist()
+        if not _is_finite(data):  # No rank's own values were out of range, but their sum is.
+            x.fill_(torch.nan)
+            total.bad = float(len(endpoint.ranks))
+            return total
     factor = ldexp(1.0, used) / total.weight
     await endpoint.compute(
         lambda: codec_state.add(data.view(torch.uint8), x, factor, fresh=True), kind="decode", nbytes=x.nbytes
     )
     if isinstance(codec_state, SummedState):
-        codec_state.exponent = best - _gain(largest * factor, data.dtype, before=best - used)
+        codec_state.exponent = best - _gain(size / total.weight, data.dtype, before=best - used)
     return total
 
 
@@ -85,30 +86,35 @@ def _exponent(weight: float) -> int:
     return exponent - (mantissa == 0.5)
 
 
-def _gain(largest: float, wire: torch.dtype, before: int) -> int:
+def _gain(size: float, wire: torch.dtype, before: int) -> int:
     """By which power of two the next values can be multiplied; bfloat16 has the range of float32 and needs none."""
     if wire != torch.float16:
         return 0
-    gain = floor(log2(TARGET / largest)) if largest else before + ZERO_GAIN
+    gain = floor(log2(TARGET / size)) if size else before + ZERO_GAIN
     return min(max(gain, 0), MOST_GAIN)
 
 
-def _largest(data: Tensor) -> float:
-    """The largest magnitude; NaN or infinity if one is among the values."""
-    if not data.numel():
-        return 0.0
-    low, high = torch.stack(data.aminmax()).tolist()
-    return max(-low, high)
+def _is_finite(data: Tensor) -> bool:
+    # A finite sum proves that all values are finite; but a sum can overflow, and then each value is checked.
+    return isfinite(data.sum(dtype=torch.float32)) or bool(data.isfinite().all())
 
 
-def _encoded(x: Tensor, vote: SyncVote, codec_state: CodecState, exponent: int) -> Tensor:
-    """This rank's term of the sum; zeros if its values do not count or cannot be encoded."""
+def _encoded(x: Tensor, vote: SyncVote, codec_state: CodecState, exponent: int) -> tuple[Tensor, float]:
+    """This rank's term of the sum, zeros if its values do not count or cannot be encoded; and its largest magnitude.
+
+    The magnitudes of all ranks together are a bound on every partial sum.  Only the gain of fp16 needs them.
+    """
     codec = codec_state.codec
     if vote.weight and not vote.bad:
         try:
-            return kernels.encode_scaled(codec, x, vote.weight * 2.0**-exponent)
+            data = kernels.encode_scaled(codec, x, vote.weight * 2.0**-exponent)
         except Unencodable as complaint:
             vote.bad = 1.0
             vote.bad_rank = vote.rank
             vote.complaint = complaint
-    return torch.zeros(x.numel(), dtype=codec.wire, device=x.device)
+        else:
+            if data.dtype != torch.float16 or not data.numel():
+                return data, 0.0
+            low, high = torch.stack(data.aminmax()).tolist()
+            return data, ldexp(max(-low, high), exponent)
+    return torch.zeros(x.numel(), dtype=codec.wire, device=x.device), 0.0
