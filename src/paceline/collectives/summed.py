@@ -20,8 +20,8 @@ from paceline.collectives.reductions import REDUCTIONS, reduction
 from paceline.collectives.vote import SyncVote
 from paceline.endpoint import Endpoint
 
-# Small values are sent larger, so that they are not lost below the smallest number of fp16: so much larger that no partial
-# sum of the last exchange would be above this.  Values can then grow 256 times before a sum overflows.
+# Small values are sent larger, so that they are not lost below the smallest number of fp16: so much larger that no
+# partial sum of the last exchange would be above this.  Values can then grow 256 times before a sum overflows.
 TARGET = 256.0
 MOST_GAIN = 64
 ZERO_GAIN = 6  # If all values of a mean are zero, they may be too small: the gain grows by this much.
