@@ -109,6 +109,15 @@ def ddp_fp16(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return Trainee(wrapped, optimizer.step)
 
 
+def ddp_with_our_hook(codec: pl.codecs.Codec) -> Callable[[Place, nn.Module, torch.optim.Optimizer], Trainee]:
+    def make(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
+        wrapped = DistributedDataParallel(model)
+        pl.ddp_hook(codec, wrapped)
+        return Trainee(wrapped, optimizer.step)
+
+    return make
+
+
 def ddp_power_sgd(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
     """It uses one bucket: with several, its all-reduces mix on gloo, and the process aborts."""
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1000)
@@ -246,6 +255,7 @@ METHODS = [
     Method("hivemind, local updates, period 64", hivemind_local(64), period=64, lead=64, needs="hivemind", apart=True),
     Method("AllReduceSGD()", ours(pl.AllReduceSGD())),
     Method("AllReduceSGD(codec=Fp16())", ours(pl.AllReduceSGD(codec=pl.codecs.Fp16()))),
+    Method("ddp_hook(Fp16())", ddp_with_our_hook(pl.codecs.Fp16())),
     Method("AllReduceSGD(codec=OneBit())", ours(pl.AllReduceSGD(codec=pl.codecs.OneBit()))),
     Method("AllReduceSGD(codec=PowerSGD(rank=4))", ours(pl.AllReduceSGD(codec=pl.codecs.PowerSGD(rank=4)))),
     Method("PeriodicAveraging(period=8)", ours(pl.PeriodicAveraging(period=8)), period=8, lead=16),

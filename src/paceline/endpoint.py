@@ -114,12 +114,18 @@ class Endpoint(Protocol):
         ...
 
     def run_collectives(
-        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]], *, kind: str = "exchange"
+        self,
+        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]],
+        *,
+        kind: str = "exchange",
+        is_single: bool = False,
     ) -> Op[T]:
         """Start a routine of several collectives on the endpoint that it is given, possibly in another thread.
 
         The collectives run in the order in which they were started, also relative to those that this rank starts in
-        the meantime.  Until the Op has been awaited, the routine must not use data that other code uses.
+        the meantime.  Until the Op has been awaited, the routine must not use data that other code uses.  `is_single`
+        is for routines that nearly always have one collective only.  What follows that collective runs when the Op is
+        awaited, and the next routine starts without waiting for it.
         """
         ...
 

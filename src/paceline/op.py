@@ -88,10 +88,16 @@ class Routine(Op[T]):
         return self._result
 
     def _advance(self, value: Any, error: BaseException | None = None) -> None:
-        """Run the coroutine to its next Op.  An error that leaves it is kept, and raised by every `wait`."""
+        """Run the coroutine to its next Op that has not ended.
+
+        An error that leaves the coroutine is kept, and raised by every `wait`.
+        """
         assert self._coroutine is not None
         try:
-            self._pending = self._coroutine.throw(error) if error is not None else self._coroutine.send(value)
+            pending = self._coroutine.throw(error) if error is not None else self._coroutine.send(value)
+            while isinstance(pending, Ready):
+                pending = self._coroutine.send(pending.value)
+            self._pending = pending
             return
         except StopIteration as stop:
             self._result = stop.value

@@ -185,6 +185,11 @@ def summed(period: int) -> Callable[[int, int, int, int], int]:
     return lambda numel, workers, steps, rank: -(-steps // period) * ring(4 * numel + VOTE_NBYTES, workers)
 
 
+def summed_in_16_bits(numel: int, workers: int, steps: int, rank: int) -> int:
+    """A ring all-reduce of 2 bytes a value at every step, with a vote, and what the ranks must know of their scales."""
+    return steps * ring(2 * numel + VOTE_NBYTES + 32, workers)
+
+
 def two_means(period: int) -> Callable[[int, int, int, int], int]:
     """Two ring all-reduces of all parameters, each with a vote, every `period` steps and at the end."""
     return lambda numel, workers, steps, rank: 2 * summed(period)(numel, workers, steps, rank)
@@ -228,7 +233,8 @@ def flooded(numel: int, workers: int, steps: int, rank: int) -> int:
 STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd": Case(AllReduceSGD(), summed(1)),
     "all-reduce-sgd by fp32": Case(AllReduceSGD(codec=Fp32()), striped(Fp32())),
-    "all-reduce-sgd by fp16": Case(AllReduceSGD(codec=Fp16()), striped(Fp16())),
+    "all-reduce-sgd by fp16": Case(AllReduceSGD(codec=Fp16()), summed_in_16_bits),
+    "all-reduce-sgd by bfloat16": Case(AllReduceSGD(codec=BFloat16()), summed_in_16_bits),
     "all-reduce-sgd by one-bit": Case(AllReduceSGD(codec=OneBit()), striped(OneBit())),
     "all-reduce-sgd by qsgd": Case(AllReduceSGD(codec=QSGD()), striped(QSGD())),
     "all-reduce-sgd by top-k": Case(AllReduceSGD(codec=TopK(ratio=0.1)), gathered(TopK(ratio=0.1))),

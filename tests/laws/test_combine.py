@@ -234,7 +234,8 @@ def test_random_bytes_raise_or_decode_to_the_right_number_of_values(noise: bytes
 @every_inner
 def test_capabilities_are_those_of_the_inner_codec(inner: Codec):
     for codec in (PerTensor(inner), Chunked(inner), PerTensor(Chunked(inner))):
-        assert (codec.feedback, codec.is_random, codec.reduction) == (inner.feedback, inner.is_random, inner.reduction)
+        reduction = "stripes" if inner.reduction == "sum" else inner.reduction  # Pieces of several formats have no sum.
+        assert (codec.feedback, codec.is_random, codec.reduction) == (inner.feedback, inner.is_random, reduction)
 
 
 def test_the_unit_is_the_chunk():

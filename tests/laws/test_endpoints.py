@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -422,3 +425,49 @@ def test_bytes_and_spans_are_in_the_trace(ranks: Ranks, tmp_path: Path):
 
     for rank, spans in enumerate(ranks(tmp_path, 4, law)):
         assert spans == [f"all_reduce of {summed}", "all_gather of 30", f"all_to_all of {26 - 5 - rank}"]
+
+
+@every_endpoint
+def test_routines_of_one_collective_mix_with_routines_of_several(ranks: Ranks, tmp_path: Path):
+    """Ranks start them at different moments and await them in another order; a single one may turn out to be two."""
+
+    async def once(endpoint: Any, x: Tensor) -> Tensor:
+        return await endpoint.all_reduce(x)
+
+    async def twice(endpoint: Any, x: Tensor) -> Tensor:
+        await endpoint.all_reduce(x)
+        return await endpoint.all_reduce(x)
+
+    plan = [(once, True), (twice, False), (once, True), (twice, True), (once, False), (twice, True)]
+
+    async def law(endpoint: Any) -> Any:
+        ops: list[Any] = []
+        for i, (routine, is_single) in enumerate(plan):
+            if ranks.is_real:
+                time.sleep(0.004 * ((5 * endpoint.rank + 3 * i) % 4))
+            x = torch.full((100 * i + 1,), float(endpoint.rank + i))
+            ops.append(endpoint.run_collectives(partial(routine, x=x), is_single=is_single))
+        return [float((await ops[i]).unique()) for i in (5, 0, 1, 4, 3, 2)]
+
+    sums = [3.0 + 3 * i for i in range(6)]
+    expected = [sums[i] * (3 if plan[i][0] is twice else 1) for i in (5, 0, 1, 4, 3, 2)]
+    assert ranks(tmp_path, 3, law) == [expected] * 3
+
+
+@pytest.mark.dist
+def test_the_next_routine_starts_although_nobody_has_awaited_the_last(tmp_path: Path):
+    """In the communication thread, so that the network is never idle between two buckets."""
+
+    async def once(endpoint: Any, x: Tensor) -> str:
+        await endpoint.all_reduce(x)
+        return threading.current_thread().name
+
+    async def law(endpoint: Any) -> Any:
+        ops = [
+            endpoint.run_collectives(partial(once, x=torch.ones(1000)), is_single=is_single)
+            for is_single in (True, True, False)
+        ]
+        last = await ops.pop()
+        return last, [await op for op in ops]
+
+    assert ENDPOINTS["gloo, in a thread"](tmp_path, 2, law) == [["paceline-comm", ["MainThread"] * 2]] * 2

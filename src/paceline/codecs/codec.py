@@ -37,7 +37,8 @@ class Codec(ABC):
     is_random: ClassVar[bool] = False
     # The dtype in which encoded vectors can be summed on the wire; None: they cannot be summed.
     wire: ClassVar[torch.dtype | None] = None
-    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.
+    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.  For "sum"
+    # the codec has a `wire` dtype and no feedback.
     reduction: ClassVar[str] = "stripes"
     # Whether it works only in a mean over a group of ranks, not for a message from one sender to one receiver.
     needs_group: ClassVar[bool] = False
@@ -96,6 +97,8 @@ class Codec(ABC):
         `remember` makes a checkpointed slot, see `Remember`.  Senders with different keys draw different random
         numbers.
         """
+        if self.reduction == "sum":
+            return SummedState(self, remember("sums", rule=drop_settings, exponents={}).exponents)
         return ErrorFeedback.remembered(self, remember, like, key)
 
     def check(self, data: Tensor, numel: int) -> None:
@@ -282,8 +285,11 @@ class ErrorFeedback:
             key=self.key,
             count=self.count,
             adapted=self._adapted,
-            place=f"{self._place}{level} {where.start or 0}:{where.stop}",
+            place=self._place_of(where, level),
         )
+
+    def _place_of(self, where: slice, level: str) -> str:
+        return f"{self._place}{level} {where.start or 0}:{where.stop}"
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The bytes to send for `x + residual`, in `out` if given; the residual becomes what they leave out."""
@@ -312,6 +318,30 @@ class ErrorFeedback:
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
         """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
         kernels.add(self.codec, data, into, weight, fresh)
+
+
+class SummedState(ErrorFeedback):
+    """The state of a sender whose encoded values are summed on the wire.
+
+    It remembers, by the part of the vector, the power of two by which the values of the next exchange are divided.  All
+    ranks compute it from the result of the last exchange, so it is the same on all.  There is no residual.
+    """
+
+    def __init__(self, codec: Codec, exponents: dict[str, int], place: str = "") -> None:
+        super().__init__(codec, None, place=place)
+        self._exponents = exponents
+
+    @property
+    def exponent(self) -> int | None:
+        """For the next exchange of this part; None before the first."""
+        return self._exponents.get(self._place)
+
+    @exponent.setter
+    def exponent(self, exponent: int) -> None:
+        self._exponents[self._place] = exponent
+
+    def _part(self, where: slice, residual: Tensor | None, owner_residual: Tensor | None, level: str) -> SummedState:
+        return SummedState(self.codec.part(where), self._exponents, self._place_of(where, level))
 
 
 def _plain(value: Any) -> Any:

@@ -37,6 +37,7 @@ class Cast(Codec):
     """Values rounded to a 16-bit dtype."""
 
     feedback: ClassVar[bool] = False
+    reduction: ClassVar[str] = "sum"
     dtype: ClassVar[torch.dtype]
 
     def nbytes(self, numel: int) -> int:

@@ -26,7 +26,8 @@ class Wrapper(Codec):
 
     @property
     def reduction(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.codec.reduction
+        # What a wrapper makes of 16-bit floats cannot be summed.
+        return "stripes" if self.codec.reduction == "sum" else self.codec.reduction
 
     @property
     def unit(self) -> int:

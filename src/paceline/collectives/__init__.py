@@ -5,6 +5,7 @@ from paceline.collectives.means import (
     Groups,
     barrier,
     groups_of,
+    is_single,
     mean,
     mean_by_gather,
     mean_by_groups,
@@ -14,6 +15,7 @@ from paceline.collectives.means import (
     sum_by_groups,
 )
 from paceline.collectives.reductions import REDUCTIONS, reduction
+from paceline.collectives.summed import mean_by_sum
 from paceline.collectives.vote import TRAILER_NBYTES, VOTE_NBYTES, SyncVote, packed_nbytes
 
 __all__ = [
@@ -24,11 +26,13 @@ __all__ = [
     "SyncVote",
     "barrier",
     "groups_of",
+    "is_single",
     "mean",
     "mean_by_factors",
     "mean_by_gather",
     "mean_by_groups",
     "mean_by_stripes",
+    "mean_by_sum",
     "mean_encoded",
     "packed_nbytes",
     "reduction",

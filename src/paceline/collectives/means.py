@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec, CodecState, Unencodable
+from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Unencodable
 from paceline.codecs.layout import is_finite
 from paceline.collectives.reductions import reduction, reduction_of
+from paceline.collectives.summed import mean_by_sum
 from paceline.collectives.vote import SyncVote, packed_nbytes
 from paceline.endpoint import Endpoint, check_summable
 from paceline.errors import ClusterError
@@ -41,7 +42,7 @@ async def mean(
             raise ValueError(
                 f"mean: what {codec} encodes cannot be summed; use mean_by_stripes or mean_by_gather, which decode it"
             )
-        return await _mean_in(endpoint, x, vote, codec, codec.wire)
+        return await mean_by_sum(endpoint, x, vote, ErrorFeedback(codec, None))
     if x.element_size() == 2:  # A sum weighted by thousands of samples overflows 16 bits, or loses its digits in them.
         wide = x.to(torch.float32)
         total = await mean(endpoint, wide, vote, groups=groups)
@@ -63,24 +64,6 @@ async def mean(
         x.copy_(kept)
     elif total.weight != 1.0:
         x.div_(total.weight)
-    return total
-
-
-async def _mean_in(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec: Codec, wire: torch.dtype) -> SyncVote:
-    """By a sum of encoded values.  The weights are summed first: a sum over many samples would overflow 16 bits."""
-    if vote.weight and not vote.bad:
-        try:
-            codec.encode(x)  # If this can be encoded, so can any share of it.
-        except Unencodable:
-            vote.bad = 1.0
-            vote.bad_rank = vote.rank
-    await endpoint.all_reduce(extras := vote.tensor())
-    total = SyncVote(*extras.tolist())
-    if total.bad:
-        x.fill_(torch.nan)
-    elif total.weight:
-        share = x * (vote.weight / total.weight) if vote.weight else torch.zeros_like(x)
-        x.copy_(await endpoint.all_reduce(codec.encode(share).view(wire)))
     return total
 
 
@@ -158,6 +141,12 @@ async def mean_encoded(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_stat
     if endpoint.hosts is not None:
         return await mean_by_groups(endpoint, x, vote, codec_state, endpoint.hosts)
     return await reduction_of(codec_state)(endpoint, x, vote, codec_state)
+
+
+def is_single(endpoint: Endpoint, codec_state: CodecState | None, groups: Groups | None) -> bool:
+    """Whether such a mean over the group is one collective, nearly always."""
+    is_summed = codec_state is None or codec_state.codec.reduction == "sum"
+    return is_summed and groups is None and endpoint.hosts is None
 
 
 async def mean_by_groups(

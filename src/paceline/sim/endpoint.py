@@ -57,7 +57,11 @@ class SimEndpoint:
         return self._simulator.spawn(self.rank, routine, kind)
 
     def run_collectives(
-        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]], *, kind: str = "exchange"
+        self,
+        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]],
+        *,
+        kind: str = "exchange",
+        is_single: bool = False,
     ) -> Op[T]:
         channel = SimEndpoint(self.world, self.rank, self.ranks, channel=self._group.open_channel(self.rank))
         return self._simulator.spawn(self.rank, routine(channel), kind)

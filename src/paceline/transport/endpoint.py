@@ -7,9 +7,11 @@ several ranks.  Messages go through a ZeroMQ mailbox, which is opened for the fi
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +23,7 @@ from paceline import costs as network
 from paceline.collectives import sum_by_groups
 from paceline.endpoint import Endpoint, Layout, SharedVector, check_summable
 from paceline.errors import ClusterError
-from paceline.op import Op, Ready, Routine, drive
+from paceline.op import Begun, Op, Ready, Routine, drive
 from paceline.protocol.messages import Message
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
@@ -82,7 +84,7 @@ class Recorded(Op[T]):
     part that starts when the first is awaited, and all ranks must start these in the same order.
     """
 
-    __slots__ = ("_endpoint", "_inner", "_nbytes", "_start", "_value")
+    __slots__ = ("_endpoint", "_finishing", "_inner", "_nbytes", "_start", "_value")
 
     def __init__(self, inner: Op[T], endpoint: ProcessEndpoint, nbytes: int) -> None:
         super().__init__(inner.kind)
@@ -90,18 +92,22 @@ class Recorded(Op[T]):
         self._endpoint = endpoint
         self._nbytes = nbytes
         self._start = endpoint.now()
+        self._finishing = threading.Lock()  # The training thread and the communication thread may both wait for it.
 
     def wait(self) -> T:
         while self._inner is not None and self in self._endpoint.in_flight:
-            self._endpoint.in_flight.popleft().finish()
+            with suppress(IndexError):  # Another thread has just taken the last one.
+                self._endpoint.in_flight.popleft().finish()
         self.finish()
         return self._value
 
     def finish(self) -> None:
-        if self._inner is not None:
-            self._value = self._inner.wait()
-            self._inner = None
-            self._endpoint.trace.span(self._endpoint.rank, self.kind, self._start, self._endpoint.now(), self._nbytes)
+        with self._finishing:
+            if self._inner is not None:
+                self._value = self._inner.wait()
+                self._inner = None
+                stop = self._endpoint.now()
+                self._endpoint.trace.span(self._endpoint.rank, self.kind, self._start, stop, self._nbytes)
 
 
 class ProcessEndpoint:
@@ -156,11 +162,18 @@ class ProcessEndpoint:
         return Routine(kind, routine)
 
     def run_collectives(
-        self, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]], *, kind: str = "exchange"
+        self,
+        routine: Callable[[Endpoint], Coroutine[Op[Any], Any, T]],
+        *,
+        kind: str = "exchange",
+        is_single: bool = False,
     ) -> Op[T]:
         if self._comm_thread is None or self._comm_thread.is_current():
             # It continues when it is awaited, and so in one order on every rank.
             return Routine(kind, routine(self))
+        if is_single:
+            begun = self._comm_thread.submit(kind, lambda: Routine(kind, routine(self)))
+            return Begun(kind, lambda: begun.wait().wait())
         return self._comm_thread.submit(kind, lambda: drive(routine(self)))
 
     def group(self, ranks: Sequence[int]) -> ProcessEndpoint:

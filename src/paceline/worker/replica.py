@@ -209,7 +209,7 @@ class Replica:
                 return await collectives.mean_by_groups(endpoint, x, vote, codec_state, groups)
             return await collectives.mean_encoded(endpoint, x, vote, codec_state)
 
-        in_flight = endpoint.run_collectives(exchange)
+        in_flight = endpoint.run_collectives(exchange, is_single=collectives.is_single(endpoint, codec_state, groups))
         return endpoint.spawn(self._end_mean(x, in_flight, vote, start, ends_if_empty=ends_if_empty), kind="mean")
 
     async def _end_mean(

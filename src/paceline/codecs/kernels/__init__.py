@@ -35,11 +35,13 @@ class Kernel:
     `encode(codec, x, residual, seed, out)` returns the bytes for `x + residual`, in `out` if given, and whether all
     values could be encoded.  `residual` becomes what the bytes leave out.  A bucket that cannot be encoded gets NaN
     as its scale and keeps its residual.  `add(codec, data, into, weight, fresh)` adds `weight` times the decoded
-    bytes to `into`, or overwrites it if `fresh`.
+    bytes to `into`, or overwrites it if `fresh`.  `encode_scaled(codec, x, factor)` is for codecs whose values are
+    summed on the wire, see the function of the same name.
     """
 
     encode: Callable[[Codec, Tensor, Tensor | None, int, Tensor | None], tuple[Tensor, bool]]
     add: Callable[[Codec, Tensor, Tensor, float, bool], None]
+    encode_scaled: Callable[[Codec, Tensor, float], tuple[Tensor, bool]] | None = None
 
 
 # Kernels for every device: those of codecs around other codecs, which call the others' kernels.
@@ -83,6 +85,22 @@ def encode(
     if residual is not None:
         torch.sub(wanted, codec.decode(data, x.numel()), out=residual)
     return data if out is None else out.copy_(data)
+
+
+def encode_scaled(codec: Codec, x: Tensor, factor: float) -> Tensor:
+    """`x * factor` in the codec's wire dtype; Unencodable if `codec` cannot encode `x` itself.
+
+    If only the product is beyond the range of the dtype, it becomes infinity.
+    """
+    x = x.detach().reshape(-1)
+    kernel = find(codec, x.device)
+    if kernel is not None and kernel.encode_scaled is not None and x.dtype in INPUTS:
+        data, is_good = kernel.encode_scaled(codec, x.contiguous(), factor)
+        if not is_good:
+            _undo(codec, kernel, x, None, data)
+        return data
+    codec.encode(x)
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) * factor).to(codec.wire)
 
 
 def _fits(residual: Tensor, x: Tensor) -> bool:

@@ -58,6 +58,18 @@ def encode_cast(x: Any, residual: Any, words: Any, limit: Any, first: int, last:
 
 
 @compiled
+def encode_scaled_cast(x: Any, words: Any, limit: Any, factor: Any, first: int, last: int) -> bool:
+    is_good = True
+    limits = full(limit)
+    factors = full(factor)
+    for at in range(first * BLOCK, last * BLOCK, LANES):
+        u = load(x, at)
+        is_good &= less(with_bits(bits_of(u) & UNSIGNED), limits) == ALL
+        store(words, at, u * factors)
+    return is_good
+
+
+@compiled
 def add_cast(words: Any, into: Any, weight: Any, fresh: bool, first: int, last: int) -> bool:
     weights = full(weight)
     for at in range(first * BLOCK, last * BLOCK, LANES):
@@ -80,6 +92,18 @@ def cast_encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out
 
     is_good = in_buckets(BLOCK, 16, x, residual, data, run, packs=True)
     return put(data, out), is_good
+
+
+def cast_encode_scaled(codec: Codec, x: Tensor, factor: float) -> tuple[Tensor, bool]:
+    codec = cast(Cast, codec)
+    data = torch.empty(x.numel(), dtype=codec.dtype)
+    limit = LIMITS[codec.dtype]
+    scale = np.float32(factor)
+
+    def run(values: Any, _: Any, codes: Any, begin: int, real: int, first: int, last: int) -> bool:
+        return encode_scaled_cast(values, as_words(codes, codec), limit, scale, first, last)
+
+    return data, in_buckets(BLOCK, 16, x, None, data.view(torch.uint8), run, packs=True)
 
 
 def cast_add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
@@ -210,7 +234,7 @@ def fp8_add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool
 
 
 KERNELS: dict[type[Codec], Kernel] = {
-    Fp16: Kernel(cast_encode, cast_add),
-    BFloat16: Kernel(cast_encode, cast_add),
+    Fp16: Kernel(cast_encode, cast_add, cast_encode_scaled),
+    BFloat16: Kernel(cast_encode, cast_add, cast_encode_scaled),
     Fp8: Kernel(fp8_encode, fp8_add),
 }
