@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.worker.learner import Learner
 
 MOST_EMPTY_STEPS = 1_000_000
+MOST_WITHOUT_A_MEAN = 10_000  # Empty steps, if the strategy has asked for no mean before them.
 
 
 class Cursor:
@@ -54,17 +55,20 @@ class Cursor:
 
     def steps(self, batch: BatchRecord) -> Iterator[int]:
         """Count steps until no worker has data left; see `Replica.steps`."""
+        first = self.step
         empty = 0
+        votes = batch.votes
         while not self.is_over:
             if self.is_in_phase:
                 self._announce(self.step)
             yield self.step
             self.step += 1
             empty = 0 if batch.update_samples else empty + 1
-            if empty > MOST_EMPTY_STEPS:
+            if empty > (MOST_WITHOUT_A_MEAN if batch.votes == votes else MOST_EMPTY_STEPS):
                 raise RuntimeError(
-                    f"{empty} steps without data and without a mean: the period is too long, or the strategy never "
-                    "averages; then it should count `steps_alone()`"
+                    f"this worker's data ended after step {self.step - empty - 1}, and {empty} empty steps followed "
+                    f"without a mean, {self.step - first} steps in all: only a mean tells a worker that all data has "
+                    "ended.  Count `steps_alone()` in a strategy that never averages, or shorten its period"
                 )
 
     def steps_alone(self) -> Iterator[int]:
