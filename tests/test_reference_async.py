@@ -54,7 +54,9 @@ def drop(step: int) -> float:
 class Regression:
     """Logistic regression: the task for the package, and its gradient in numpy for the references."""
 
-    def __init__(self, steps: int, workers: int, *, mu: float = 0.0, rate: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self, steps: int, workers: int, *, mu: float = 0.0, rate: Callable[[int], float] | None = None
+    ) -> None:
         self.first = np.linspace(-0.5, 0.5, NUMEL)
         self.task = Task(
             self.model,
@@ -94,10 +96,12 @@ SERVERS: dict[str, Case] = {
         {"lr": LR, "mu": 0.5, "decay": 0.01},
     ),
     "async momentum": (AsyncMomentum(lr=0.1, momentum=0.5), servers.momentum, {"lr": 0.1, "mu": 0.5}),
-    **{
-        f"softsync, s={s}": (SoftSync(lr=LR, updates=s), servers.softsync, {"lr": LR, "s": s})
-        for s in (1, 2, 3)
-    },
+    "async momentum, weight decay": (
+        AsyncMomentum(lr=0.1, momentum=0.5, weight_decay=0.05),
+        servers.momentum,
+        {"lr": 0.1, "mu": 0.5, "decay": 0.05},
+    ),
+    **{f"softsync, s={s}": (SoftSync(lr=LR, updates=s), servers.softsync, {"lr": LR, "s": s}) for s in (1, 2, 3)},
     "dc-asgd-c": (DelayCompensated(lr=LR, lam=0.5), servers.delay_compensated, {"lr": LR, "lam": 0.5}),
     "dc-asgd-a": (
         DelayCompensated(lr=LR, adaptive=True),
@@ -126,8 +130,7 @@ SERVERS: dict[str, Case] = {
         for push, fetch in ((1, 1), (3, 3), (3, 2), (1, 4))
     },
     **{
-        f"asgd, period {period}": (ASGD(period=period), servers.asgd, {"lr": LR, "period": period})
-        for period in (1, 3)
+        f"asgd, period {period}": (ASGD(period=period), servers.asgd, {"lr": LR, "period": period}) for period in (1, 3)
     },
     "asgd, pipelined": (
         ASGD(period=3, pipeline=True),

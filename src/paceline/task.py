@@ -38,7 +38,7 @@ class Task:
     epochs: float | None = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     evaluate_every: int | None = None  # steps; None: once an epoch
-    schedule: Callable[[int], float] | None = None  # step: the factor on the optimizer's learning rates
+    schedule: Callable[[int], float] | None = None  # step: the factor on all learning rates, on servers too
     accumulate: int = 1  # backward passes, each over a part of the worker's samples, that make one gradient
     bucket_bytes: int = BUCKET_BYTES
     seed: int = 0

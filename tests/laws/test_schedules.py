@@ -195,7 +195,9 @@ def test_a_schedule_of_one_half_equals_half_the_learning_rate(half: Strategy, fu
 def test_rules_that_combine_updates_use_the_mean_of_their_factors():
     """`Every` counts all updates alike, `Quorum` weights them by samples."""
     updates = [numbers(20, seed=seed) for seed in range(3)]
-    pushes = [Push(src, samples, workers=3, rate=rate) for src, samples, rate in ((0, 4, 1.0), (1, 2, 0.5), (2, 2, 0.1))]
+    pushes = [
+        Push(src, samples, workers=3, rate=rate) for src, samples, rate in ((0, 4, 1.0), (1, 2, 0.5), (2, 2, 0.1))
+    ]
 
     def applied(rule: Rule) -> torch.Tensor:
         value = numbers(20, seed=9)
@@ -370,5 +372,7 @@ class NeverAverages(Strategy):
 
 def test_steps_without_a_mean_are_an_error_at_once():
     task = quadratic(steps=5, batch=4)
-    with pytest.raises(RuntimeError, match=r"data ended after step 4, and 10001 empty steps .* Count `steps_alone\(\)`"):
+    with pytest.raises(
+        RuntimeError, match=r"data ended after step 4, and 10001 empty steps .* Count `steps_alone\(\)`"
+    ):
         simulate(task, NeverAverages(), instant(2))

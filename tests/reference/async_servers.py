@@ -242,4 +242,3 @@ def strom(
             x[j] = x[j] - step
         inbox[j] = []
     return x[0] - sum(inbox[0], np.zeros_like(w))
-

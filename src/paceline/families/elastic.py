@@ -75,7 +75,7 @@ class Elastic:
 
     async def coming_share(self, w: Replica, workers: int) -> float:
         """The same, before the gradient of the step."""
-        return self._constant_share(workers) if self.rho is None else self.rho * await w.coming_lr()
+        return self._constant_share(workers) if self.rho is None else self.rho * await w.cursor.coming_lr()
 
     def _constant_share(self, workers: int) -> float:
         return self.beta / workers if self.alpha is None else self.alpha

@@ -70,10 +70,7 @@ class Sgd(OptimizerRule):
         self._check(0 < self.lr < inf, lr=self.lr)
 
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
-        def step(value: Tensor, update: Tensor) -> None:
-            value.add_(self._decayed(value, update), alpha=-self.lr * push.rate)
-
-        in_pieces(step, value, update)
+        value.add_(self._decayed(value, update), alpha=-self.lr * push.rate)
         return True
 
 

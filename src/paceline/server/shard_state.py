@@ -25,8 +25,8 @@ from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal
 from paceline.server.messages import Update, Value
-from paceline.server.rule_memory import loaded_memory, memory_at, write_back
 from paceline.server.rule import Push, Rule
+from paceline.server.rule_memory import loaded_memory, memory_at, write_back
 from paceline.state import Slot, StateStore, Values, shard
 from paceline.worker.rows import positions, refusal, union
 

@@ -178,7 +178,7 @@ class Store:
         return self._client.numbered(updates)
 
     def _rate(self) -> float:
-        return self.replica.rate if self.is_scheduled else 1.0
+        return self.replica.cursor.rate if self.is_scheduled else 1.0
 
     def _encoded(self, update: Tensor, where: slice, runs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A shard's part of an update, and with `runs` the positions of its values."""

@@ -19,7 +19,6 @@ from paceline.worker.flat import FlatModel
 from paceline.worker.learner import bind_optimizer
 from paceline.worker.replica import Replica
 
-
 NO_RATE = (
     "the optimizer's learning rate was 0 at attach, so that the servers' rule cannot follow its changes: give it a "
     "positive learning rate, and build schedulers on session.optimizer"
@@ -107,8 +106,8 @@ class LoopLearner:
             raise ValueError(NO_RATE)
         if not all(isclose(factor, factors[0], rel_tol=1e-9) for factor in factors):
             raise ValueError(
-                f"the learning rates of the optimizer's groups were {self._first_rates} and are {now}: servers have one "
-                "learning rate, and follow it only if it changes by the same factor in all groups"
+                f"the learning rates of the optimizer's groups were {self._first_rates} and are {now}: servers "
+                "have one learning rate, and follow it only if it changes by the same factor in all groups"
             )
         if not 0 <= factors[0] < inf:
             raise ValueError(f"the optimizer's learning rate is {now[0]}: it must be finite and at least 0")

@@ -58,7 +58,7 @@ class Downpour(ServerStrategy):
             store.count_step()
             steps += 1
             if self.local_lr:
-                w.params.add_(g, alpha=-self.local_lr * w.rate)
+                w.params.add_(g, alpha=-self.local_lr * w.cursor.rate)
             pushes = steps % self.push == 0
             fetches = steps % self.fetch == 0
             if pushes and fetches:

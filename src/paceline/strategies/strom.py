@@ -81,7 +81,7 @@ class StromWorker:
         update = await (self.local_update() if self.strategy.lr is None else self.w.gradient())
         if self.w.batch.samples:
             data = await self.encode(update)
-            rate = 1.0 if self.strategy.lr is None else self.w.rate
+            rate = 1.0 if self.strategy.lr is None else self.w.cursor.rate
             self.apply(data, rate)
             await self.log.broadcast(data, rate)
         await self.peers.handle_all()

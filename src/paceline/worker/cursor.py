@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from paceline.op import Op, Ready
 from paceline.worker.plan import Plan
 
 if TYPE_CHECKING:
@@ -46,6 +47,22 @@ class Cursor:
     def has_started(self) -> bool:
         """Whether the worker has reached its first step."""
         return self._announced >= 0
+
+    @property
+    def rate(self) -> float:
+        """The factor that the schedule puts on the learning rates at this step; after the last step 1."""
+        return self._learner.rate(self.step) if self.has_data(self.step) else 1.0
+
+    @property
+    def lr(self) -> float:
+        """See `Replica.lr`."""
+        if self.has_data(self.step):
+            return self._learner.lr(self.step)
+        return max(float(group["lr"]) for group in self._learner.optimizer.param_groups)
+
+    def coming_lr(self) -> Op[float]:
+        """The same, for a step whose gradient was not asked for yet; it waits until no scheduler can change it."""
+        return self._learner.coming_lr(self.step) if self.has_data(self.step) else Ready("learning rate", self.lr)
 
     @property
     def last_step(self) -> int | None:

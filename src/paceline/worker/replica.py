@@ -69,22 +69,9 @@ class Replica:
         """The largest learning rate of the optimizer's groups at the current step; after the last step, that of the
         last.
 
-        In the user's own loop a scheduler may still change it before the step is taken: see `coming_lr`.
+        In the user's own loop a scheduler may still change it before the step is taken: see `cursor.coming_lr`.
         """
-        if self.cursor.has_data(self.cursor.step):
-            return self.learner.lr(self.cursor.step)
-        return max(float(group["lr"]) for group in self.learner.optimizer.param_groups)
-
-    def coming_lr(self) -> Op[float]:
-        """The same, for a step whose gradient was not asked for yet."""
-        if self.cursor.has_data(self.cursor.step):
-            return self.learner.coming_lr(self.cursor.step)
-        return Ready("learning rate", self.lr)
-
-    @property
-    def rate(self) -> float:
-        """The factor that the schedule puts on the learning rates at the current step; after the last step 1."""
-        return self.learner.rate(self.cursor.step) if self.cursor.has_data(self.cursor.step) else 1.0
+        return self.cursor.lr
 
     # Steps.
 
