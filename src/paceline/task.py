@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Task:
     epochs: float | None = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     evaluate_every: int | None = None  # steps; None: once an epoch
-    schedule: Callable[[int], float] | None = None  # step: the factor on the optimizer's learning rates
+    schedule: Callable[[int], float] | None = None  # step: the factor on all learning rates, on servers too
     accumulate: int = 1  # backward passes, each over a part of the worker's samples, that make one gradient
     bucket_bytes: int = BUCKET_BYTES
     seed: int = 0
@@ -138,13 +139,35 @@ class Trainee:
     def has_data(self, step: int) -> bool:
         return step < self.task.total_steps
 
+    def rate(self, step: int) -> float:
+        """The schedule's factor on the learning rates at that step."""
+        if self.task.schedule is None:
+            return 1.0
+        given: Any = self.task.schedule(step)
+        try:
+            factor = float(given)
+        except (TypeError, ValueError):
+            factor = nan
+        if not 0 <= factor < inf:
+            raise ValueError(
+                f"Task(schedule=...): schedule({step}) is {given!r}, and the factor on the learning rate must be a "
+                "finite number, at least 0"
+            )
+        return factor
+
+    def rates(self, step: int) -> list[float]:
+        """The learning rates of the optimizer's groups at that step."""
+        if self.task.schedule is None:
+            return [group["lr"] for group in self.optimizer.param_groups]
+        factor = self.rate(step)
+        return [rate * factor for rate in self._rates]
+
     def draw(self, step: int, shard: int | None = None) -> Batch | None:
         """This worker's part of the step's minibatch, or another part `shard`; None if there is none or it is empty."""
         if not self.has_data(step):
             return None
-        if self.task.schedule is not None:
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * self.task.schedule(step)
+        for group, rate in zip(self.optimizer.param_groups, self.rates(step), strict=True):
+            group["lr"] = rate
         mine = self.rank if shard is None else shard
         whole = self._reads_full_batches
         part = self.task.part(step, 0, 1) if whole else self.task.part(step, mine, self.workers)

@@ -444,7 +444,7 @@ def test_states_that_cannot_be_resumed_are_refused():
 
 def test_an_unused_optimizer_raises_a_warning_and_a_missing_one_an_error():
     model = nn.Linear(2, 2)
-    with pytest.warns(UserWarning, match="the settings of the optimizer have no effect"):
+    with pytest.warns(UserWarning, match="only the changes of its learning rate have an effect"):
         pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.ParameterServer(servers=1)).close()
     with pytest.raises(
         ValueError, match=r"attach\(AllReduceSGD\): it needs an optimizer \(its workers take their own steps\)"

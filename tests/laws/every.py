@@ -141,8 +141,12 @@ RULES: dict[str, Rule] = {
     "attract": Attract(alpha=0.2),
     "momentum": Momentum(lr=0.05),
     "momentum of Nesterov, unit gain": Momentum(lr=0.05, nesterov=True, unit_gain=True),
+    "momentum, decayed": Momentum(lr=0.05, weight_decay=0.1),
     "adagrad": Adagrad(lr=0.05),
+    "adagrad, decayed": Adagrad(lr=0.05, weight_decay=0.1),
     "adam": Adam(lr=0.05),
+    "adam, decayed": Adam(lr=0.05, weight_decay=0.1),
+    "adam, decoupled": Adam(lr=0.05, weight_decay=0.1, decoupled=True),
     "scaled": Scaled(Adagrad(lr=0.05)),
     "every 3": Every(Momentum(lr=0.05), 3),
     "quorum": Quorum(Momentum(lr=0.7, nesterov=True), 2),
@@ -188,6 +192,11 @@ def summed(period: int) -> Callable[[int, int, int, int], int]:
 def summed_in_16_bits(numel: int, workers: int, steps: int, rank: int) -> int:
     """A ring all-reduce of 2 bytes a value at every step, with a vote, and what the ranks must know of their scales."""
     return steps * ring(2 * numel + VOTE_NBYTES + 32, workers)
+
+
+def met(period: int) -> Callable[[int, int, int, int], int]:
+    """The same as `summed` at steps 0, `period`, ... and at the first of these that is not before the last step."""
+    return lambda numel, workers, steps, rank: (1 + -(-(steps - 1) // period)) * ring(4 * numel + VOTE_NBYTES, workers)
 
 
 def two_means(period: int) -> Callable[[int, int, int, int], int]:
@@ -304,12 +313,12 @@ STRATEGIES: dict[str, Case] = {
         agrees=False,
     ),
     "asgd": Case(ASGD(period=2), None, alone="rounding", agrees=False),
+    "asgd, ramped as CNTK's code": Case(ASGD(period=2, ramp=2, ramp_of="delta"), None, agrees=False, alone=None),
     "asgd, pipelined": Case(ASGD(period=2, pipeline=True, ramp=3), None, agrees=False, alone=None),
     "downpour": Case(
         Downpour(local_lr=0.0),
         None,
         plain=lambda params: torch.optim.Adagrad(params, lr=0.01),
-        alone="rounding",
         agrees=False,
     ),
     "downpour, seldom": Case(Downpour(push=3, fetch=2), None, agrees=False, alone=None),
@@ -324,17 +333,17 @@ STRATEGIES: dict[str, Case] = {
         AsyncMomentum(lr=0.05),
         served,
         plain=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        alone="rounding",
         agrees=False,
     ),
     "async-diloco": Case(AsyncDiLoCo(period=4, delay=1), None, agrees=False, alone=None),
-    "easgd": Case(EASGD(period=3), summed(3), alone=None),
-    "easgd of a strong force": Case(EASGD(period=1, alpha=0.3), summed(1), alone=None),
+    "easgd": Case(EASGD(period=3), met(3), alone=None),
+    "easgd of a strong force": Case(EASGD(period=1, alpha=0.3), met(1), alone=None),
     "round-robin-easgd": Case(RoundRobinEASGD(period=2), None, agrees=False, alone=None),
     "async-easgd": Case(AsyncEASGD(period=2), None, agrees=False, alone=None),
     "eamsgd": Case(EAMSGD(period=2, momentum=0.3), None, agrees=False, alone=None),
     "ea-wild": Case(EAWild(), None, agrees=False, alone=None),
     "ea-wild on shards": Case(EAWild(period=2, servers=2), None, agrees=False, alone=None),
+    "ea-wild by the learning rate, on a shard": Case(EAWild(rho=2.0, servers=1), None, agrees=False, alone=None),
     "ea-wild in groups": Case(EAWild(group=2), None, agrees=False, group=2, alone=None),
     "ea-wild in random groups, on a shard": Case(
         EAWild(group=2, groups="random", regroup=3, servers=1), None, agrees=False, group=2, alone=None

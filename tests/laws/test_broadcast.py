@@ -41,8 +41,9 @@ class Broadcasting(Strategy):
     async def worker(self, w: Replica) -> None:
         mine = self.delivered[w.rank] = []
 
-        async def deliver(data: Tensor) -> None:
+        async def deliver(data: Tensor, rate: float) -> None:
             sender, number = data.tolist()
+            assert rate == rate_of(number)
             mine.append((sender, number))
 
         peers = Peers(w)
@@ -52,9 +53,13 @@ class Broadcasting(Strategy):
         for number in w.steps_alone():
             await w.gradient()  # Takes a different time on each worker.
             mine.append((w.rank, number))
-            await log.broadcast(torch.tensor([w.rank, number]))
+            await log.broadcast(torch.tensor([w.rank, number]), rate_of(number))
             await peers.handle_all()
         await end.wait_for_all()
+
+
+def rate_of(number: int) -> float:
+    return 1 / (1 + number)
 
 
 def delivered(seed: int, faults: Faults) -> dict[int, list[tuple[int, int]]]:

@@ -156,8 +156,8 @@ def test_the_log_drops_messages_that_all_workers_have():
     task = dyadic(steps=60)
 
     class Watched(BroadcastLog):
-        async def broadcast(self, data: Tensor) -> None:
-            await super().broadcast(data)
+        async def broadcast(self, data: Tensor, rate: float = 1.0) -> None:
+            await super().broadcast(data, rate)
             kept.append(len(self._sent) + sum(map(len, self._kept.values())))
 
     with pytest.MonkeyPatch.context() as patch:

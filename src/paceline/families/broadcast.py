@@ -11,13 +11,13 @@ sender says that all have it: if the sender dies, each message that one worker h
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.families.peers import Peers, Service
-from paceline.protocol.messages import Message, Number, Rank, Version
+from paceline.protocol.messages import Message, Number, Rank, Rate, Version
 
 # After so many messages of a sender, send an acknowledgement of its own.  Usually this worker's own messages carry it.
 ACK_EVERY = 16
@@ -27,6 +27,7 @@ class LogMessage(Message):
     """Message `number` of its sender, sent at `step`.
 
     The sender has the receiver's messages up to `acked`.  All workers have the sender's own messages up to `stable`.
+    `rate` is the factor with which the data counts.
     """
 
     data: Tensor
@@ -34,6 +35,7 @@ class LogMessage(Message):
     acked: Number = 0
     stable: Number = 0
     step: Version = 0
+    rate: Rate = 1.0
 
 
 class LogAck(Message):
@@ -54,6 +56,14 @@ class LogRelay(Message):
     data: Tensor
     sender: Rank
     number: Number
+    rate: Rate = 1.0
+
+
+class Entry(NamedTuple):
+    """The content of a message."""
+
+    data: Tensor
+    rate: float
 
 
 class Numbers:
@@ -89,31 +99,31 @@ NONE = Numbers()
 class BroadcastLog(Service):
     """The messages that this worker has sent and received.
 
-    `deliver` is called once for each message of a peer, with its data.
+    `deliver` is called once for each message of a peer, with its data and their factor.
     """
 
     types: ClassVar = (LogMessage, LogAck, LogResend, LogRelay)
 
-    def __init__(self, peers: Peers, deliver: Callable[[Tensor], Awaitable[None]]) -> None:
+    def __init__(self, peers: Peers, deliver: Callable[[Tensor, float], Awaitable[None]]) -> None:
         self.on_message_of_dead: Callable[[], Awaitable[None]] = nothing  # Called after the delivery of such a message.
         self._peers = peers
         self._deliver = deliver
         self._count = 0  # Messages of this worker,
-        self._sent: dict[int, Tensor] = {}  # those that not all peers have acknowledged,
+        self._sent: dict[int, Entry] = {}  # those that not all peers have acknowledged,
         self._acked: dict[int, int] = {}  # and up to which number each peer has them.
         self._received: dict[int, Numbers] = {}  # Which messages of each sender are here,
-        self._kept: dict[int, dict[int, Tensor]] = {}  # those that some peers may not have,
+        self._kept: dict[int, dict[int, Entry]] = {}  # those that some peers may not have,
         self._steps: dict[int, int] = {}  # the sender's step at its last message,
         self._unacked: dict[int, int] = {}  # and how many were received since the last acknowledgement.
         peers.add(self)
 
-    async def broadcast(self, data: Tensor) -> None:
+    async def broadcast(self, data: Tensor, rate: float = 1.0) -> None:
         """Send data to all peers.  The tensor belongs to the log from now on."""
         self._count += 1
         members = self._peers.members
         if not members:
             return
-        self._sent[self._count] = data
+        self._sent[self._count] = Entry(data, rate)
         stable = min(self._acked.get(rank, 0) for rank in members)
         for number in [number for number in self._sent if number <= stable]:
             del self._sent[number]
@@ -126,7 +136,8 @@ class BroadcastLog(Service):
         acked = self._received.get(dst, NONE).upto
         stable = min(self._sent) - 1
         step = self._peers.replica.cursor.step
-        await self._peers.send(dst, LogMessage(self._sent[number], number, acked, stable, step))
+        data, rate = self._sent[number]
+        await self._peers.send(dst, LogMessage(data, number, acked, stable, step, rate))
 
     def step_of(self, rank: int) -> int:
         """The step at which a peer has sent its last message."""
@@ -166,8 +177,8 @@ class BroadcastLog(Service):
             case LogMessage():
                 self._note_ack(src, message.acked)
                 self._steps[src] = max(self._steps.get(src, 0), message.step)
-                await self._receive(src, message.number, message.data)
-                self._kept[src] = {n: data for n, data in self._kept.get(src, {}).items() if n > message.stable}
+                await self._receive(src, message.number, Entry(message.data, message.rate))
+                self._kept[src] = {n: entry for n, entry in self._kept.get(src, {}).items() if n > message.stable}
                 await self.request(src, self._gaps(src, message.number))
                 await self._acknowledge(src)
             case LogAck():
@@ -176,18 +187,18 @@ class BroadcastLog(Service):
                 for sender, number in message.missing.tolist():
                     await self._send_again(src, sender, number)
             case LogRelay():
-                await self._receive(message.sender, message.number, message.data)
+                await self._receive(message.sender, message.number, Entry(message.data, message.rate))
             case _:
                 pass
 
     def _note_ack(self, src: int, number: int) -> None:
         self._acked[src] = max(self._acked.get(src, 0), number)
 
-    async def _receive(self, sender: int, number: int, data: Tensor) -> None:
+    async def _receive(self, sender: int, number: int, entry: Entry) -> None:
         if self._has(sender, number):
             return
-        await self._deliver(data)
-        self._kept.setdefault(sender, {})[number] = data
+        await self._deliver(*entry)
+        self._kept.setdefault(sender, {})[number] = entry
         self._received.setdefault(sender, Numbers()).add(number)
         if not self._peers.is_member(sender):  # Other peers may need it, and cannot request it from its sender.
             await self.on_message_of_dead()
@@ -203,7 +214,8 @@ class BroadcastLog(Service):
         if sender == self._peers.rank and number in self._sent:
             await self._send(dst, number)
         elif number in self._kept.get(sender, {}):
-            await self._peers.send(dst, LogRelay(self._kept[sender][number], sender, number))
+            data, rate = self._kept[sender][number]
+            await self._peers.send(dst, LogRelay(data, sender, number, rate))
 
     async def peer_died(self, rank: int) -> None:
         self._acked.pop(rank, None)

@@ -17,10 +17,7 @@ class Centre(Protocol):
     """The vector that all workers meet."""
 
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
-        """Read the centre `into` a vector, and then move it by a share `alpha` towards `x`.
-
-        A centre on shards uses the alpha of its own rule.
-        """
+        """Read the centre `into` a vector, and then move it by a share `alpha` towards `x`."""
         ...
 
     async def end(self) -> Tensor:
@@ -61,12 +58,12 @@ class OnShards:
         return cls(store)
 
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
-        return self.store.endpoint.spawn(self._meet(x, into), kind="meet")
+        return self.store.endpoint.spawn(self._meet(x, alpha, into), kind="meet")
 
-    async def _meet(self, x: Tensor, into: Tensor) -> None:
+    async def _meet(self, x: Tensor, alpha: float, into: Tensor) -> None:
         # Both requests are sent at once.  Shards answer them in this order, so the pull does not see the push.
         pulled = self.store.pull(into=into)
-        pushed = self.store.push(x, 1.0)
+        pushed = self.store.push(x, 1.0, rate=alpha)
         await pulled
         await pushed
 

@@ -70,11 +70,14 @@ class Elastic:
                 raise ValueError(f"{name}({what}={given}): the force must be finite and at least 0")
 
     def share(self, w: Replica, workers: int) -> float:
-        """alpha, with so many workers, at the current learning rate."""
-        return self.constant_share(workers) if self.rho is None else self.rho * w.lr
+        """alpha, with so many workers, at the learning rate of the current step."""
+        return self._constant_share(workers) if self.rho is None else self.rho * w.lr
 
-    def constant_share(self, workers: int) -> float:
-        """alpha, with so many workers, if it does not depend on the learning rate."""
+    async def coming_share(self, w: Replica, workers: int) -> float:
+        """The same, before the gradient of the step."""
+        return self._constant_share(workers) if self.rho is None else self.rho * await w.cursor.coming_lr()
+
+    def _constant_share(self, workers: int) -> float:
         return self.beta / workers if self.alpha is None else self.alpha
 
     def warn_if_unstable(self, w: Replica, workers: int, *, together: bool = False) -> None:
@@ -100,7 +103,8 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticServer(Elastic, ServerStrategy):
-    """Every `period` steps a worker pulls the centre from the shards, and pushes the force that moves it.
+    """Before every step whose number is a multiple of `period`, a worker pulls the centre from the shards, and pushes
+    the force that moves it.  At the end they meet once more.
 
     With `takes_turns` a worker that has pulled the centre holds it until it pushes.
     """
@@ -129,17 +133,18 @@ class ElasticServer(Elastic, ServerStrategy):
         store = self.store(w)
         w.params.copy_(await store.pull())
         w.published = store.value
-        self.warn_if_unstable(w, w.endpoint.layout.workers)
+        workers = w.endpoint.layout.workers
+        self.warn_if_unstable(w, workers)
         force = Force(self, w, store)
         local_step = self.local_steps(w)
         if self.takes_turns:
             force.pass_turn()
-        while await store.next(before_waiting=force.meet):
+        while await store.next(before_waiting=force.meet_after_last):
+            if store.unpushed.steps >= self.period:
+                await force.meet(await self.coming_share(w, workers))
             await local_step()
             force.move_worker()
             store.count_step()
-            if store.unpushed.steps >= self.period:
-                await force.meet()
         force.move_worker()
         await force.pushed()
         await store.leave()
@@ -156,7 +161,7 @@ class Force:
         self._update = store.send_buffer().zero_()
         self._in_flight: Op[None] | None = None
 
-    async def meet(self) -> None:
+    async def meet(self, alpha: float) -> None:
         """Pull the centre, and push the force that moves it.
 
         The worker moves after its next step: in the paper both the force and the gradient are taken before the move.
@@ -164,10 +169,15 @@ class Force:
         store = self.store
         await self.pushed()
         torch.sub(self.w.params, await store.pull(), out=self._force)
-        self._force.mul_(self.strategy.share(self.w, self.w.endpoint.layout.workers))
+        self._force.mul_(alpha)
         self._update = torch.neg(self._force, out=store.send_buffer(self._update))
+        done = store.unpushed.steps  # Not the step that begins now.
         # Shards ignore an update of no samples, but a force acts without samples too.
-        self._in_flight = store.push(self._update, max(1.0, store.unpushed.take()))
+        self._in_flight = store.push(self._update, max(1.0, store.unpushed.take()), steps=done)
+
+    async def meet_after_last(self) -> None:
+        """Meet because there is no more work, at the learning rate of the last step."""
+        await self.meet(self.strategy.share(self.w, self.w.endpoint.layout.workers))
 
     def move_worker(self) -> None:
         """Move the worker by the force of the last meeting, once."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.codecs.codec import Codec, check_one_to_one
 from paceline.needs import Needs
 from paceline.server.gates import Free, Gate
-from paceline.server.rules import Rule
+from paceline.server.rule import Rule
 from paceline.server.shard import Shard
 from paceline.server.store import Store
 from paceline.strategy import Strategy
@@ -26,6 +26,8 @@ class ServerStrategy(Strategy):
     worker pushes every gradient and continues from the answer.  `codec` encodes pushes; `pulls` encodes what has
     changed since the worker's last pull.  With `sparse=True`, parameters with sparse gradients
     (nn.Embedding(sparse=True)) are pushed and pulled by rows: only the rows that were touched are sent.
+
+    Where the rule takes the steps, and not the workers' optimizers, its learning rate follows the schedule.
     """
 
     servers: int = 2
@@ -39,7 +41,10 @@ class ServerStrategy(Strategy):
         if self.servers < 1:
             raise ValueError(f"{name}(servers={self.servers}): at least 1 shard must hold the parameters")
         if self.sparse and not self.shard_rule(2).is_elementwise:
-            raise ValueError(f"{name}(sparse=True): {self.shard_rule(2)} needs all rows, and cannot update only some")
+            raise ValueError(
+                f"{name}(sparse=True): {self.shard_rule(2)} needs all rows, and cannot update only some; leave out "
+                "sparse, or the rule's weight_decay, Every or Quorum"
+            )
         if self.sparse and (self.codec or self.pulls):
             raise ValueError(
                 f"{name}(sparse=True, codec={self.codec}, pulls={self.pulls}): sparse rows are sent without a codec; "
@@ -57,7 +62,7 @@ class ServerStrategy(Strategy):
         return Free()
 
     def store(self, w: Replica) -> Store:
-        return Store(w, codec=self.codec, pulls=self.pulls)
+        return Store(w, codec=self.codec, pulls=self.pulls, is_scheduled=not self.needs.optimizer)
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)

@@ -22,6 +22,7 @@ Rank = Annotated[int, Meta(ge=0, le=2**31)]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
 Version = Annotated[int, Meta(ge=0, le=2**62)]
 Number = Annotated[int, Meta(ge=0, le=2**62)]
+Rate = Annotated[float, Meta(ge=0)]
 Text = Annotated[str, Meta(max_length=2000)]
 
 UNSET_SRC = -1

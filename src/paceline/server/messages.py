@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 from torch import Tensor
 
-from paceline.protocol.messages import Count, Message, Rank, Reply, Request, Version
+from paceline.protocol.messages import Count, Message, Rank, Rate, Reply, Request, Version
 
 # Of workers to shards.
 
@@ -28,7 +28,8 @@ class Pull(Request):
 class Update(Request):
     """An update, computed from `version` of the shard, from this number of samples and steps.
 
-    With `runs` it is for some values only, and the reply has only the values that have changed since `version`.
+    With `runs` it is for some values only, and the reply has only the values that have changed since `version`.  `rate`
+    is the factor on the learning rate that the sender's schedule gives for these steps.
     """
 
     update: Tensor
@@ -36,6 +37,7 @@ class Update(Request):
     samples: Count = 0
     steps: Count = 0
     runs: Tensor | None = None
+    rate: Rate = 1.0
 
 
 class Push(Update):

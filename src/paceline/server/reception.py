@@ -29,7 +29,7 @@ from paceline.server.messages import (
 )
 from paceline.server.queues import Event, Queues
 from paceline.server.replies import Replies
-from paceline.server.rules import Rule
+from paceline.server.rule import Rule
 from paceline.server.shard_state import ShardState, Wanted, check_value
 from paceline.state import StateStore
 

@@ -7,9 +7,8 @@ to a momentum.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from types import ModuleType
 from typing import Any, ClassVar, Literal
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels
-from paceline.server.rule_memory import plain_memory
+from paceline.server.rule import Push, Rule, in_pieces
 from paceline.state import Slot, Values
 
 
@@ -38,67 +37,31 @@ def fused_for(value: Tensor, update: Tensor) -> ModuleType | None:
     return fused
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
-    """A description of an update: its sender, its samples, and its staleness, which is the number of versions since
-    the sender read the value."""
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRule(Rule):
+    """The base of rules that do to a shard's value what torch's optimizer of that name does, to the bit.
 
-    src: int = 0
-    samples: float = 1.0
-    staleness: int = 0
-    workers: int = 1  # That are active.
-    time: float = 0.0
+    The learning rate follows the schedule of the worker that sends the update.  `weight_decay` is added to the gradient
+    as torch does: `weight_decay` times the value.
+    """
 
-
-class Rule(ABC):
-    """How an update changes a shard's value.  `Adagrad` is an example with memory, `Scaled` one that wraps a rule."""
-
-    def memory(self, value: Tensor) -> dict[str, Any]:
-        """The memory at the beginning."""
-        return {}
-
-    @abstractmethod
-    def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
-        """Change `value` in place, or hold the update back; whether `value` changed.  `update` may be overwritten."""
-
-    def flush(self, value: Tensor, m: Slot) -> bool:
-        """Apply the updates that are held back, at the end; whether there were any."""
-        return False
-
-    def due(self, m: Slot) -> float | None:
-        """The time at which `tick` must be called, if no update arrives before."""
-        return None
-
-    def tick(self, value: Tensor, m: Slot, now: float, workers: int) -> bool:
-        """Apply the updates that are held back, if they are due or all active workers have sent one; whether it did."""
-        return False
-
-    def pulled(self, value: Tensor, m: Slot, src: int) -> None:  # noqa: B027 (most rules have nothing to do)
-        """A worker is being sent the value."""
-
-    def forget(self, m: Slot, src: int) -> None:  # noqa: B027
-        """A worker has left or died."""
-
-    def saved(self, m: Slot) -> Values:
-        """The memory as plain values, to be loaded in another run."""
-        return plain_memory(m)
+    weight_decay: float = 0.0
+    NEEDS: ClassVar[str] = "the learning rate must be positive, and the weight decay at least 0"
 
     def _check(self, is_right: bool, **given: Any) -> None:
-        if not is_right:
-            settings = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise ValueError(f"{type(self).__name__}({settings}): {self.NEEDS}")
-
-    NEEDS: ClassVar[str] = "the learning rate must be positive"
-    holds_answers: ClassVar[bool] = False  # Whether a sender gets its reply only after its update was applied.
+        weight_decay = {"weight_decay": self.weight_decay} if self.weight_decay else {}
+        super()._check(is_right and 0 <= self.weight_decay < inf, **given, **weight_decay)
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether an update can be applied to some values and to the memory of them only."""
-        return True
+        return not self.weight_decay  # It changes every value at every update.
+
+    def _decayed(self, value: Tensor, update: Tensor) -> Tensor:
+        return update.add_(value, alpha=self.weight_decay) if self.weight_decay else update
 
 
 @dataclass(frozen=True)
-class Sgd(Rule):
+class Sgd(OptimizerRule):
     """value -= lr * gradient."""
 
     lr: float = 0.1
@@ -107,13 +70,16 @@ class Sgd(Rule):
         self._check(0 < self.lr < inf, lr=self.lr)
 
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
-        value.add_(update, alpha=-self.lr)
+        value.add_(self._decayed(value, update), alpha=-self.lr * push.rate)
         return True
 
 
 @dataclass(frozen=True)
 class Attract(Rule):
-    """value += alpha * (pushed parameters - value): elastic averaging pulls the centre towards a worker."""
+    """value += alpha * (pushed parameters - value): elastic averaging pulls the centre towards a worker.
+
+    `alpha` follows the schedule of the worker, as learning rates do.
+    """
 
     alpha: float = 0.1
     NEEDS: ClassVar[str] = "a share of the way is at least 0 and finite"
@@ -122,12 +88,12 @@ class Attract(Rule):
         self._check(0 <= self.alpha < inf, alpha=self.alpha)
 
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
-        value.lerp_(update, self.alpha)
+        value.lerp_(update, self.alpha * push.rate)
         return True
 
 
 @dataclass(frozen=True)
-class Momentum(Rule):
+class Momentum(OptimizerRule):
     """One velocity for all workers; every push updates it: v = momentum * v + gradient; value -= lr * v.
 
     With `unit_gain` v = momentum * v + (1 - momentum) * gradient.  Asynchrony alone acts like a momentum of
@@ -138,7 +104,7 @@ class Momentum(Rule):
     momentum: float = 0.9
     nesterov: bool = False
     unit_gain: bool = False
-    NEEDS: ClassVar[str] = "the learning rate must be positive, and momentum lies in [0, 1)"
+    NEEDS: ClassVar[str] = "the learning rate must be positive, momentum lies in [0, 1), and weight decay is at least 0"
 
     def __post_init__(self) -> None:
         self._check(0 < self.lr < inf and 0 <= self.momentum < 1, lr=self.lr, momentum=self.momentum)
@@ -147,23 +113,21 @@ class Momentum(Rule):
         return {"velocity": torch.zeros_like(value)}
 
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
-        gain = 1 - self.momentum if self.unit_gain else 1.0
-        if not self.momentum:
-            value.add_(update, alpha=-self.lr)
-            return True
-        if (fused := fused_for(value, update)) is not None:
-            fused.momentum(value, update, m.velocity, self.lr, self.momentum, gain, self.nesterov)
-            return True
-        m.velocity.mul_(self.momentum).add_(update, alpha=gain)
-        if self.nesterov:
-            value.add_(update, alpha=-self.lr * gain).add_(m.velocity, alpha=-self.lr * self.momentum)
-        else:
-            value.add_(m.velocity, alpha=-self.lr)
+        def step(value: Tensor, update: Tensor, velocity: Tensor) -> None:
+            g = self._decayed(value, update)
+            if self.unit_gain:
+                g.mul_(1 - self.momentum)
+            if self.momentum:
+                velocity.mul_(self.momentum).add_(g)
+                g = g.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+            value.add_(g, alpha=-self.lr * push.rate)
+
+        in_pieces(step, value, update, m.velocity)
         return True
 
 
 @dataclass(frozen=True)
-class Adagrad(Rule):
+class Adagrad(OptimizerRule):
     """Downpour's rule: the rate of each value is lr over the root of the sum of its squared gradients."""
 
     lr: float = 0.01
@@ -176,22 +140,26 @@ class Adagrad(Rule):
         return {"squares": torch.zeros_like(value)}
 
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
-        if (fused := fused_for(value, update)) is not None:
-            fused.adagrad(value, update, m.squares, self.lr, self.eps)
-            return True
-        m.squares.addcmul_(update, update)
-        value.addcdiv_(update, m.squares.sqrt().add_(self.eps), value=-self.lr)
+        def step(value: Tensor, update: Tensor, squares: Tensor) -> None:
+            g = self._decayed(value, update)
+            squares.addcmul_(g, g)
+            value.addcdiv_(g, squares.sqrt().add_(self.eps), value=-self.lr * push.rate)
+
+        in_pieces(step, value, update, m.squares)
         return True
 
 
 @dataclass(frozen=True)
-class Adam(Rule):
-    """torch's Adam on the shard, without weight decay."""
+class Adam(OptimizerRule):
+    """torch's Adam on the shard; with `decoupled` its AdamW, whose weight decay is a share of the value."""
 
     lr: float = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    NEEDS: ClassVar[str] = "the learning rate must be positive, and both betas lie in [0, 1)"
+    decoupled: bool = False
+    NEEDS: ClassVar[str] = (
+        "the learning rate must be positive, both betas lie in [0, 1), and weight decay is at least 0"
+    )
 
     def __post_init__(self) -> None:
         self._check(0 < self.lr < inf and all(0 <= beta < 1 for beta in self.betas), lr=self.lr, betas=self.betas)
@@ -202,13 +170,19 @@ class Adam(Rule):
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         first, second = self.betas
         m.steps += 1
-        if (fused := fused_for(value, update)) is not None:
-            fused.adam(value, update, m.mean, m.square, self.betas, m.steps, self.lr, self.eps)
-            return True
-        m.mean.lerp_(update, 1 - first)
-        m.square.mul_(second).addcmul_(update, update, value=1 - second)
-        root = m.square.sqrt().div_((1 - second**m.steps) ** 0.5).add_(self.eps)
-        value.addcdiv_(m.mean, root, value=-self.lr / (1 - first**m.steps))
+        lr = self.lr * push.rate
+        size = lr / (1 - first**m.steps)
+        root_correction = (1 - second**m.steps) ** 0.5
+
+        def step(value: Tensor, update: Tensor, mean: Tensor, square: Tensor) -> None:
+            if self.decoupled and self.weight_decay:
+                value.mul_(1 - lr * self.weight_decay)
+            g = update if self.decoupled else self._decayed(value, update)
+            mean.lerp_(g, 1 - first)
+            square.mul_(second).addcmul_(g, g, value=1 - second)
+            value.addcdiv_(mean, square.sqrt().div_(root_correction).add_(self.eps), value=-size)
+
+        in_pieces(step, value, update, m.mean, m.square)
         return True
 
 
@@ -265,7 +239,10 @@ class Scaled(Wrapper):
 
 @dataclass(frozen=True)
 class Every(Wrapper):
-    """Only the mean of every `n` updates, of any workers, is applied: softsync.  At the end, the mean of the rest."""
+    """Only the mean of every `n` updates, of any workers, is applied: softsync.  At the end, the mean of the rest.
+
+    The factor on its learning rate is the mean of the factors of these updates.
+    """
 
     n: int = 1
     NEEDS: ClassVar[str] = "at least 1 update makes a new value"
@@ -274,13 +251,14 @@ class Every(Wrapper):
         self._check(self.n >= 1, n=self.n)
 
     def memory(self, value: Tensor) -> dict[str, Any]:
-        return {**super().memory(value), "sum": torch.zeros_like(value), "count": 0}
+        return {**super().memory(value), "sum": torch.zeros_like(value), "count": 0, "rate": 0.0}
 
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         if self.n == 1:
             return self.rule.apply(value, update, m.inner, push)
         m.sum.add_(update)
         m.count += 1
+        m.rate += (push.rate - m.rate) / m.count  # A mean that is exact for equal factors.
         return m.count >= self.n and self._apply_mean(value, m, push)
 
     def flush(self, value: Tensor, m: Slot) -> bool:
@@ -288,9 +266,10 @@ class Every(Wrapper):
         return super().flush(value, m) or applied
 
     def _apply_mean(self, value: Tensor, m: Slot, push: Push) -> bool:
-        applied = self.rule.apply(value, m.sum.div_(m.count), m.inner, push)
+        applied = self.rule.apply(value, m.sum.div_(m.count), m.inner, replace(push, rate=m.rate))
         m.sum.zero_()
         m.count = 0
+        m.rate = 0.0
         return applied
 
 
@@ -298,7 +277,10 @@ class Every(Wrapper):
 class Quorum(Wrapper):
     """Updates are held back until there are `least` (by default a majority of the workers) and `grace` more seconds
     have passed, or until all workers have sent one.  Then their mean, weighted by samples, is applied, and their
-    senders get their replies."""
+    senders get their replies.
+
+    The factor on its learning rate is the mean of their factors, weighted in the same way.
+    """
 
     least: int | None = None
     grace: float = 0.0
@@ -311,11 +293,13 @@ class Quorum(Wrapper):
         )
 
     def memory(self, value: Tensor) -> dict[str, Any]:
-        return {**super().memory(value), "sum": torch.zeros_like(value), "weight": 0.0, "srcs": [], "until": None}
+        empty = {"sum": torch.zeros_like(value), "weight": 0.0, "rate": 0.0, "srcs": [], "until": None}
+        return {**super().memory(value), **empty}
 
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         m.sum.add_(update, alpha=push.samples)
         m.weight += push.samples
+        m.rate += (push.rate - m.rate) * (push.samples / m.weight)
         m.srcs.append(push.src)
         return self.tick(value, m, push.time, push.workers)
 
@@ -337,9 +321,10 @@ class Quorum(Wrapper):
         return super().saved(m) | {"until": None}  # Another run has another clock: the grace period starts again.
 
     def _apply_mean(self, value: Tensor, m: Slot) -> bool:
-        applied = self.rule.apply(value, m.sum.div_(m.weight), m.inner, Push())
+        applied = self.rule.apply(value, m.sum.div_(m.weight), m.inner, Push(rate=m.rate))
         m.sum.zero_()
         m.weight = 0.0
+        m.rate = 0.0
         m.srcs = []
         m.until = None
         return applied

@@ -20,7 +20,7 @@ from paceline.server.gates import Free, Gate
 from paceline.server.messages import Bye, Exchange, Leave, RunEnded, Update, Value
 from paceline.server.queues import Event
 from paceline.server.reception import Reception
-from paceline.server.rules import Rule
+from paceline.server.rule import Rule
 from paceline.server.shard_state import ShardState, Wanted
 from paceline.state import StateStore
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal
 from paceline.server.messages import Update, Value
+from paceline.server.rule import Push, Rule
 from paceline.server.rule_memory import loaded_memory, memory_at, write_back
-from paceline.server.rules import Push, Rule
 from paceline.state import Slot, StateStore, Values, shard
 from paceline.worker.rows import positions, refusal, union
 
@@ -128,7 +129,8 @@ class ShardState:
         update = self._update(rule, push, codec)
         if not push.samples:
             return False
-        described = Push(push.src, push.samples, self.version - push.version, workers, self.endpoint.now())
+        staleness = self.version - push.version
+        described = Push(push.src, push.samples, staleness, workers, self.endpoint.now(), push.rate)
         m = self._memory(rule)
         runs = None if push.runs is None else push.runs.clone()
         if runs is None:
@@ -236,6 +238,8 @@ class ShardState:
                 f"{update.dtype} values of shape {tuple(update.shape)} for a shard of {self.value.dtype} and "
                 f"{tuple(self.value.shape)}"
             )
+        if not push.rate < inf:
+            raise Refusal(f"its factor on the learning rate is {push.rate}")
         if push.samples and not self.takes_nonfinite and not is_finite(update):
             raise Refusal("it holds NaN or infinity")
         return update

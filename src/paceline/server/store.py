@@ -29,10 +29,21 @@ class Store:
 
     `unpushed` counts the steps and samples since the last push, for a strategy that does not push at every step: it
     calls `count_step` after each step, and pushes with `unpushed.take()` samples.
+
+    Where the shards' rules take the steps, `is_scheduled`: each push carries the factor that the worker's schedule puts
+    on the learning rate.  Steps of the worker's own optimizer contain it already.
     """
 
-    def __init__(self, replica: Replica, *, codec: Codec | None = None, pulls: Codec | None = None) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        codec: Codec | None = None,
+        pulls: Codec | None = None,
+        is_scheduled: bool = False,
+    ) -> None:
         self.replica = replica
+        self.is_scheduled = is_scheduled
         self.endpoint = replica.endpoint
         self.shards = list(self.endpoint.layout.server_ranks)
         if len(self.shards) > replica.params.numel():
@@ -62,34 +73,52 @@ class Store:
         """The current parameters of the shards; in `value`, or copied `into` another vector."""
         return self.endpoint.spawn(self._pull(into), kind="pull")
 
-    def push(self, update: Tensor, samples: float | None = None, *, runs: Tensor | None = None) -> Op[None]:
+    def push(
+        self,
+        update: Tensor,
+        samples: float | None = None,
+        *,
+        runs: Tensor | None = None,
+        rate: float | None = None,
+        steps: int | None = None,
+    ) -> Op[None]:
         """Send an update to the shards, and do not pull the result.
 
         `samples` is the number of samples in it; if it is not given, that of the last minibatch.  With `runs` only
-        these parts of the update are sent.
+        these parts of the update are sent.  `rate` is the factor on the rule's learning rate; if it is not given, that
+        of the current minibatch.  `steps` counts the minibatches that are done with it; if it is not given, all that
+        were begun.
         """
-        return self.endpoint.spawn(self._push(update, samples, runs), kind="push")
+        return self.endpoint.spawn(self._push(update, samples, runs, rate, steps), kind="push")
 
-    async def _push(self, update: Tensor, samples: float | None, runs: Tensor | None) -> None:
-        pushes = self._updates(Push, update, samples, runs)
+    async def _push(
+        self, update: Tensor, samples: float | None, runs: Tensor | None, rate: float | None, steps: int | None
+    ) -> None:
+        pushes = self._updates(Push, update, samples, runs, rate, steps)
         await self._client.send(pushes)
         for rank, push in zip(self.shards, pushes, strict=True):
             await self._client.answer(rank, push, (Arrived,))
 
     def exchange(
-        self, update: Tensor, samples: float | None = None, *, into: Tensor | None = None, runs: Tensor | None = None
+        self,
+        update: Tensor,
+        samples: float | None = None,
+        *,
+        into: Tensor | None = None,
+        runs: Tensor | None = None,
+        rate: float | None = None,
     ) -> Op[Tensor]:
         """Push an update and pull the parameters that result from it, in one round trip.
 
         With `runs` only these parts of the update are sent, and the shards answer only with what has changed since this
         worker's last pull.
         """
-        return self.endpoint.spawn(self._exchange(update, samples, into, runs), kind="exchange")
+        return self.endpoint.spawn(self._exchange(update, samples, into, runs, rate), kind="exchange")
 
     async def _exchange(
-        self, update: Tensor, samples: float | None, into: Tensor | None, runs: Tensor | None
+        self, update: Tensor, samples: float | None, into: Tensor | None, runs: Tensor | None, rate: float | None
     ) -> Tensor:
-        return await self._ask(self._updates(Exchange, update, samples, runs), into)
+        return await self._ask(self._updates(Exchange, update, samples, runs, rate), into)
 
     async def _pull(self, into: Tensor | None) -> Tensor:
         if self._client.has_joined or self.endpoint.rank in self.endpoint.layout.worker_ranks:
@@ -125,21 +154,31 @@ class Store:
 
     def count_step(self) -> None:
         """Count the last minibatch as a step that is not pushed yet."""
-        self.unpushed.add(self.replica.batch.samples)
+        self.unpushed.add(self.replica.batch.samples, self._rate())
 
     # Messages.
 
     def _updates(
-        self, of: type[Push | Exchange], update: Tensor, samples: float | None, runs: Tensor | None
+        self,
+        of: type[Push | Exchange],
+        update: Tensor,
+        samples: float | None,
+        runs: Tensor | None,
+        rate: float | None,
+        steps: int | None = None,
     ) -> list[Update]:
         """The message for each shard."""
         seen = int(self.replica.batch.samples if samples is None else samples)
-        steps = self._work.take_steps()
+        done = self._work.take_steps(steps)
+        factor = self._rate() if rate is None else rate
         updates: list[Update] = []
         for where, version in zip(self.slices, self.versions, strict=True):
             data, mine = self._encoded(update, where, runs)
-            updates.append(of(data, version, seen, steps, mine))
+            updates.append(of(data, version, seen, done, mine, factor))
         return self._client.numbered(updates)
+
+    def _rate(self) -> float:
+        return self.replica.cursor.rate if self.is_scheduled else 1.0
 
     def _encoded(self, update: Tensor, where: slice, runs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A shard's part of an update, and with `runs` the positions of its values."""

@@ -33,9 +33,10 @@ class WorkSource:
         self._ahead = 1  # How many work items it wants to have while it works.
         self._drawn: DrawWork | DrawNow | None = None  # The request for more that has no reply yet.
 
-    def take_steps(self) -> int:
-        """The steps begun since the last push; the count starts again."""
-        steps, self.steps = self.steps, 0
+    def take_steps(self, done: int | None = None) -> int:
+        """The steps begun since the last push; the count starts again.  With `done`, only so many of them."""
+        steps = self.steps if done is None else min(done, self.steps)
+        self.steps -= steps
         return steps
 
     def _drop(self) -> None:

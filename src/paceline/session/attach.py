@@ -18,7 +18,7 @@ from torch import nn
 from paceline import registry
 from paceline.engines.job import Job
 from paceline.needs import Length, Offers, check
-from paceline.session.learner import LoopLearner
+from paceline.session.learner import NO_RATE, LoopLearner, first_rates
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.same_model import check_like_first, check_same_model
@@ -140,15 +140,18 @@ def _length(data: object) -> int | None:
 def _checked_optimizer(
     optimizer: torch.optim.Optimizer | None, flat: FlatModel, strategy: Strategy
 ) -> torch.optim.Optimizer:
-    """The optimizer, if it holds exactly the model's parameters; one that does nothing if the user gave None."""
+    """The optimizer, if it holds exactly the model's parameters; if the user gave None, one for schedulers only."""
     if optimizer is None:
-        return torch.optim.SGD(flat.parameters, lr=0.0)
+        return torch.optim.SGD(flat.parameters, lr=1.0)
     if not strategy.needs.optimizer:
         warnings.warn(
-            f"the servers of {type(strategy).__name__} take the steps: the settings of the optimizer have no effect; "
-            "give attach(optimizer=None)",
+            f"{type(strategy).__name__} steps by a rule and a learning rate of its own: of the optimizer only the "
+            "changes of its learning rate have an effect, as factors; give attach(optimizer=None), and build "
+            "schedulers on session.optimizer",
             stacklevel=3,
         )
+        if not any(first_rates(optimizer)):
+            raise ValueError(f"attach({type(strategy).__name__}): {NO_RATE}")
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for name, p in zip(flat.names, flat.parameters, strict=True):
         if id(p) not in held:

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from paceline.op import Op
-from paceline.session.learner import GradientRequest, LocalStepRequest, Request, StepRequest
+from paceline.session.learner import GradientRequest, LocalStepRequest, RateRequest, Request, StepRequest
 
 
 class StrategyDriver:
@@ -36,7 +36,7 @@ class StrategyDriver:
                 op = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
             except StopIteration:
                 return
-            if isinstance(op, (GradientRequest, StepRequest, LocalStepRequest)):
+            if isinstance(op, (GradientRequest, StepRequest, LocalStepRequest, RateRequest)):
                 self.request = op
                 return
             try:

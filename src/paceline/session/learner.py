@@ -6,6 +6,7 @@ The strategy waits at such a request until the user's next `backward()` or `step
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf, isclose
 
 import torch
 from torch import Tensor
@@ -17,6 +18,16 @@ from paceline.state import StateStore
 from paceline.worker.flat import FlatModel
 from paceline.worker.learner import bind_optimizer
 from paceline.worker.replica import Replica
+
+NO_RATE = (
+    "the optimizer's learning rate was 0 at attach, so that the servers' rule cannot follow its changes: give it a "
+    "positive learning rate, and build schedulers on session.optimizer"
+)
+
+
+def first_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rates that schedulers multiply: if one was built already, those before it."""
+    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
 class GradientRequest(Op[Tensor]):
@@ -51,7 +62,16 @@ class LocalStepRequest(Op[None]):
         super().__init__("local step")
 
 
-Request = GradientRequest | StepRequest | LocalStepRequest
+class RateRequest(Op[float]):
+    """The strategy waits for the learning rate of the coming step, which the user's scheduler may still change."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__("learning rate")
+
+
+Request = GradientRequest | StepRequest | LocalStepRequest | RateRequest
 
 
 class LoopLearner:
@@ -65,6 +85,7 @@ class LoopLearner:
         self.has_ended = False  # Whether the user's loop has ended on this worker.
         self.reads_full_batches = False  # Whether each worker reads whole minibatches.
         self._optimizer = optimizer
+        self._first_rates = first_rates(optimizer.inner)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -75,6 +96,28 @@ class LoopLearner:
 
     def has_data(self, step: int) -> bool:
         return not self.has_ended
+
+    def rate(self, step: int) -> float:
+        """The current learning rate over that at the beginning, which must have changed alike in all groups."""
+        groups = self.optimizer.param_groups
+        now = [float(group["lr"]) for group in groups]
+        factors = [lr / first for lr, first in zip(now, self._first_rates, strict=True) if first]
+        if not factors or any(lr for lr, first in zip(now, self._first_rates, strict=True) if not first):
+            raise ValueError(NO_RATE)
+        if not all(isclose(factor, factors[0], rel_tol=1e-9) for factor in factors):
+            raise ValueError(
+                f"the learning rates of the optimizer's groups were {self._first_rates} and are {now}: servers "
+                "have one learning rate, and follow it only if it changes by the same factor in all groups"
+            )
+        if not 0 <= factors[0] < inf:
+            raise ValueError(f"the optimizer's learning rate is {now[0]}: it must be finite and at least 0")
+        return factors[0]
+
+    def lr(self, step: int) -> float:
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    def coming_lr(self, step: int) -> Op[float]:
+        return RateRequest()
 
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
         return GradientRequest(each)

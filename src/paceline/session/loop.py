@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.session.backward import BucketHooks, Each
 from paceline.session.driver import StrategyDriver
 from paceline.session.gradients import Gradients
-from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, StepRequest
+from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, RateRequest, StepRequest
 from paceline.session.minibatch import Minibatch
 from paceline.session.optimizer import SessionOptimizer
 from paceline.worker.run import WorkerRun
@@ -52,8 +52,11 @@ class Loop:
 
     def on_backward(self) -> Each | None:
         """A backward pass begins.  Return the receiver of its buckets if it completes the gradient, else None."""
+        if self.is_paused:
+            return None
+        self._tell_rate()
         request = self._driver.request
-        if self.is_paused or request is None or isinstance(request, LocalStepRequest):
+        if request is None or isinstance(request, LocalStepRequest):
             return None
         if isinstance(request, StepRequest):
             self._passes += 1
@@ -62,6 +65,7 @@ class Loop:
                 f"add up {self._passes} passes, give attach(accumulate={self._passes}) or run all passes but the last "
                 "`with session.no_sync()`"
             )
+        assert isinstance(request, GradientRequest)
         if request.each is None:
             return None
         self._passes += 1
@@ -85,6 +89,7 @@ class Loop:
         `scale` is the factor by which the gradients were multiplied.  On `overflow` they must not be used.
         """
         self.last_own_step = self.replica.cursor.step
+        self._tell_rate()
         request = self._driver.request
         if request is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
@@ -94,7 +99,7 @@ class Loop:
             if not overflow:
                 self._gradients.unscale(scale)
             self._fulfil_step(overflow)
-        elif request.each is None:
+        elif isinstance(request, GradientRequest) and request.each is None:
             self._give_own_gradient(scale, overflow)
             self._fulfil_step(overflow)
         else:
@@ -150,7 +155,10 @@ class Loop:
 
     def _step_empty(self) -> None:
         """Take part in the exchanges of a step for which this worker has no data."""
+        self._tell_rate()
         request = self._driver.request
+        if request is None:
+            return
         self.batch.begin_empty()
         if isinstance(request, GradientRequest):
             self._flat.emit_zeros(request.each)
@@ -163,7 +171,13 @@ class Loop:
 
     # Between two requests.
 
-    def _advance(self, value: Tensor | None) -> None:
+    def _tell_rate(self) -> None:
+        """A step begins, so its learning rate is known: tell it to a strategy that waits for it."""
+        if isinstance(self._driver.request, RateRequest):
+            with torch.no_grad():
+                self._advance(self.learner.lr(self.replica.cursor.step))
+
+    def _advance(self, value: Tensor | float | None) -> None:
         self._driver.advance(value)
         self._prepare()
 
@@ -175,5 +189,8 @@ class Loop:
                 self._gradients.expose(request.gradient)
             return
         self._passes = 0
-        if isinstance(request, GradientRequest) and request.each is not None and self._hooks is None:
+        sees_backward = isinstance(request, RateRequest) or (
+            isinstance(request, GradientRequest) and request.each is not None
+        )
+        if sees_backward and self._hooks is None:
             self._hooks = BucketHooks(self._flat, self.on_backward, self.on_backward_end)

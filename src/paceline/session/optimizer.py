@@ -80,6 +80,9 @@ class SessionOptimizer(torch.optim.Optimizer):
         assert self.on_step is not None
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         self.on_step(getattr(self, "grad_scale", None), found_inf is not None and bool(found_inf))
+        # A scheduler on the user's own optimizer asks whether it has stepped.  Where servers take the steps, it never
+        # does.
+        self.inner._opt_called = True  # pyright: ignore
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)

@@ -27,9 +27,10 @@ class ASGD(ServerStrategy):
 
     If neither is given, exchange every 256 samples.  With `pipeline` the exchange runs during the next steps.
 
-    Late updates do most harm at the beginning, so the first deltas can be scaled down, by a ramp that begins at
-    `ramp_from` and ends at 1.  A staircase rises by `ramp_from` every `ramp` exchanges, as in CNTK; a linear ramp
-    reaches 1 after `ramp` exchanges.
+    Late updates do most harm at the beginning, so the learning rate can start lower, with a factor that rises from
+    `ramp_from` to 1.  A staircase rises by `ramp_from` every `ramp` minibatches of the worker, as CNTK's manual says; a
+    linear ramp reaches 1 after `ramp` of them.  With `ramp_of="delta"` it is as in CNTK's code: `ramp` counts
+    exchanges, and the factor scales what is pushed.
     """
 
     period: int | None = None
@@ -38,6 +39,7 @@ class ASGD(ServerStrategy):
     ramp: int = 0
     ramp_from: float = 0.1
     ramp_kind: Literal["staircase", "linear"] = "staircase"
+    ramp_of: Literal["rate", "delta"] = "rate"
     needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
 
     def __post_init__(self) -> None:
@@ -53,7 +55,12 @@ class ASGD(ServerStrategy):
         if self.ramp < 0 or not 0 < self.ramp_from <= 1 or self.ramp_kind not in ("staircase", "linear"):
             raise ValueError(
                 f"ASGD(ramp={self.ramp}, ramp_from={self.ramp_from}, ramp_kind={self.ramp_kind!r}): a ramp is a "
-                f"'staircase' or 'linear', lasts 0 or more exchanges, and begins in (0, 1]"
+                f"'staircase' or 'linear', lasts 0 or more minibatches or exchanges, and begins in (0, 1]"
+            )
+        if self.ramp_of not in ("rate", "delta"):
+            raise ValueError(
+                f"ASGD(ramp_of={self.ramp_of!r}): a ramp is of the learning 'rate', by minibatches, or of the 'delta' "
+                f"that is pushed, by exchanges"
             )
 
     def shard_rule(self, workers: int) -> Rule:
@@ -63,8 +70,9 @@ class ASGD(ServerStrategy):
         store = self.store(w)
         w.params.copy_(await store.pull())
         deltas = DeltaExchange(self, w, store)
+        local_step = RampedSteps(self, w).step if self.ramp and self.ramp_of == "rate" else w.local_step
         while await store.next(before_waiting=deltas.exchange):
-            await w.local_step()
+            await local_step()
             store.count_step()
             if self.is_due(store.unpushed.steps, store.unpushed.samples):
                 await deltas.exchange()
@@ -77,17 +85,40 @@ class ASGD(ServerStrategy):
             return steps >= self.period
         return samples >= (self.samples or 256)
 
-    def share(self, exchange: int) -> float:
-        """The share of the delta that is pushed at an exchange, counted from 1.
+    def factor(self, passed: int) -> float:
+        """The ramp's factor after so many minibatches, or at the exchange of that number, counted from 1.
 
-        >>> [ASGD(ramp=1024, ramp_from=0.2).share(c) for c in (1, 1023, 1024, 4095, 4096)]
+        >>> [ASGD(ramp=1024, ramp_from=0.2).factor(c) for c in (0, 1023, 1024, 4095, 4096)]
         [0.2, 0.2, 0.4, 0.8, 1.0]
         """
         if not self.ramp:
             return 1.0
         if self.ramp_kind == "staircase":
-            return min(1.0, self.ramp_from * (exchange // self.ramp + 1))
-        return min(1.0, self.ramp_from + (1 - self.ramp_from) * exchange / self.ramp)
+            return min(1.0, self.ramp_from * (passed // self.ramp + 1))
+        return min(1.0, self.ramp_from + (1 - self.ramp_from) * passed / self.ramp)
+
+
+class RampedSteps:
+    """Local steps with a learning rate that rises at the beginning.
+
+    A step is proportional to the learning rate, with momentum and weight decay too, so the step itself is scaled: the
+    optimizer's own rates remain those of its schedule.
+    """
+
+    def __init__(self, strategy: ASGD, w: Replica) -> None:
+        self.strategy = strategy
+        self.w = w
+        self.steps = 0
+        self._before = torch.empty_like(w.params)
+
+    async def step(self) -> None:
+        factor = self.strategy.factor(self.steps)
+        if factor < 1:
+            self._before.copy_(self.w.params)
+        await self.w.local_step()
+        if factor < 1:
+            torch.lerp(self._before, self.w.params, factor, out=self.w.params)
+        self.steps += 1
 
 
 class DeltaExchange:
@@ -110,7 +141,8 @@ class DeltaExchange:
         if self.strategy.pipeline:
             await self.in_flight
         self._delta = torch.sub(self.base, params, out=store.send_buffer(self._delta))
-        self._delta.mul_(self.strategy.share(self.exchanges))
+        if self.strategy.ramp_of == "delta":
+            self._delta.mul_(self.strategy.factor(self.exchanges))
         if self.strategy.pipeline:
             self.base.copy_(store.value)
             self.in_flight = store.exchange(self._delta, store.unpushed.take())

@@ -20,10 +20,11 @@ class AsyncMomentum(ServerStrategy):
     momentum: float = 0.9
     nesterov: bool = False
     unit_gain: bool = False
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shard_rule(1)
 
     def shard_rule(self, workers: int) -> Rule:
-        return Momentum(self.lr, self.momentum, self.nesterov, self.unit_gain)
+        return Momentum(self.lr, self.momentum, self.nesterov, self.unit_gain, weight_decay=self.weight_decay)

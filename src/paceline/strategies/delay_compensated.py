@@ -21,6 +21,7 @@ class DelayCompensated(ServerStrategy):
     lam: float | None = None
     adaptive: bool = False
     decay: float = 0.95
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -28,4 +29,6 @@ class DelayCompensated(ServerStrategy):
 
     def shard_rule(self, workers: int) -> Rule:
         lam = (2.0 if self.adaptive else 0.04) if self.lam is None else self.lam
-        return Compensated(Sgd(self.lr), lam=lam, adaptive=self.adaptive, decay=self.decay)
+        return Compensated(
+            Sgd(self.lr, weight_decay=self.weight_decay), lam=lam, adaptive=self.adaptive, decay=self.decay
+        )

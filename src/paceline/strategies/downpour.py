@@ -24,6 +24,7 @@ class Downpour(ServerStrategy):
     """Push the sum of every `push` gradients, and fetch the parameters every `fetch` steps.
 
     Shards apply the sum by Adagrad, or by another `rule`.  `local_lr` is the learning rate of a replica's own steps.
+    Both learning rates follow the schedule: the rule's by the mean of its factors at the steps of the sum.
     """
 
     push: int = 1
@@ -57,13 +58,14 @@ class Downpour(ServerStrategy):
             store.count_step()
             steps += 1
             if self.local_lr:
-                w.params.add_(g, alpha=-self.local_lr)
+                w.params.add_(g, alpha=-self.local_lr * w.cursor.rate)
             pushes = steps % self.push == 0
             fetches = steps % self.fetch == 0
             if pushes and fetches:
                 await exchange()
             elif pushes:
-                await store.push(total, store.unpushed.take())
+                rate = store.unpushed.rate
+                await store.push(total, store.unpushed.take(), rate=rate)
                 total.zero_()
             elif fetches:
                 w.params.copy_(await store.pull())
@@ -71,5 +73,6 @@ class Downpour(ServerStrategy):
 
     async def _exchange(self, w: Replica, store: Store, total: Tensor) -> None:
         """Push and fetch in one round trip."""
-        w.params.copy_(await store.exchange(total, store.unpushed.take()))
+        rate = store.unpushed.rate
+        w.params.copy_(await store.exchange(total, store.unpushed.take(), rate=rate))
         total.zero_()

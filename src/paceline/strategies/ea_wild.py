@@ -54,11 +54,6 @@ class EAWild(Elastic, Strategy):
                 f"EAWild(group={self.group}, regroup={self.regroup}, servers={self.servers}): a group has at least 1 "
                 f"worker and lasts at least 1 step, and the number of servers is at least 0"
             )
-        if self.rho is not None and self.servers:
-            raise ValueError(
-                f"EAWild(rho={self.rho}, servers={self.servers}): shards do not know the learning rate; "
-                f"give alpha or beta"
-            )
         if self.groups not in ("fixed", "random"):
             raise ValueError(f"EAWild(groups={self.groups!r}): groups are 'fixed' or 'random'")
 
@@ -82,10 +77,11 @@ class EAWild(Elastic, Strategy):
         group: Endpoint | None = None
         for k in w.steps():
             meets = group is not None and k % self.period == 0
+            alpha = await self.coming_share(w, groups) if meets else 0.0
             if group is None or (self.groups == "random" and k % self.regroup == 0):
                 group = everyone.group(self.group_of(w.rank, everyone.ranks, k))
                 await group.all_reduce(w.params.div_(self.group))
-            await self._step(w, group, centre, seen, before, alpha=self.share(w, groups), meets=meets)
+            await self._step(w, group, centre, seen, before, alpha=alpha, meets=meets)
         if group is not None and w.rank == group.ranks[0]:  # The last steps move the centre too.
             await centre.meet(w.params.clone(), self.share(w, groups), seen)
         seen.copy_(await centre.end())
@@ -119,4 +115,4 @@ class EAWild(Elastic, Strategy):
         return tuple(sorted(order[first : first + self.group]))
 
     async def server(self, s: Shard) -> None:
-        await s.serve(Attract(self.constant_share(s.endpoint.layout.workers // self.group)))
+        await s.serve(Attract(alpha=1.0))  # Each worker sends its own alpha.

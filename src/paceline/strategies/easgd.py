@@ -21,7 +21,8 @@ from paceline.worker.replica import Replica
 
 @dataclass(frozen=True, kw_only=True)
 class EASGD(Elastic, Strategy):
-    """The synchronous form: every `period` steps all workers meet the centre, by one all-reduce; there is no server.
+    """The synchronous form: all workers meet the centre by one all-reduce, at every step whose number is a multiple of
+    `period`; there is no server.
 
     The centre becomes (1 - beta) * centre + beta * mean of the workers.  Every worker moves by a share alpha = beta/N
     towards the centre before this change.
@@ -41,7 +42,7 @@ class EASGD(Elastic, Strategy):
         before = torch.empty_like(w.params)
         delta = torch.empty_like(w.params)
         for k in w.steps():
-            meets = (k + 1) % self.period == 0
+            meets = k % self.period == 0
             if meets:
                 torch.sub(before.copy_(w.params), m.centre, out=delta)
             await w.local_step()

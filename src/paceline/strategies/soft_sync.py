@@ -21,11 +21,13 @@ class SoftSync(ServerStrategy):
     lr: float = 0.1
     updates: int | None = None
     scale: Literal["1/tau", "1/(tau+1)"] | None = "1/tau"
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shard_rule(2)  # Raises ValueError for wrong settings.
 
     def shard_rule(self, workers: int) -> Rule:
-        rule = Every(Sgd(self.lr), max(1, workers // 2) if self.updates is None else self.updates)
+        updates = max(1, workers // 2) if self.updates is None else self.updates
+        rule = Every(Sgd(self.lr, weight_decay=self.weight_decay), updates)
         return rule if self.scale is None else Scaled(rule, self.scale)

@@ -21,6 +21,7 @@ class StaleSynchronous(ServerStrategy):
     lr: float = 0.1
     bound: int = 4
     visible: Literal["at once", "clock"] = "at once"
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,7 +35,8 @@ class StaleSynchronous(ServerStrategy):
             raise ValueError(f"StaleSynchronous(bound={self.bound}, visible='clock'): visible='clock' requires bound=0")
 
     def shard_rule(self, workers: int) -> Rule:
-        return Every(Sgd(self.lr), workers) if self.visible == "clock" else Sgd(self.lr)
+        rule = Sgd(self.lr, weight_decay=self.weight_decay)
+        return Every(rule, workers) if self.visible == "clock" else rule
 
     def shard_gate(self) -> Gate:
         return Bound(self.bound)

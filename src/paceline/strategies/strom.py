@@ -6,8 +6,8 @@ in the sender's residual.  Updates are only added, so their order does not matte
 models are equal, up to rounding, and have moved by all updates except the residuals.
 
 For this reason receivers do not step with their own optimizers: momentum depends on the order.  With `lr` a worker
-sends gradients, and all step by `lr` times these.  Without, it sends the steps of its own optimizer, with momentum and
-schedule.  The threshold is in the units of what is sent.
+sends gradients, and all step by `lr` times these, and times the factor of the sender's schedule.  Without, it sends the
+steps of its own optimizer, with momentum and schedule.  The threshold is in the units of what is sent.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class StromWorker:
         update = await (self.local_update() if self.strategy.lr is None else self.w.gradient())
         if self.w.batch.samples:
             data = await self.encode(update)
-            self.apply(data)
-            await self.log.broadcast(data)
+            rate = 1.0 if self.strategy.lr is None else self.w.cursor.rate
+            self.apply(data, rate)
+            await self.log.broadcast(data, rate)
         await self.peers.handle_all()
 
     async def local_update(self) -> Tensor:
@@ -99,15 +100,16 @@ class StromWorker:
             return update.clone()
         return await self.w.endpoint.compute(lambda: state.encode(update), kind="encode", nbytes=update.nbytes)
 
-    def apply(self, data: Tensor) -> None:
-        params, scale = self.w.params, -(self.strategy.lr or 1.0)
+    def apply(self, data: Tensor, rate: float) -> None:
+        params = self.w.params
+        scale = -(self.strategy.lr or 1.0) * rate
         if self.codec_state is None:
             params.add_(data.to(params.device), alpha=scale)
         else:
             self.codec_state.add(data.to(params.device), params, scale)
 
-    async def apply_received(self, data: Tensor) -> None:
-        await self.w.endpoint.compute(lambda: self.apply(data), kind="decode", nbytes=data.nbytes)
+    async def apply_received(self, data: Tensor, rate: float) -> None:
+        await self.w.endpoint.compute(lambda: self.apply(data, rate), kind="decode", nbytes=data.nbytes)
 
     async def start_with_few(self) -> None:
         """Train as one of the few, or wait for them."""

@@ -35,6 +35,7 @@ class BatchRecord:
         self.total = 0.0  # Seen by this worker in all.
         self.is_counted = True  # Whether samples are counted; otherwise every step counts as one.
         self.skipped = 0  # Steps that were skipped because of a NaN.
+        self.votes = 0  # Means and syncs that this worker has asked for.
         self.fault: str | None = None  # Which rank has which parameter with a NaN in the current gradient.
         self._rank = rank
         self._cursor = cursor
@@ -68,6 +69,7 @@ class BatchRecord:
     def take_weight(self) -> float:
         """This worker's weight in a mean that starts now: its samples since the last mean."""
         self._was_averaged = True
+        self.votes += 1
         return self._since_mean
 
     def take_buffers_weight(self) -> float:
@@ -93,6 +95,7 @@ class BatchRecord:
 
     def mark_sync(self, fragment: int = 0) -> float:
         """That fragment is averaged now; how many samples count in that average."""
+        self.votes += 1
         weight = self.since_sync(fragment)
         self._marks[fragment] = self.total
         return weight

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from paceline.op import Op, Ready
 from paceline.worker.plan import Plan
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.worker.learner import Learner
 
 MOST_EMPTY_STEPS = 1_000_000
+MOST_WITHOUT_A_MEAN = 10_000  # Empty steps, if the strategy has asked for no mean before them.
 
 
 class Cursor:
@@ -47,6 +49,22 @@ class Cursor:
         return self._announced >= 0
 
     @property
+    def rate(self) -> float:
+        """The factor that the schedule puts on the learning rates at this step; after the last step 1."""
+        return self._learner.rate(self.step) if self.has_data(self.step) else 1.0
+
+    @property
+    def lr(self) -> float:
+        """See `Replica.lr`."""
+        if self.has_data(self.step):
+            return self._learner.lr(self.step)
+        return max(float(group["lr"]) for group in self._learner.optimizer.param_groups)
+
+    def coming_lr(self) -> Op[float]:
+        """The same, for a step whose gradient was not asked for yet; it waits until no scheduler can change it."""
+        return self._learner.coming_lr(self.step) if self.has_data(self.step) else Ready("learning rate", self.lr)
+
+    @property
     def last_step(self) -> int | None:
         """The step before which the run, or the current phase, ends; None if unknown."""
         known = [int(n) for n in (self._end, self._plan.steps) if n is not None and n < inf]
@@ -54,17 +72,20 @@ class Cursor:
 
     def steps(self, batch: BatchRecord) -> Iterator[int]:
         """Count steps until no worker has data left; see `Replica.steps`."""
+        first = self.step
         empty = 0
+        votes = batch.votes
         while not self.is_over:
             if self.is_in_phase:
                 self._announce(self.step)
             yield self.step
             self.step += 1
             empty = 0 if batch.update_samples else empty + 1
-            if empty > MOST_EMPTY_STEPS:
+            if empty > (MOST_WITHOUT_A_MEAN if batch.votes == votes else MOST_EMPTY_STEPS):
                 raise RuntimeError(
-                    f"{empty} steps without data and without a mean: the period is too long, or the strategy never "
-                    "averages; then it should count `steps_alone()`"
+                    f"this worker's data ended after step {self.step - empty - 1}, and {empty} empty steps followed "
+                    f"without a mean, {self.step - first} steps in all: only a mean tells a worker that all data has "
+                    "ended.  Count `steps_alone()` in a strategy that never averages, or shorten its period"
                 )
 
     def steps_alone(self) -> Iterator[int]:

@@ -55,6 +55,18 @@ class Learner(Protocol):
         """Whether there is a minibatch for that step."""
         ...
 
+    def rate(self, step: int) -> float:
+        """The factor that the schedule puts on the learning rates at that step, for which there is a minibatch."""
+        ...
+
+    def lr(self, step: int) -> float:
+        """The largest learning rate of the optimizer's groups at that step, for which there is a minibatch."""
+        ...
+
+    def coming_lr(self, step: int) -> Op[float]:
+        """The same, for a step that has not begun: in the user's own loop it is known only when the step begins."""
+        ...
+
     def use_full_batches(self, whole: bool) -> None:
         """From now on, compute every minibatch as a `whole`, or only this worker's part of it."""
         ...
@@ -88,6 +100,15 @@ class TaskLearner:
 
     def has_data(self, step: int) -> bool:
         return self.trainee.has_data(step)
+
+    def rate(self, step: int) -> float:
+        return self.trainee.rate(step)
+
+    def lr(self, step: int) -> float:
+        return float(max(self.trainee.rates(step)))
+
+    def coming_lr(self, step: int) -> Op[float]:
+        return Ready("learning rate", self.lr(step))
 
     def step(self, replica: Replica, g: Tensor) -> Op[None]:
         self.trainee.step(g)

@@ -66,8 +66,12 @@ class Replica:
 
     @property
     def lr(self) -> float:
-        """The largest learning rate of the optimizer's groups, as of the last step."""
-        return max(float(group["lr"]) for group in self.learner.optimizer.param_groups)
+        """The largest learning rate of the optimizer's groups at the current step; after the last step, that of the
+        last.
+
+        In the user's own loop a scheduler may still change it before the step is taken: see `cursor.coming_lr`.
+        """
+        return self.cursor.lr
 
     # Steps.
 
