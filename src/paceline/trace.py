@@ -110,6 +110,13 @@ class Trace:
         self.syncs = sorted(self.syncs + other.syncs, key=lambda s: (s.time, s.rank))
         self.evaluations = sorted(self.evaluations + other.evaluations, key=lambda e: e.time)
 
+    def move_to(self, rank: int) -> None:
+        """Give all entries, which are of one process, to this rank."""
+        self.sent = defaultdict(int, {rank: sum(self.sent.values())} if self.sent else {})
+        self.spans = [span._replace(rank=rank) for span in self.spans]
+        self.points = [point._replace(rank=rank) for point in self.points]
+        self.syncs = [sync._replace(rank=rank) for sync in self.syncs]
+
     @property
     def seconds(self) -> float:
         """The time at which the last span ended."""

@@ -41,9 +41,9 @@ _joined = itertools.count()  # Jobs that this process has joined.  All ranks cou
 class Job:
     """One rank of a job: it has a store, an endpoint, and on the first rank of each host the server processes.
 
-    `served` is the strategy whose server role is run by server processes; None: there are none.  `launcher_pipe` is a
-    pipe of a launcher that replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this
-    process to start them.
+    `served` is the strategy whose server role is run by server processes; None: there are none.  Each of the `stages` of
+    a split model, which are ranks of their own, has at least one shard.  `launcher_pipe` is a pipe of a launcher that
+    replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this process to start them.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Job:
         *,
         device: torch.device,
         served: Strategy | None = None,
+        stages: int = 1,
         place: Place | None = None,
         ordered: bool = False,
         apart: bool = False,
@@ -62,6 +63,7 @@ class Job:
         forks_servers: bool = False,
     ) -> None:
         self._is_elastic = needs.elastic
+        self._stages = stages
         self._device = device
         self._ordered = ordered
         self._timeout_s = timeout_s
@@ -80,7 +82,9 @@ class Job:
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)
             self._hosts = Hosts(self.store, self.rank, self.workers)
-            servers = max(served.servers, len(self._hosts)) if served is not None and served.servers else 0
+            servers = 0
+            if served is not None and served.servers:
+                servers = max(served.servers, len(self._hosts), served.coordinators + stages)
             self.layout = Layout(self.workers, servers)
             if served is not None and servers:
                 # Before this process has threads, so that it can be forked.
@@ -126,6 +130,7 @@ class Job:
             is_elastic=self._is_elastic,
             may_lose_starter=may_lose_starter,
             takes_nonfinite=takes_nonfinite,
+            stages=self._stages,
         )
 
     def _serve(self, served: Strategy, settings: ServerSettings, launcher_pipe: int | None, forks: bool) -> None:

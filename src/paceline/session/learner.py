@@ -58,6 +58,8 @@ class LoopLearner:
     """The Learner of a replica whose training loop belongs to the user.  It computes nothing itself."""
 
     has_global_data = False
+    stage = 0
+    stages = 1
 
     def __init__(self, flat: FlatModel, optimizer: SessionOptimizer) -> None:
         self.flat = flat
@@ -92,4 +94,7 @@ class LoopLearner:
         self.reads_full_batches = whole
 
     async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        return numbers
+
+    async def of_first_stage(self, numbers: Sequence[float]) -> Sequence[float]:
         return numbers

@@ -29,6 +29,9 @@ class Learner(Protocol):
         bool  # Whether any worker can compute any part of a minibatch.  If not, each worker has its own data.
     )
 
+    stage: int  # The stage of a split model that this process holds, from 0;
+    stages: int  # and how many there are.  A model that is not split is one stage.
+
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
 
@@ -66,9 +69,16 @@ class Learner(Protocol):
         """
         ...
 
+    async def of_first_stage(self, numbers: Sequence[float]) -> Sequence[float]:
+        """The numbers that the first stage of this replica's pipeline gave; all stages give equally many."""
+        ...
+
 
 class TaskLearner:
     """The common part of the simulator's learner and that of `train`: it uses the task's data and optimizer."""
+
+    stage = 0
+    stages = 1
 
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
@@ -100,6 +110,9 @@ class TaskLearner:
         self.trainee.use_full_batches(whole)
 
     async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        return numbers
+
+    async def of_first_stage(self, numbers: Sequence[float]) -> Sequence[float]:
         return numbers
 
 
