@@ -158,8 +158,8 @@ def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
         )
     if not needs.splits and offers.stages > 1:
         yield Unmet(
-            "the whole model in each worker (its workers exchange messages with each other, share memory, or use servers "
-            "and collectives)",
+            "the whole model in each worker (its workers exchange messages with each other, share memory, or use "
+            "both servers and collectives)",
             f"stages={offers.stages}",
             "use a method on servers such as Downpour or ParameterServer, AllReduceSGD or a method that averages, or "
             "stages=1",

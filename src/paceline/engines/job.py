@@ -41,9 +41,10 @@ _joined = itertools.count()  # Jobs that this process has joined.  All ranks cou
 class Job:
     """One rank of a job: it has a store, an endpoint, and on the first rank of each host the server processes.
 
-    `served` is the strategy whose server role is run by server processes; None: there are none.  Each of the `stages` of
-    a split model, which are ranks of their own, has at least one shard.  `launcher_pipe` is a pipe of a launcher that
-    replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this process to start them.
+    `served` is the strategy whose server role is run by server processes; None: there are none.  Each of the `stages`
+    of a split model, which are ranks of their own, has at least one shard.  `launcher_pipe` is a pipe of a launcher
+    that replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this process to start
+    them.
     """
 
     def __init__(

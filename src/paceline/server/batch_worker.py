@@ -40,8 +40,8 @@ from paceline.worker.replica import Replica
 
 R = TypeVar("R", bound=Reply)
 
-# The answers of the coordinator, in the order of the numbers by which the first stage tells them to the others.
-ANSWERS: tuple[type[Order | Away], ...] = (WorkOrder, PushOrder, BringOrder, OverOrder, SignedOff, Away)
+# Orders by the numbers that the first stage of a pipeline tells the others; the next number is `Away`.
+ORDERS: tuple[type[Order], ...] = (WorkOrder, PushOrder, BringOrder, OverOrder, SignedOff)
 
 
 class BatchWorker:
@@ -148,13 +148,13 @@ class BatchWorker:
     async def _told(self, answer: Order | Away | None) -> Order | Away:
         """The first stage's answer, on every stage; the others give None."""
         numbers = answer.numbers.tolist() if isinstance(answer, PassOrder) else []
-        kind = 0 if answer is None else ANSWERS.index(type(answer))
+        kind = ORDERS.index(type(answer)) if isinstance(answer, Order) else len(ORDERS)
         told = await self.w.learner.of_first_stage([kind, *numbers, *[0] * (4 - len(numbers))])
         which, *given = map(int, told)
-        of = ANSWERS[which]
-        if issubclass(of, PassOrder):
-            return of(torch.tensor(given[: 4 if of is WorkOrder else 3]))
-        return of()
+        if which == len(ORDERS):
+            return Away(reason="the first stage was told so")
+        of = ORDERS[which]
+        return of(torch.tensor(given[: 4 if of is WorkOrder else 3])) if issubclass(of, PassOrder) else of()
 
     async def _ask_shards(self, requests: Sequence[Request], reply: type[R]) -> list[R]:
         """Ask each shard, and wait for the replies of all."""

@@ -1,8 +1,8 @@
 """StageView: the ranks with which one process of a split model exchanges messages, numbered as if there were no others.
 
 Each stage has shards of its own, so a process of stage k needs only the same stage of the other replicas and the shards
-of that stage (Dean et al., DistBelief, 2012).  In this view replica r is worker r.  The roles of a strategy are the same
-as for a whole model.
+of that stage (Dean et al., DistBelief, 2012).  In this view replica r is worker r.  The roles of a strategy are the
+same as for a whole model.
 """
 
 from __future__ import annotations
