@@ -24,7 +24,10 @@ class Span(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A step of a worker with its loss, or an update of a server with its staleness (`step` is then the version)."""
+    """A step of a worker with its loss, or an update of a server with its staleness (`step` is then the version).
+
+    In shared memory a worker's write is such an update: `step` is then the number of writes before it.
+    """
 
     time: float
     rank: int
