@@ -15,8 +15,8 @@ from paceline.report.vega import svg
 BARS = 40
 EXPLANATION = (
     "An update's staleness is how many versions of the parameters its server made between the worker's reading them "
-    "and the update's arrival; an update that goes to several servers counts at each.  In shared memory it is how often "
-    "other workers wrote between a worker's reading and its write."
+    "and the update's arrival; an update that goes to several servers counts at each.  In shared memory, it is how "
+    "many times other workers wrote between a worker's reading and its write."
 )
 
 
