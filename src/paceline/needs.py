@@ -77,6 +77,7 @@ class Offers:
     fixed_workers: bool = True  # No worker joins, leaves or dies, and no message is lost.
     unbroken: bool = True  # The run is neither stopped early nor resumed.
     stages: int = 1  # The number of processes that hold one replica of the model.
+    whole_tensors: bool = True  # A rank holds whole tensors, not parts of them (torch's DTensor).
 
     @classmethod
     def of_task(cls, call: str, task: Task) -> Offers:
@@ -154,6 +155,12 @@ def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
         yield Unmet(
             "a run without a stop (messages in flight are in no saved state)",
             "a run that is stopped or resumed",
+            "use a synchronous method, such as AllReduceSGD or PeriodicAveraging",
+        )
+    if not needs.ordered and not offers.whole_tensors:
+        yield Unmet(
+            "whole tensors in each worker (its workers do not wait for each other)",
+            "a model of DTensors",
             "use a synchronous method, such as AllReduceSGD or PeriodicAveraging",
         )
     if not needs.splits and offers.stages > 1:

@@ -257,8 +257,13 @@ class SyncRounds:
         if total.bad or not total.weight:
             return pending
         where = self.fragments[pending.fragment]
-        params = self.w.params[where] if pending.snapshot is None else pending.snapshot
-        distance = squared_distance(params, self._m.anchor[where], pending.vector)
+
+        def distance_in(part: slice) -> float:
+            inner = slice(part.start - where.start, part.stop - where.start)
+            params = self.w.params[part] if pending.snapshot is None else pending.snapshot[inner]
+            return squared_distance(params, self._m.anchor[part], pending.vector[inner])
+
+        distance = self.w.learner.flat.counted_once(distance_in, where)
         stats = stats._replace(squared_distance=distance, state_vectors=float(len(pending.state_names)))
         message = stats.packed(buffers)
         pending.replies = [message] if is_alone else await endpoint.all_gather(message)

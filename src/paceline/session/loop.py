@@ -121,7 +121,7 @@ class Loop:
         if not overflow:
             self._gradients.unscale_each(scale)
         if not self.batch.is_empty() and self.batch.accepts_gradient(
-            self._flat.first_nonfinite_grad, overflow=overflow
+            self.learner.first_nonfinite_grad, overflow=overflow
         ):
             self._optimizer.inner_step()
         self.batch.record()

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.op import Op, Ready
 from paceline.state import StateStore, per_worker
 from paceline.worker.flat import Bucket, FlatModel
+from paceline.worker.tensors import local
 
 if TYPE_CHECKING:
     from paceline.task import Trainee
@@ -131,7 +132,9 @@ def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict
     return {
         name: torch.cat(
             [
-                state[name].reshape(-1) if _is_for_each_value(name, state.get(name), p) else like.new_zeros(p.numel())
+                local(state[name]).reshape(-1)
+                if _is_for_each_value(name, state.get(name), p)
+                else local(like).new_zeros(local(p).numel())
                 for state, p in zip(states, flat.parameters, strict=True)
             ]
         )
@@ -151,7 +154,7 @@ def set_optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer, vec
         for i, p in enumerate(flat.parameters):
             value = optimizer.state.get(p, {}).get(name)
             if _is_for_each_value(name, value, p):
-                value.copy_(vector[flat.where(i)].view(value.shape))
+                local(value).copy_(vector[flat.where(i)].view(local(value).shape))
 
 
 def _is_for_each_value(name: str, value: object, parameter: Tensor) -> bool:

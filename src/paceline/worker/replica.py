@@ -150,7 +150,7 @@ class Replica:
         """
         if codec is None:
             return None
-        fitted = codec.fitted([p.shape for p in self.learner.flat.parameters])
+        fitted = codec.fitted(self.learner.flat.shapes)
         remember = partial(self._declare, name)
         state = fitted.codec_state(remember, self.params, key=self.rank)
         return state if self.workers > 1 else None
