@@ -7,7 +7,7 @@ Workers have the first ranks, servers the next: worker i is rank i, server j is 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ class Layout:
 
     workers: int
     servers: int = 0
+    numbers: tuple[int, ...] = field(default=(), repr=False)  # Of a part of a job: the job's own rank of each rank.
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.servers < 0:
@@ -49,7 +50,8 @@ class Layout:
 
     def name(self, rank: int) -> str:
         """How messages name a rank.  Ranks from `size` on are workers that joined later."""
-        return f"server {rank - self.workers} (rank {rank})" if rank in self.server_ranks else f"worker {rank}"
+        number = self.numbers[rank] if self.numbers else rank
+        return f"server {rank - self.workers} (rank {number})" if rank in self.server_ranks else f"worker {rank}"
 
 
 class WriteCounts:

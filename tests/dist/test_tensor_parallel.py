@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 
 import paceline as pl
 from tests.dist import forked
@@ -29,20 +31,40 @@ STRATEGIES: dict[str, pl.Strategy] = {
 STEPS = 8
 
 
+class ChannelConv(nn.Module):
+    """A convolution whose output channels are divided among the ranks.  torch has no parallel style for it."""
+
+    def __init__(self, whole: nn.Conv1d, mesh: Any) -> None:
+        super().__init__()
+        self.mesh = mesh
+        assert whole.bias is not None
+        self.weight = nn.Parameter(distribute_tensor(whole.weight.detach(), mesh, [Shard(0)]))
+        self.bias = nn.Parameter(distribute_tensor(whole.bias.detach(), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        y = F.conv1d(x, self.weight.to_local(), self.bias.to_local())  # pyright: ignore
+        return DTensor.from_local(y, self.mesh, [Shard(1)]).redistribute(placements=[Replicate()]).to_local()
+
+
 class Network(nn.Module):
-    """A layer cut by columns, a layer cut by rows, and one that every rank has."""
+    """A convolution cut by channels, a layer cut by columns, one cut by rows, and one that every rank has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 8)
+        self.conv: nn.Module = nn.Conv1d(1, 4, 3)
+        self.up = nn.Linear(16, 8)
         self.down = nn.Linear(8, 5)
         self.norm = nn.LayerNorm(5)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(x.unsqueeze(1)).flatten(1))
         return self.norm(self.down(torch.tanh(self.up(x))))
 
 
-def parts(model: nn.Module, mesh: Any) -> nn.Module:
+def parts(model: Network, mesh: Any) -> nn.Module:
+    assert isinstance(model.conv, nn.Conv1d)
+    model.conv = ChannelConv(model.conv, mesh)
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
@@ -99,9 +121,9 @@ def refusals(mesh: Any) -> list[str]:
 
 
 REFUSALS = (
-    "parameter 'up.weight' is a DTensor, of which this rank holds a part: give attach(mesh=...)",
+    "parameter 'conv.weight' is a DTensor, of which this rank holds a part: give attach(mesh=...)",
     "attach(mesh=...): it is a mesh of 2 dimensions; give the dimension of the replicas",
-    "attach(mesh=...): 'up.weight' is distributed over the ranks [0, 1]",
+    "attach(mesh=...): 'conv.weight' is distributed over the ranks [0, 1]",
     "attach(mesh=...): the model has no DTensor parameter",
     "attach(ASGD): it needs whole tensors in each worker",
 )

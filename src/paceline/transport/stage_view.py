@@ -52,7 +52,7 @@ class StageView:
         replicas = tuple(range(stage, job.workers, stages))
         reached = servers if rank in servers[:coordinators] else (*servers[:coordinators], *of_stage[stage])
         ranks = (*replicas, *reached)
-        return StageView(ranks.index(rank), Layout(len(replicas), len(reached)), ranks)
+        return StageView(ranks.index(rank), Layout(len(replicas), len(reached), ranks), ranks)
 
 
 class StageMailbox:
