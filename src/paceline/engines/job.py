@@ -83,11 +83,8 @@ class Job:
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)
             self._hosts = Hosts(self.store, self.rank, self.workers)
-            servers = 0
+            self.layout = Layout(self.workers, _servers(served, len(self._hosts), stages))
             if served is not None and served.servers:
-                servers = max(served.servers, len(self._hosts), served.coordinators + stages)
-            self.layout = Layout(self.workers, servers)
-            if served is not None and servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
                 settings = self._server_settings(epoch, pid, takes_nonfinite, launcher_pipe is not None)
@@ -289,6 +286,11 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _servers(served: Strategy | None, hosts: int, stages: int) -> int:
+    """How many servers a strategy has: at least one on each host, and at least one shard for each stage."""
+    return max(served.servers, hosts, served.coordinators + stages) if served is not None and served.servers else 0
 
 
 def _unwrapped(store: dist.Store) -> dist.Store:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import Literal
 
@@ -257,13 +258,9 @@ class SyncRounds:
         if total.bad or not total.weight:
             return pending
         where = self.fragments[pending.fragment]
-
-        def distance_in(part: slice) -> float:
-            inner = slice(part.start - where.start, part.stop - where.start)
-            params = self.w.params[part] if pending.snapshot is None else pending.snapshot[inner]
-            return squared_distance(params, self._m.anchor[part], pending.vector[inner])
-
-        distance = self.w.learner.flat.counted_once(distance_in, where)
+        params = self.w.params[where] if pending.snapshot is None else pending.snapshot
+        measure = partial(distance_in, params, self._m.anchor[where], pending.vector, where.start)
+        distance = self.w.learner.flat.counted_once(measure, where)
         stats = stats._replace(squared_distance=distance, state_vectors=float(len(pending.state_names)))
         message = stats.packed(buffers)
         pending.replies = [message] if is_alone else await endpoint.all_gather(message)
@@ -330,3 +327,9 @@ class SyncRounds:
             raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
         if pending.complaint:
             warnings.warn(NonFiniteReplica(f"{what}; there was no sync: {pending.complaint}"), stacklevel=3)
+
+
+def distance_in(params: Tensor, anchor: Tensor, delta: Tensor, start: int, part: slice) -> float:
+    """The squared distance to the mean, in a part of the model; the vectors begin at its parameter `start`."""
+    inner = slice(part.start - start, part.stop - start)
+    return squared_distance(params[inner], anchor[inner], delta[inner])

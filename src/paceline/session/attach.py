@@ -64,14 +64,7 @@ def attach(
     if isinstance(strategy, str):
         strategy = registry.strategy(strategy)
     plan = _plan(loader, epochs, accumulate)
-    offers = Offers(
-        "attach",
-        global_data=False,
-        optimizer=optimizer is not None,
-        length=[field for field in get_args(Length) if getattr(plan, field) is not None],
-        equal_start=initial == "equal",
-        whole_tensors=mesh is None,
-    )
+    offers = _offers(plan, optimizer, initial, mesh)
     check(strategy, offers)
     parts = tensor_parallel(model, mesh)
     flat = FlatModel(model, bucket_bytes=bucket_bytes, takes_parts=parts is not None)
@@ -112,6 +105,19 @@ def _check_settings(accumulate: int, initial: Initial) -> None:
             f"attach(initial={initial!r}): give 'equal' if all ranks start from equal parameters, or 'broadcast' to "
             "send those of rank 0 to all"
         )
+
+
+def _offers(
+    plan: Plan, optimizer: torch.optim.Optimizer | None, initial: Initial, mesh: dist.DeviceMesh | None
+) -> Offers:
+    return Offers(
+        "attach",
+        global_data=False,
+        optimizer=optimizer is not None,
+        length=[field for field in get_args(Length) if getattr(plan, field) is not None],
+        equal_start=initial == "equal",
+        whole_tensors=mesh is None,
+    )
 
 
 def _plan(loader: Iterable[Any] | None, epochs: float | None, accumulate: int) -> Plan:

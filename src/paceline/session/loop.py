@@ -90,8 +90,8 @@ class Loop:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
         if self.learner.parts is not None and (scale is not None or overflow):
             raise ValueError(
-                "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in bfloat16 "
-                "or float32, which need no scaler"
+                "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in "
+                "bfloat16 or float32, which need no scaler"
             )
         if isinstance(request, LocalStepRequest):
             self._step_locally(scale, overflow)
