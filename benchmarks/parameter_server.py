@@ -61,7 +61,7 @@ class Model:
         self.params = params
         self.batch = SimpleNamespace(samples=1.0)
         self.cursor = SimpleNamespace(step=0, shard=None)
-        self.learner = SimpleNamespace(has_global_data=True)
+        self.learner = SimpleNamespace(has_global_data=True, stage=0, stages=1)
 
     def codec_state(self, codec: Any) -> None:
         return None

@@ -7,7 +7,7 @@ Workers have the first ranks, servers the next: worker i is rank i, server j is 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ class Layout:
 
     workers: int
     servers: int = 0
+    numbers: tuple[int, ...] = field(default=(), repr=False)  # Of a part of a job: the job's own rank of each rank.
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.servers < 0:
@@ -49,15 +50,46 @@ class Layout:
 
     def name(self, rank: int) -> str:
         """How messages name a rank.  Ranks from `size` on are workers that joined later."""
-        return f"server {rank - self.workers} (rank {rank})" if rank in self.server_ranks else f"worker {rank}"
+        number = self.numbers[rank] if self.numbers else rank
+        return f"server {rank - self.workers} (rank {number})" if rank in self.server_ranks else f"worker {rank}"
+
+
+class WriteCounts:
+    """How many times each member of a group has written to a shared vector.
+
+    Each member changes only its own count, so none is lost without a lock.  `counts` is in memory that all members
+    share; `member` is the index of this rank among them.
+
+    >>> counts = torch.zeros(2, dtype=torch.int64)
+    >>> first, second = WriteCounts(counts, 0), WriteCounts(counts, 1)
+    >>> first.add_write()
+    >>> first.of_others(), second.of_others(), second.of_all()
+    (0, 1, 1)
+    """
+
+    def __init__(self, counts: Tensor, member: int) -> None:
+        self._counts = counts.numpy().data  # Several times as fast as a tensor, for so few numbers.
+        self._member = member
+
+    def of_all(self) -> int:
+        return sum(self._counts)
+
+    def of_others(self) -> int:
+        return sum(self._counts) - self._counts[self._member]
+
+    def add_write(self) -> None:
+        """This rank has written to the vector."""
+        self._counts[self._member] += 1
 
 
 class SharedVector(Protocol):
-    """A vector in shared memory that several ranks read and write at any time, without a lock.
+    """A vector in the host's shared memory that several ranks read and write at any time, without a lock.
 
     A read during a write may return old values in one part and new values in another.  Of two writes to the same value
     at the same time, one may be lost.
     """
+
+    writes: WriteCounts  # The strategy counts its writes; what counts as one is its decision.
 
     @property
     def values(self) -> Tensor:
@@ -65,6 +97,10 @@ class SharedVector(Protocol):
         ...
 
     def read(self, into: Tensor) -> Op[Tensor]: ...
+
+    def add(self, change: Tensor) -> Op[None]:
+        """values += change."""
+        ...
 
     def draw(self, towards: Tensor, share: float) -> Op[None]:
         """values += share * (towards - values)."""

@@ -41,8 +41,14 @@ class Needs:
 
     @property
     def ordered(self) -> bool:
-        """The result does not depend on timing, so a run can be stopped, saved, resumed and split into stages."""
+        """The result does not depend on timing, so a run can be stopped, saved and resumed."""
         return self.collectives and not (self.servers or self.messages or self.shared_memory)
+
+    @property
+    def splits(self) -> bool:
+        """A replica can be several processes, one for each stage of its model: they exchange means with the same stage
+        of other replicas, or updates with the shards of their stage."""
+        return self.ordered or (self.servers and not (self.collectives or self.messages or self.shared_memory))
 
     def followed_by(self, then: Needs) -> Needs:
         """The needs of a method that starts with these and continues with `then`; a collective lies between the two."""
@@ -71,6 +77,7 @@ class Offers:
     fixed_workers: bool = True  # No worker joins, leaves or dies, and no message is lost.
     unbroken: bool = True  # The run is neither stopped early nor resumed.
     stages: int = 1  # The number of processes that hold one replica of the model.
+    whole_tensors: bool = True  # A rank holds whole tensors, not parts of them (torch's DTensor).
 
     @classmethod
     def of_task(cls, call: str, task: Task) -> Offers:
@@ -150,10 +157,17 @@ def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
             "a run that is stopped or resumed",
             "use a synchronous method, such as AllReduceSGD or PeriodicAveraging",
         )
-    if not needs.ordered and offers.stages > 1:
+    if not needs.ordered and not offers.whole_tensors:
         yield Unmet(
-            "the whole model in each worker (its workers do not wait for each other, so the stages of one worker would "
-            "take different steps)",
+            "whole tensors in each worker (its workers do not wait for each other)",
+            "a model of DTensors",
+            "use a synchronous method, such as AllReduceSGD or PeriodicAveraging",
+        )
+    if not needs.splits and offers.stages > 1:
+        yield Unmet(
+            "the whole model in each worker (its workers exchange messages with each other, share memory, or use "
+            "both servers and collectives)",
             f"stages={offers.stages}",
-            "use AllReduceSGD or a method that averages, or stages=1",
+            "use a method on servers such as Downpour or ParameterServer, AllReduceSGD or a method that averages, or "
+            "stages=1",
         )

@@ -22,6 +22,7 @@ class Strategy(ABC):
     """See `strategies/block_momentum.py` for a whole one."""
 
     servers: int = 0
+    coordinators: ClassVar[int] = 0  # How many of the servers, the first ones, hold no part of the model.
     needs: ClassVar[Needs] = Needs()  # A property where it depends on the settings.
 
     @abstractmethod

@@ -24,7 +24,10 @@ class Span(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A step of a worker with its loss, or an update of a server with its staleness (`step` is then the version)."""
+    """A step of a worker with its loss, or an update of a server with its staleness (`step` is then the version).
+
+    In shared memory a worker's write is such an update: `step` is then the number of writes before it.
+    """
 
     time: float
     rank: int
@@ -109,6 +112,13 @@ class Trace:
         self.points = sorted(self.points + other.points, key=lambda p: (p.time, p.rank))
         self.syncs = sorted(self.syncs + other.syncs, key=lambda s: (s.time, s.rank))
         self.evaluations = sorted(self.evaluations + other.evaluations, key=lambda e: e.time)
+
+    def move_to(self, rank: int) -> None:
+        """Give all entries, which are of one process, to this rank."""
+        self.sent = defaultdict(int, {rank: sum(self.sent.values())} if self.sent else {})
+        self.spans = [span._replace(rank=rank) for span in self.spans]
+        self.points = [point._replace(rank=rank) for point in self.points]
+        self.syncs = [sync._replace(rank=rank) for sync in self.syncs]
 
     @property
     def seconds(self) -> float:

@@ -302,9 +302,9 @@ def calling_twice(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], pl.Run], str]] = {
-    "servers": (
-        lambda: pl.train(task(), pl.ASGD(), 2, stages=2),
-        r"train\(ASGD\): it needs the whole model in each worker .*, which stages=2 does not offer",
+    "peers": (
+        lambda: pl.train(task(), pl.Gossip(), 2, stages=2),
+        r"train\(Gossip\): it needs the whole model in each worker .*, which stages=2 does not offer",
     ),
     "no such layer": (
         lambda: pl.train(task(), pl.AllReduceSGD(), 2, stages=["3", "9"]),

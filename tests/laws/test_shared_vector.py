@@ -25,12 +25,16 @@ from paceline import (
     simulate,
     train,
 )
-from paceline.endpoint import Layout
+from paceline.collectives import barrier
+from paceline.endpoint import Layout, WriteCounts
 from paceline.families.centre import InMemory
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
-from paceline.transport.endpoint import ProcessEndpoint
+from paceline.strategies.hogwild import train_on_copies
+from paceline.transport.endpoint import Clock, ProcessEndpoint
+from paceline.transport.shared_vector import StagedSharedVector
+from paceline.worker.replica import Replica
 from tests.dist.test_decentralised import mortal
 from tests.laws.ranks import on_shared_memory
 from tests.laws.tasks import OPTIMIZERS, Point, close, instant, numbers, regression, same, trained_alone, vector
@@ -138,6 +142,68 @@ def test_steps_that_change_different_values_give_the_same_result_in_any_order(se
     assert close(run.params, after_all_steps(task, 4))
 
 
+# Staleness.
+
+
+# Workers of equal speed write in the order of their ranks.  In Hogwild a worker reads after its own write.  In EA-wild
+# all workers read at the same moment, and then write.
+STALENESS = {Hogwild(): [0, 1] + 16 * [2], EAWild(): [0, 1, 2] + 5 * [2, 3, 4]}
+
+
+@pytest.mark.parametrize("strategy", STALENESS, ids=["hogwild", "ea-wild"])
+def test_the_staleness_of_a_write_counts_the_writes_of_others_since_the_read_before_it(strategy: Any):
+    run = simulate(regression(steps=6, batch=9, optimizer=OPTIMIZERS["sgd"]), strategy, instant(3))
+    points = [p for p in run.trace.points if p.staleness is not None]
+    assert [p.step for p in points] == list(range(18)), "the number of writes before each write"
+    assert [p.staleness for p in points] == STALENESS[strategy]
+    assert [p.rank for p in points] == 6 * [0, 1, 2]
+
+
+def test_a_slow_worker_has_the_stale_writes():
+    """It computes for the time of four steps of the others, which see its writes seldom."""
+    run = simulate(walk(numbers(16, 24), steps=8), Hogwild(), instant(3, compute=[1.0, 1.0, 4.5]))
+    slow = [p.staleness for p in run.trace.points if p.rank == 2 and p.staleness is not None]
+    assert slow[0] == 8, "four steps of each of the others"
+    assert slow[2:] == 6 * [0], "the others have finished"
+
+
+@pytest.mark.parametrize("strategy", [Hogwild(), EAWild()], ids=["hogwild", "ea-wild"])
+def test_a_single_worker_has_no_stale_write(strategy: Any):
+    assert set(train(regression(steps=5, batch=5), strategy, workers=1).trace.staleness()) == {0}
+
+
+# Workers with their models on a device: they step on copies of the shared memory.
+
+
+class OnCopies(Hogwild):
+    """Hogwild as it runs on a device other than the CPU."""
+
+    async def worker(self, w: Replica) -> None:
+        shared = await w.endpoint.shared_vector(w.params)
+        await train_on_copies(w, shared)
+        await barrier(w.endpoint)
+        w.params.copy_(shared.values)
+
+
+def test_steps_on_copies_equal_steps_in_place():
+    task = regression(steps=12, batch=5, samples=22, optimizer=OPTIMIZERS["adam"])
+    assert close(simulate(task, OnCopies(), instant(1)).params, trained_alone(task))
+    task = walk(numbers(16, 24))
+    run = simulate(task, OnCopies(), instant(4, compute=LogNormal(1.0, 0.7), seed=3))
+    assert close(run.params, after_all_steps(task, 4))
+    assert sum(run.trace.staleness_counts.values()) == 48
+
+
+def test_writes_through_a_buffer_on_the_host_equal_direct_writes():
+    endpoint = ProcessEndpoint(0, Layout(1), Clock(0.0))
+    start, change, towards = numbers(7, seed=1), numbers(7, seed=2), numbers(7, seed=3)
+    counts = WriteCounts(torch.zeros(1, dtype=torch.int64), 0)
+    staged = StagedSharedVector(endpoint, start.clone(), counts, torch.empty_like(start))
+    staged.add(change).wait()
+    staged.draw(towards, 0.25).wait()
+    assert same(staged.read(torch.empty_like(start)).wait(), (start + change).lerp(towards, 0.25))
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -228,6 +294,10 @@ def test_real_processes_learn_in_shared_memory(strategy: Any):
     run = train(task, strategy, workers=4)
     assert loss_of(task, run.params) < halfway(task)
     assert sum(p.loss is not None for p in run.trace.points) == 4 * 80
+    # Hogwild writes at every step; a group of EA-wild when it meets the centre, from its second step on and at the end.
+    writes = 4 * 80 if isinstance(strategy, Hogwild) else (4 // strategy.group) * 80
+    assert sum(run.trace.staleness_counts.values()) == writes
+    assert min(run.trace.staleness()) >= 0 and max(run.trace.staleness()) > 0
 
 
 @pytest.mark.dist

@@ -59,7 +59,9 @@ def test_time_is_that_of_simulating_every_microbatch(shares: tuple[float, ...], 
 
 
 @pytest.mark.parametrize(
-    "strategy", [pl.AllReduceSGD(), pl.PeriodicAveraging(period=2)], ids=lambda s: type(s).__name__
+    "strategy",
+    [pl.AllReduceSGD(), pl.PeriodicAveraging(period=2), pl.Downpour(servers=1)],
+    ids=lambda s: type(s).__name__,
 )
 def test_stages_change_the_time_and_not_the_numbers(strategy: pl.Strategy):
     whole = pl.simulate(task(), strategy, instant(2))
@@ -89,8 +91,8 @@ def test_stages_communicate_at_the_same_time():
 
 def test_impossible_stages_are_refused():
     with pytest.raises(
-        ValueError, match=r"simulate\(ASGD\): it needs the whole model .*, which stages=2 does not offer"
+        ValueError, match=r"simulate\(Hogwild\): it needs the whole model .*, which stages=2 does not offer"
     ):
-        pl.simulate(task(), pl.ASGD(), replace(instant(2), stages=2))
+        pl.simulate(task(), pl.Hogwild(), replace(instant(2), stages=2))
     with pytest.raises(ValueError, match=r"stages=0, microbatches=None"):
         pl.simulate(task(), pl.AllReduceSGD(), replace(instant(2), stages=0))

@@ -41,9 +41,10 @@ _joined = itertools.count()  # Jobs that this process has joined.  All ranks cou
 class Job:
     """One rank of a job: it has a store, an endpoint, and on the first rank of each host the server processes.
 
-    `served` is the strategy whose server role is run by server processes; None: there are none.  `launcher_pipe` is a
-    pipe of a launcher that replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this
-    process to start them.
+    `served` is the strategy whose server role is run by server processes; None: there are none.  Each of the `stages`
+    of a split model, which are ranks of their own, has at least one shard.  `launcher_pipe` is a pipe of a launcher
+    that replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this process to start
+    them.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Job:
         *,
         device: torch.device,
         served: Strategy | None = None,
+        stages: int = 1,
         place: Place | None = None,
         ordered: bool = False,
         apart: bool = False,
@@ -62,6 +64,7 @@ class Job:
         forks_servers: bool = False,
     ) -> None:
         self._is_elastic = needs.elastic
+        self._stages = stages
         self._device = device
         self._ordered = ordered
         self._timeout_s = timeout_s
@@ -80,9 +83,8 @@ class Job:
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)
             self._hosts = Hosts(self.store, self.rank, self.workers)
-            servers = max(served.servers, len(self._hosts)) if served is not None and served.servers else 0
-            self.layout = Layout(self.workers, servers)
-            if served is not None and servers:
+            self.layout = Layout(self.workers, _servers(served, len(self._hosts), stages))
+            if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
                 settings = self._server_settings(epoch, pid, takes_nonfinite, launcher_pipe is not None)
@@ -126,6 +128,7 @@ class Job:
             is_elastic=self._is_elastic,
             may_lose_starter=may_lose_starter,
             takes_nonfinite=takes_nonfinite,
+            stages=self._stages,
         )
 
     def _serve(self, served: Strategy, settings: ServerSettings, launcher_pipe: int | None, forks: bool) -> None:
@@ -283,6 +286,11 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _servers(served: Strategy | None, hosts: int, stages: int) -> int:
+    """How many servers a strategy has: at least one on each host, and at least one shard for each stage."""
+    return max(served.servers, hosts, served.coordinators + stages) if served is not None and served.servers else 0
 
 
 def _unwrapped(store: dist.Store) -> dist.Store:

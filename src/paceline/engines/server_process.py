@@ -31,6 +31,7 @@ from paceline.server.shard import Shard
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.endpoint import SPANS_KEPT, Clock, ProcessEndpoint
+from paceline.transport.stage_view import StageMailbox, StageView
 
 SETTINGS = "PACELINE_SERVER"  # The variable with the settings of a server that is a fresh interpreter.
 NAME = "paceline-server"
@@ -53,6 +54,7 @@ class ServerSettings:
     is_elastic: bool
     grace_s: float
     takes_nonfinite: bool
+    stages: int
 
     @staticmethod
     def of(
@@ -68,6 +70,7 @@ class ServerSettings:
         is_elastic: bool,
         may_lose_starter: bool,
         takes_nonfinite: bool,
+        stages: int,
     ) -> ServerSettings:
         return ServerSettings(
             layout=(layout.workers, layout.servers),
@@ -81,6 +84,7 @@ class ServerSettings:
             is_elastic=is_elastic,
             grace_s=GRACE_S if may_lose_starter else 0.0,
             takes_nonfinite=takes_nonfinite,
+            stages=stages,
         )
 
 
@@ -262,10 +266,15 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings) -> None:
             for worker, pid in settings.workers:
                 mailbox.watch(worker, pid)
         trace = Trace(keep=SPANS_KEPT)
-        endpoint = ProcessEndpoint(rank, layout, Clock(settings.epoch), open_mailbox=lambda: mailbox, trace=trace)
+        view = StageView.of(rank, layout, settings.stages, strategy.coordinators)
+        mail = mailbox if settings.stages == 1 else StageMailbox(mailbox, view)
+        endpoint = ProcessEndpoint(
+            view.rank, view.layout, Clock(settings.epoch), open_mailbox=lambda: mail, trace=trace
+        )
         shard = Shard(endpoint, grace_s=settings.grace_s, takes_nonfinite=settings.takes_nonfinite)
         drive(strategy.server(shard))
-        store.set(f"trace/{rank}", endpoint.trace.dumps())
+        trace.move_to(rank)
+        store.set(f"trace/{rank}", trace.dumps())
 
 
 def _die_with_pipe() -> None:

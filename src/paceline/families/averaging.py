@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import Literal
 
@@ -258,7 +259,8 @@ class SyncRounds:
             return pending
         where = self.fragments[pending.fragment]
         params = self.w.params[where] if pending.snapshot is None else pending.snapshot
-        distance = squared_distance(params, self._m.anchor[where], pending.vector)
+        measure = partial(distance_in, params, self._m.anchor[where], pending.vector, where.start)
+        distance = self.w.learner.flat.counted_once(measure, where)
         stats = stats._replace(squared_distance=distance, state_vectors=float(len(pending.state_names)))
         message = stats.packed(buffers)
         pending.replies = [message] if is_alone else await endpoint.all_gather(message)
@@ -325,3 +327,9 @@ class SyncRounds:
             raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
         if pending.complaint:
             warnings.warn(NonFiniteReplica(f"{what}; there was no sync: {pending.complaint}"), stacklevel=3)
+
+
+def distance_in(params: Tensor, anchor: Tensor, delta: Tensor, start: int, part: slice) -> float:
+    """The squared distance to the mean, in a part of the model; the vectors begin at its parameter `start`."""
+    inner = slice(part.start - start, part.stop - start)
+    return squared_distance(params[inner], anchor[inner], delta[inner])

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.collectives import barrier
-from paceline.endpoint import Endpoint, SharedVector
+from paceline.endpoint import Endpoint, SharedVector, WriteCounts
 from paceline.op import Op
 from paceline.server.store import Store
 from paceline.worker.replica import Replica
@@ -31,13 +31,19 @@ class InMemory:
     def __init__(self, shared_vector: SharedVector, endpoint: Endpoint) -> None:
         self.shared_vector = shared_vector
         self.endpoint = endpoint
+        self._others_at_read = 0  # How often other workers had written when this one last read the centre.
 
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
         return self.endpoint.spawn(self._meet(x, alpha, into), kind="meet")
 
     async def _meet(self, x: Tensor, alpha: float, into: Tensor) -> None:
+        writes = self.shared_vector.writes
+        # What a worker writes depends on its read before, as on shards.  The read of this meeting is for the next one.
+        before = self._others_at_read
+        self._others_at_read = writes.of_others()
         await self.shared_vector.read(into)
         await self.shared_vector.draw(x, alpha)
+        note_write(self.endpoint, writes, before, samples=1)
 
     async def end(self) -> Tensor:
         await barrier(self.endpoint)
@@ -69,3 +75,11 @@ class OnShards:
 
     async def end(self) -> Tensor:
         return await self.store.leave()
+
+
+def note_write(endpoint: Endpoint, writes: WriteCounts, others_at_read: int, samples: int) -> None:
+    """Count a write to shared memory.  Its staleness is the number of writes by others since this worker's read."""
+    version = writes.of_all()
+    staleness = writes.of_others() - others_at_read
+    writes.add_write()
+    endpoint.trace.point(endpoint.now(), endpoint.rank, version, samples, None, staleness)

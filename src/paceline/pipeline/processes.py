@@ -1,7 +1,8 @@
 """A replica whose stages are processes; torch.distributed.pipelining moves microbatches through them.
 
 With m microbatches, the gradient is that of `Task(accumulate=m)` for the whole model.  Stage k of replica r is rank
-r * stages + k.  It runs its strategy with stage k of the other replicas.  All stages of a replica decide together.
+r * stages + k.  It runs its strategy with stage k of the other replicas, or with the shards of stage k.  All stages of
+a replica decide together.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from paceline.errors import ClusterError
 from paceline.op import Begun, Op
 from paceline.pipeline.split import Split
 from paceline.pipeline.stand_in import StandIn, count, model_input, split_for, usual_microbatches
+from paceline.strategy import Strategy
 from paceline.task import Batch, Task, Trainee
 from paceline.transport.endpoint import ProcessEndpoint
+from paceline.transport.stage_view import StageMailbox, StageView
 from paceline.transport.torch_collectives import Work
 from paceline.worker.learner import TaskLearner
 from paceline.worker.replica import Replica
@@ -158,7 +161,9 @@ class StageLearner(TaskLearner):
         super().__init__(trainee)
         self.endpoint = endpoint
         self.pipeline = pipeline
-        self.stages = pipeline.stages
+        self._group = pipeline.stages
+        self.stage = pipeline.stages.stage
+        self.stages = len(pipeline.stages.ranks)
         self._names = [n for n, _ in pipeline.split.model.named_parameters(remove_duplicate=False)]
         self._bad: str | None = None
 
@@ -189,7 +194,7 @@ class StageLearner(TaskLearner):
         return Begun("step", partial(self._step, replica, g))
 
     def _step(self, replica: Replica, g: Tensor) -> None:
-        if any(refused for [refused] in self.stages.all_gather([0.0]).wait()):
+        if any(refused for [refused] in self._group.all_gather([0.0]).wait()):
             replica.batch.skipped += 1
         else:
             self.trainee.step(g)
@@ -199,10 +204,13 @@ class StageLearner(TaskLearner):
         return Begun("skip", self._skip)
 
     def _skip(self) -> None:
-        self.stages.all_gather([1.0]).wait()
+        self._group.all_gather([1.0]).wait()
 
     async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
-        return [sum(column) for column in zip(*await self.stages.all_gather(numbers), strict=True)]
+        return [sum(column) for column in zip(*await self._group.all_gather(numbers), strict=True)]
+
+    async def of_first_stage(self, numbers: Sequence[float]) -> Sequence[float]:
+        return (await self._group.all_gather(numbers))[0]
 
     def _backward(self, replica: Replica) -> bool:
         """Compute the gradient of the next minibatch; False if there is none."""
@@ -217,7 +225,7 @@ class StageLearner(TaskLearner):
             loss, nbytes = self.pipeline.backward(batch)
         endpoint.trace.span(replica.rank, "gradient", start, endpoint.now(), nbytes)
         self._agree(loss)
-        if self.stages.stage == 0:  # One point for the whole replica.
+        if self.stage == 0:  # One point for the whole replica.
             endpoint.trace.point(endpoint.now(), replica.rank, replica.cursor.step, len(batch[0]), trainee.loss)
         return True
 
@@ -226,7 +234,7 @@ class StageLearner(TaskLearner):
         name = self.flat.first_nonfinite_grad()
         none = len(self._names)
         mine = none if name is None else self._names.index(name)
-        gathered = self.stages.all_gather([loss, float(mine)]).wait()
+        gathered = self._group.all_gather([loss, float(mine)]).wait()
         self.trainee.loss = gathered[-1][0]
         first = int(min(bad for _, bad in gathered))
         self._bad = None if first == none else self._names[first]
@@ -234,7 +242,7 @@ class StageLearner(TaskLearner):
     def evaluated(self, vector: Tensor | None) -> dict[str, float]:
         """The task's evaluation of the whole model, on the first stage; empty on the others."""
         model = self.whole(vector)
-        return self.trainee.task.evaluated(model) if self.stages.stage == 0 else {}
+        return self.trainee.task.evaluated(model) if self.stage == 0 else {}
 
     def whole(self, vector: Tensor | None = None) -> nn.Module:
         """The whole trained model, on every stage; with `vector`, this stage has these parameters, not its own."""
@@ -242,7 +250,7 @@ class StageLearner(TaskLearner):
         kept = self.flat.params.clone()
         if vector is not None:
             self.flat.params.copy_(vector)
-        self.stages.assemble(self.pipeline.split, model)
+        self._group.assemble(self.pipeline.split, model)
         self.flat.params.copy_(kept)
         return model
 
@@ -254,7 +262,13 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def staged(
-    job: Job, task: Task, model: nn.Module, stages: int | Sequence[str], microbatches: int | None, order: Order
+    job: Job,
+    task: Task,
+    strategy: Strategy,
+    model: nn.Module,
+    stages: int | Sequence[str],
+    microbatches: int | None,
+    order: Order,
 ) -> StageLearner:
     """The learner of this process's stage: within its replica, and with the same stage of the other replicas."""
     depth = count(stages)
@@ -264,9 +278,23 @@ def staged(
     for k, other in enumerate(parts.stages):
         if k != stage:
             other.to("meta")  # Another process has it.
-    endpoint = job.endpoint.group([r * depth + stage for r in range(workers)])
+    if strategy.needs.servers:
+        endpoint = _among_shards(job, StageView.of(job.rank, job.layout, depth, strategy.coordinators))
+    else:
+        endpoint = job.endpoint.group([r * depth + stage for r in range(workers)])
     ranks = [replica * depth + k for k in range(depth)]
     pipeline = Pipeline(
         task, parts, Stages(endpoint, stage, ranks, job.open(ranks)), microbatches=microbatches, order=order
     )
     return StageLearner(Trainee(task, parts.stages[stage], replica, workers, stage), endpoint, pipeline)
+
+
+def _among_shards(job: Job, view: StageView) -> ProcessEndpoint:
+    """An endpoint for messages to the shards of this stage."""
+    return ProcessEndpoint(
+        view.rank,
+        view.layout,
+        job.endpoint.clock,
+        open_mailbox=lambda: StageMailbox(job.endpoint.mailbox, view),
+        trace=job.endpoint.trace,
+    )

@@ -15,8 +15,8 @@ class Row:
 
     `metrics` are the values of the last evaluation.  `curve` has (seconds, bytes sent per worker, metrics) at every
     evaluation.  `real` rows come from real processes: their seconds are wall time, and are never compared with virtual
-    seconds.  `staleness` counts the updates of each staleness; it is empty for a method without servers.  `style` is
-    the number of its swatch; None: its place among the rows.
+    seconds.  `staleness` counts the updates of each staleness; it is empty for a method without servers or shared
+    memory.  `style` is the number of its swatch; None: its place among the rows.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """BatchWorker: a worker's part in a pass over all of the data.
 
 It works on the portions that the coordinator gives it, adds up their gradients, and pushes the sum to the shards now
-and then.
+and then.  In a pipeline the first stage talks to the coordinator and tells the other stages its orders; each stage
+pushes its sum to its own shards.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from paceline.server.messages import (
     Report,
     RunEnded,
     SetValue,
+    SignedOff,
     SignOff,
     Value,
     WorkOrder,
@@ -37,6 +39,9 @@ from paceline.stripes import stripe_of
 from paceline.worker.replica import Replica
 
 R = TypeVar("R", bound=Reply)
+
+# Orders by the numbers that the first stage of a pipeline tells the others; the next number is `Away`.
+ORDERS: tuple[type[Order], ...] = (WorkOrder, PushOrder, BringOrder, OverOrder, SignedOff)
 
 
 class BatchWorker:
@@ -118,9 +123,7 @@ class BatchWorker:
 
     async def _ask(self, request: Request) -> Order | Away:
         """Ask the coordinator.  In a new pass, get the new parameters and start an empty sum."""
-        order = await self._requests.ask(self.coordinator, request, Order, Away, RunEnded)
-        if isinstance(order, RunEnded):
-            raise PeerFinished("all work was done before")
+        order = await self._answer(request)
         if isinstance(order, PassOrder):
             number, which = order.pass_number, order.sum_number
             if number != self._number:
@@ -131,6 +134,28 @@ class BatchWorker:
                 self._total.zero_()
         return order
 
+    async def _answer(self, request: Request) -> Order | Away:
+        """The coordinator's answer to the first stage."""
+        learner = self.w.learner
+        answer: Order | Away | None = None
+        if learner.stage == 0:
+            given = await self._requests.ask(self.coordinator, request, Order, Away, RunEnded)
+            if isinstance(given, RunEnded):
+                raise PeerFinished("all work was done before")
+            answer = given
+        return answer if answer is not None and learner.stages == 1 else await self._told(answer)
+
+    async def _told(self, answer: Order | Away | None) -> Order | Away:
+        """The first stage's answer, on every stage; the others give None."""
+        numbers = answer.numbers.tolist() if isinstance(answer, PassOrder) else []
+        kind = ORDERS.index(type(answer)) if isinstance(answer, Order) else len(ORDERS)
+        told = await self.w.learner.of_first_stage([kind, *numbers, *[0] * (4 - len(numbers))])
+        which, *given = map(int, told)
+        if which == len(ORDERS):
+            return Away(reason="the first stage was told so")
+        of = ORDERS[which]
+        return of(torch.tensor(given[: 4 if of is WorkOrder else 3])) if issubclass(of, PassOrder) else of()
+
     async def _ask_shards(self, requests: Sequence[Request], reply: type[R]) -> list[R]:
         """Ask each shard, and wait for the replies of all."""
         sends = [
@@ -139,7 +164,9 @@ class BatchWorker:
         ]
         for send in sends:
             await send
-        return [
+        replies = [
             await self._requests.reply(rank, request, reply)
             for rank, request in zip(self.shards, requests, strict=True)
         ]
+        await self.w.learner.sum_over_stages([0.0])  # Now the shards of all stages have replied.
+        return replies

@@ -1,9 +1,13 @@
-"""WorkSource: the work items that a worker draws from the first shard."""
+"""WorkSource: the work items that a worker draws from the first shard.
+
+In a pipeline the first stage draws, and tells the other stages what it got; so they work on the same minibatches.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
+from enum import IntEnum
 
 import torch
 
@@ -15,6 +19,14 @@ from paceline.server.work_queue import WorkItem
 from paceline.worker.replica import Replica
 
 DRAWN = (Work, Deferred, NoWork, AllDone)
+
+
+class News(IntEnum):
+    """What the first stage tells the others: a work item, that it waits for one, or that all work is done."""
+
+    ITEM = 0
+    WAITING = 1
+    OVER = 2
 
 
 class WorkSource:
@@ -64,9 +76,13 @@ class WorkSource:
             if before_waiting is not None and self.steps:
                 await before_waiting()
             return False
+        if w.learner.stage:
+            return await self._follow(before_waiting)
         if not self._hand and not await self._draw(before_waiting):
             return False
-        w.cursor.seek(*self._hand.popleft())
+        item = self._hand.popleft()
+        await self._tell(News.ITEM, item)
+        w.cursor.seek(*item)
         self.steps += 1
         if self._drawn is None and len(self._hand) < self._ahead:
             await self._ask(self._ahead - len(self._hand))
@@ -100,12 +116,12 @@ class WorkSource:
             if not isinstance(answer, NoWork):
                 break
             self._ahead = 1
-            if before_waiting is not None and self.steps:
-                await before_waiting()
-            await self._client.tell_all(Idle)
+            await self._tell(News.WAITING)
+            await self._wait(before_waiting)
             is_idle = True
         self._drawn = None
         if isinstance(answer, AllDone):
+            await self._tell(News.OVER)
             if before_waiting is not None and self.steps:
                 await before_waiting()
             return False
@@ -114,4 +130,37 @@ class WorkSource:
         elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
             self._ahead = min(2 * self._ahead, MOST_DRAWN)
         self._hand.extend(WorkItem(int(step), int(data_shard)) for step, data_shard in answer.items)
+        return True
+
+    async def _wait(self, before_waiting: Callable[[], Awaitable[None]] | None) -> None:
+        """Push what was not pushed, and let no other worker wait for this one."""
+        if before_waiting is not None and self.steps:
+            await before_waiting()
+        await self._client.tell_all(Idle)
+
+    # Stages.
+
+    async def _tell(self, news: News, item: WorkItem | None = None) -> None:
+        learner = self.replica.learner
+        if learner.stages > 1:
+            await learner.of_first_stage([news, *(item or (0, 0))])
+
+    async def _follow(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
+        """Do what the first stage has told; False if all work is done."""
+        await self._client.join()
+        is_idle = False
+        while True:
+            news, step, data_shard = map(int, await self.replica.learner.of_first_stage([0, 0, 0]))
+            if news == News.OVER:
+                if before_waiting is not None and self.steps:
+                    await before_waiting()
+                return False
+            if news == News.ITEM:
+                break
+            await self._wait(before_waiting)
+            is_idle = True
+        if is_idle:
+            await self._client.tell_all(Wake)
+        self.replica.cursor.seek(step, data_shard)
+        self.steps += 1
         return True

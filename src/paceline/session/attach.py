@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline import registry
@@ -23,7 +24,9 @@ from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.session import Session
+from paceline.session.tensor_parallel import tensor_parallel
 from paceline.strategy import Strategy
+from paceline.transport.endpoint import ProcessEndpoint
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
@@ -46,6 +49,7 @@ def attach(
     bucket_bytes: int = BUCKET_BYTES,
     ordered: bool = False,
     timeout_s: float = 1800.0,
+    mesh: dist.DeviceMesh | None = None,
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
 
@@ -53,21 +57,19 @@ def attach(
     strategy whose servers take the steps needs no `optimizer`: give None.  `accumulate` backward passes make one
     gradient.  `initial` says whether all ranks must start from equal parameters, or take those of rank 0.  `loader`,
     whose minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.
-    `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.
+    `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.  If the model is
+    tensor-parallel (torch's DTensor), `mesh` is the dimension of the device mesh along which there are replicas.
     """
     _check_settings(accumulate, initial)
     if isinstance(strategy, str):
         strategy = registry.strategy(strategy)
     plan = _plan(loader, epochs, accumulate)
-    offers = Offers(
-        "attach",
-        global_data=False,
-        optimizer=optimizer is not None,
-        length=[field for field in get_args(Length) if getattr(plan, field) is not None],
-        equal_start=initial == "equal",
-    )
+    offers = _offers(plan, optimizer, initial, mesh)
     check(strategy, offers)
-    flat = FlatModel(model, bucket_bytes=bucket_bytes)
+    parts = tensor_parallel(model, mesh)
+    flat = FlatModel(model, bucket_bytes=bucket_bytes, takes_parts=parts is not None)
+    if parts is not None:
+        parts.mark_repeated(flat)
     inner = _checked_optimizer(optimizer, flat, strategy)
     with ExitStack() as on_failure:
         job = Job(
@@ -80,11 +82,12 @@ def attach(
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
-        _start_from_same_model(job, flat, initial, is_elastic=strategy.needs.elastic)
+        endpoint = job.endpoint if parts is None else job.endpoint.group(parts.replicas)
+        _start_from_same_model(job, endpoint, flat, initial, is_elastic=strategy.needs.elastic)
         session_optimizer = SessionOptimizer(inner)
         on_failure.callback(session_optimizer.release)
-        learner = LoopLearner(flat, session_optimizer)
-        run = WorkerRun(strategy, job.endpoint, learner, nonfinite=nonfinite, plan=plan)
+        learner = LoopLearner(flat, session_optimizer, parts)
+        run = WorkerRun(strategy, endpoint, learner, nonfinite=nonfinite, plan=plan)
         run.replica.cursor.shard = job.rank
         loop = Loop(run, learner, session_optimizer, accumulate=accumulate)
         session_optimizer.on_step = loop.on_step
@@ -102,6 +105,19 @@ def _check_settings(accumulate: int, initial: Initial) -> None:
             f"attach(initial={initial!r}): give 'equal' if all ranks start from equal parameters, or 'broadcast' to "
             "send those of rank 0 to all"
         )
+
+
+def _offers(
+    plan: Plan, optimizer: torch.optim.Optimizer | None, initial: Initial, mesh: dist.DeviceMesh | None
+) -> Offers:
+    return Offers(
+        "attach",
+        global_data=False,
+        optimizer=optimizer is not None,
+        length=[field for field in get_args(Length) if getattr(plan, field) is not None],
+        equal_start=initial == "equal",
+        whole_tensors=mesh is None,
+    )
 
 
 def _plan(loader: Iterable[Any] | None, epochs: float | None, accumulate: int) -> Plan:
@@ -169,12 +185,14 @@ def _checked_optimizer(
     return optimizer
 
 
-def _start_from_same_model(job: Job, flat: FlatModel, initial: Initial, *, is_elastic: bool) -> None:
-    """Send the model of rank 0 to all ranks if the user wants that, and check that all ranks have the same model."""
+def _start_from_same_model(
+    job: Job, endpoint: ProcessEndpoint, flat: FlatModel, initial: Initial, *, is_elastic: bool
+) -> None:
+    """Send the model of the first rank to all if the user wants that, and check that all ranks have the same model."""
     if is_elastic:  # If values may differ, the servers send the parameters of the first worker to all.
         check_like_first(job.rank, flat, job.store, values=initial == "equal")
-    elif job.workers > 1:
+    elif len(endpoint.ranks) > 1:
         if initial == "broadcast":
             for _, values in named_tensors(flat.model):
-                job.endpoint.broadcast(values, 0).wait()
-        check_same_model(job.endpoint, flat, job.store)
+                endpoint.broadcast(values, endpoint.ranks[0]).wait()
+        check_same_model(endpoint, flat, job.store)

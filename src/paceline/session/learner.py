@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.op import Op
 from paceline.session.backward import Each
 from paceline.session.optimizer import SessionOptimizer
+from paceline.session.tensor_parallel import TensorParallel
 from paceline.state import StateStore
 from paceline.worker.flat import FlatModel
 from paceline.worker.learner import bind_optimizer
@@ -78,9 +79,12 @@ class LoopLearner:
     """The Learner of a replica whose training loop belongs to the user.  It computes nothing itself."""
 
     has_global_data = False
+    stage = 0
+    stages = 1
 
-    def __init__(self, flat: FlatModel, optimizer: SessionOptimizer) -> None:
+    def __init__(self, flat: FlatModel, optimizer: SessionOptimizer, parts: TensorParallel | None = None) -> None:
         self.flat = flat
+        self.parts = parts  # The ranks that hold this replica's tensors together.
         self.loss: float | None = None  # The loss of the current minibatch; None if the user did not give it.
         self.has_ended = False  # Whether the user's loop has ended on this worker.
         self.reads_full_batches = False  # Whether each worker reads whole minibatches.
@@ -123,16 +127,31 @@ class LoopLearner:
         return GradientRequest(each)
 
     def step(self, replica: Replica, g: Tensor) -> Op[None]:
+        if self.parts is not None and any(refused for [refused] in self.parts.all_gather([0.0]).wait()):
+            replica.batch.skipped += 1
+            return StepRequest(None)
         return StepRequest(g)
 
     def local_step(self, replica: Replica) -> Op[None]:
         return LocalStepRequest()
 
     def skip(self, replica: Replica) -> Op[None]:
+        if self.parts is not None:  # The other ranks of this replica must skip the step too.
+            self.parts.all_gather([1.0]).wait()
         return StepRequest(None)
+
+    def first_nonfinite_grad(self) -> str | None:
+        """The first parameter with NaN or infinity in its gradient, on any rank of this replica."""
+        name = self.flat.first_nonfinite_grad()
+        return name if self.parts is None else self.parts.first_fault(self.flat, name)
 
     def use_full_batches(self, whole: bool) -> None:
         self.reads_full_batches = whole
 
     async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
+        if self.parts is None:
+            return numbers
+        return [sum(column) for column in zip(*await self.parts.all_gather(numbers), strict=True)]
+
+    async def of_first_stage(self, numbers: Sequence[float]) -> Sequence[float]:
         return numbers

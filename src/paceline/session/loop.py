@@ -93,6 +93,11 @@ class Loop:
         request = self._driver.request
         if request is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
+        if self.learner.parts is not None and (scale is not None or overflow):
+            raise ValueError(
+                "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in "
+                "bfloat16 or float32, which need no scaler"
+            )
         if isinstance(request, LocalStepRequest):
             self._step_locally(scale, overflow)
         elif isinstance(request, StepRequest):
@@ -126,7 +131,7 @@ class Loop:
         if not overflow:
             self._gradients.unscale_each(scale)
         if not self.batch.is_empty() and self.batch.accepts_gradient(
-            self._flat.first_nonfinite_grad, overflow=overflow
+            self.learner.first_nonfinite_grad, overflow=overflow
         ):
             self._optimizer.inner_step()
         self.batch.record()

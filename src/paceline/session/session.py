@@ -32,6 +32,7 @@ class Session:
         self.loop = loop
         self.optimizer = optimizer
         self.strategy = strategy
+        self._endpoint = loop.replica.endpoint
         self._is_open = True
         self._passes = 0
         # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
@@ -39,11 +40,17 @@ class Session:
 
     @property
     def rank(self) -> int:
-        return self.job.rank
+        """This worker's number; the ranks that hold the tensors of one replica together have the same."""
+        return self.job.rank if self._is_whole else self._endpoint.ranks.index(self.job.rank)
 
     @property
     def workers(self) -> int:
-        return self.job.workers
+        return self.job.workers if self._is_whole else len(self._endpoint.ranks)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank holds whole tensors."""
+        return self.loop.learner.parts is None
 
     @property
     def trace(self) -> Trace:
@@ -111,7 +118,7 @@ class Session:
     def _agreement(self) -> Agreement:
         if self.strategy.needs.elastic:
             return ByStore(self.job.store, self.rank, self._passes)
-        return ByCollectives(self.job.endpoint)
+        return ByCollectives(self._endpoint)
 
     def count(self, samples: int) -> None:
         """Without `shard`: give the number of samples of the next backward pass; means are weighted by it."""
@@ -155,6 +162,11 @@ class Session:
         It waits for the exchange in flight, so the other ranks must still be training.  To resume with another number
         of workers, give the states of all ranks to `resized`.
         """
+        if not self._is_whole:
+            raise ValueError(
+                "session.state_dict() of a model of DTensors: save the model and the optimizer by "
+                "torch.distributed.checkpoint"
+            )
         drive(self.loop.run.states.before_save())
         return self.loop.run.state_dict()
 
@@ -194,7 +206,7 @@ class Session:
         """
         if self.workers == 1 or not self.strategy.needs.ordered:
             return
-        endpoint = self.job.endpoint
+        endpoint = self._endpoint
         last_steps = [int(t) for t in endpoint.all_gather(torch.tensor(self.loop.last_own_step)).wait()]
         if len(set(last_steps)) > 1:
             source = endpoint.ranks[last_steps.index(max(last_steps))]

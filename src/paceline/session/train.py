@@ -116,6 +116,11 @@ class Terms:
         """How many processes hold a replica."""
         return count(self.stages)
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job goes on if a process dies.  A replica in stages cannot lose one."""
+        return self.strategy.needs.elastic and self.depth == 1
+
 
 def train(
     task: Task,
@@ -200,9 +205,10 @@ def _work(
             "models there"
         )
     job = Job(
-        strategy.needs,
+        strategy.needs if terms.depth == 1 else replace(strategy.needs, collectives=True),
         device=device,
         served=strategy,
+        stages=terms.depth,
         place=place,
         ordered=terms.ordered,
         timeout_s=terms.timeout_s,
@@ -219,6 +225,8 @@ def _work(
         run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
         _train(terms, job, learner, run, progress)
         model = learner.whole()
+        if terms.depth > 1:
+            learner.endpoint.trace.move_to(job.rank)
         for trace in job.server_traces(on_first_caller=is_forked):
             learner.endpoint.trace.merge(trace)
     states = [run.state_dict()]
@@ -229,11 +237,11 @@ def _work(
 def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | StageLearner:
     """This process's learner, once all ranks have found that they train the same model."""
     if terms.depth > 1:
-        learner = staged(job, terms.task, model, terms.stages, terms.microbatches, terms.pipeline)
+        learner = staged(job, terms.task, terms.strategy, model, terms.stages, terms.microbatches, terms.pipeline)
     else:
         learner = ProcessLearner(Trainee(terms.task, model, job.endpoint.rank, job.workers), job.endpoint)
     if terms.strategy.needs.elastic:
-        check_like_first(job.rank, learner.trainee.flat, job.store)
+        check_like_first(job.rank, learner.trainee.flat, dist.PrefixStore(f"stage/{learner.stage}", job.store))
     elif len(learner.endpoint.ranks) > 1:
         check_same_model(learner.endpoint, learner.trainee.flat, job.store)
     return learner
@@ -275,7 +283,7 @@ class _ForkedWorkers:
     def __init__(self, terms: Terms, workers: int) -> None:
         self._terms = terms
         self._workers = workers
-        self._is_elastic = terms.strategy.needs.elastic
+        self._is_elastic = terms.is_elastic
         self._context = multiprocessing.get_context("fork")
         self._processes: dict[int, BaseProcess] = {}  # The last one of each rank.
         # Anonymous memory that forked workers share: a flag for each rank that has joined, and rank 0's step.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.endpoint import Endpoint, SharedVector, check_summable
+from paceline.endpoint import Endpoint, SharedVector, WriteCounts, check_summable
 from paceline.op import Op
 from paceline.protocol.messages import Message
 from paceline.sim.buffers import check_unchanged
@@ -91,8 +91,8 @@ class SimEndpoint:
         return self.spawn(self._shared_vector(first), kind="common")
 
     async def _shared_vector(self, first: Tensor) -> SharedVector:
-        values = await self._meet("common", (first.shape, first.dtype), (first,), 0)
-        return SimSharedVector(self, values)
+        values, counts = await self._meet("common", (first.shape, first.dtype), (first,), 0)
+        return SimSharedVector(self, values, WriteCounts(counts, self.ranks.index(self.rank)))
 
     def send(self, dst: int, message: Message) -> Op[None]:
         world = self.world

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from paceline.endpoint import WriteCounts
 from paceline.op import Op
 from paceline.stripes import stripe_of
 
@@ -24,9 +25,10 @@ PIECES = 8
 class SimSharedVector:
     """One rank's access to the vector."""
 
-    def __init__(self, endpoint: SimEndpoint, values: Tensor) -> None:
+    def __init__(self, endpoint: SimEndpoint, values: Tensor, writes: WriteCounts) -> None:
         self.endpoint = endpoint
         self.values = values
+        self.writes = writes
 
     def read(self, into: Tensor) -> Op[Tensor]:
         return self.endpoint.spawn(self._read(into), kind="read")
@@ -36,6 +38,15 @@ class SimSharedVector:
             await self.endpoint.move(into[where].nbytes, kind="read")
             into[where] = self.values[where]
         return into
+
+    def add(self, change: Tensor) -> Op[None]:
+        return self.endpoint.spawn(self._add(change), kind="write")
+
+    async def _add(self, change: Tensor) -> None:
+        for where in pieces(self.values):
+            was = self.values[where].clone()
+            await self.endpoint.move(was.nbytes, kind="write")
+            self.values[where] = was.add_(change[where])
 
     def draw(self, towards: Tensor, share: float) -> Op[None]:
         return self.endpoint.spawn(self._draw(towards, share), kind="write")

@@ -7,6 +7,7 @@ while backward still runs.  With a codec it is 1-bit SGD or a similar method.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 
 import torch
@@ -49,7 +50,12 @@ class AllReduceSGD(Strategy):
             while means:
                 await means.pop(0)
             if self.clip is not None:
-                [squared] = await w.learner.sum_over_stages([float(torch.linalg.vector_norm(g)) ** 2])
+                own = w.learner.flat.counted_once(partial(squared_norm, g), slice(0, g.numel()))
+                [squared] = await w.learner.sum_over_stages([own])
                 g.mul_(min(1.0, self.clip / (sqrt(squared) + 1e-6)))
             await w.step(g)
         await w.mean_of_buffers()
+
+
+def squared_norm(g: Tensor, where: slice) -> float:
+    return float(torch.linalg.vector_norm(g[where])) ** 2

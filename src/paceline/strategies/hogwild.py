@@ -10,10 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from paceline.collectives import barrier
+from paceline.endpoint import SharedVector
+from paceline.families.centre import note_write
 from paceline.needs import Needs
 from paceline.strategy import Strategy
-from paceline.worker.replica import Replica, train_alone
+from paceline.worker.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -21,15 +25,41 @@ class Hogwild(Strategy):
     """All workers update one parameter vector in their host's shared memory, each with its own optimizer.
 
     Sparse gradients (nn.Embedding(sparse=True), with SGD or another optimizer that supports them) touch only their
-    rows.
+    rows.  Workers with their models on GPUs read the vector to their GPU before each step, and add the step's change to
+    it.
     """
 
     needs: ClassVar[Needs] = Needs(shared_memory=True)
 
     async def worker(self, w: Replica) -> None:
-        w.learner.flat.rebind((await w.endpoint.shared_vector(w.params)).values, is_shared=True)
-        await train_alone(w)
+        shared = await w.endpoint.shared_vector(w.params)
+        if shared.values.device == w.params.device:
+            w.learner.flat.rebind(shared.values, is_shared=True)
+            await train_in_place(w, shared)
+        else:
+            await train_on_copies(w, shared)
         await barrier(w.endpoint)  # Training ends when the last worker has finished.
-        w.learner.flat.rebind(w.params.clone(), is_shared=False)
+        w.learner.flat.rebind(shared.values.to(w.params.device, copy=True), is_shared=False)
         await barrier(w.endpoint)  # All workers have copied the model before one of them changes it.
         await w.mean_of_buffers()
+
+
+async def train_in_place(w: Replica, shared: SharedVector) -> None:
+    """Steps on the shared memory itself."""
+    for _ in w.steps_alone():
+        others = shared.writes.of_others()
+        await w.local_step()
+        if w.batch.samples:
+            note_write(w.endpoint, shared.writes, others, int(w.batch.samples))
+
+
+async def train_on_copies(w: Replica, shared: SharedVector) -> None:
+    """Steps on a copy of the shared memory, on this worker's device; the change is added to the memory."""
+    before = torch.empty_like(w.params)
+    for _ in w.steps_alone():
+        others = shared.writes.of_others()
+        w.params.copy_(await shared.read(before))
+        await w.local_step()
+        if w.batch.samples:
+            await shared.add(torch.sub(w.params, before, out=before))
+            note_write(w.endpoint, shared.writes, others, int(w.batch.samples))

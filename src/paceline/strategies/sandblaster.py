@@ -43,6 +43,7 @@ class Sandblaster(Strategy):
     c2: float = 0.9
     push: int = 8
     backups: int = 1
+    coordinators: ClassVar[int] = 1
     needs: ClassVar[Needs] = Needs(
         collectives=False, servers=True, optimizer=False, global_data=True, length=("steps", "steps_per_epoch")
     )

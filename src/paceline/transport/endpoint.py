@@ -33,6 +33,7 @@ from paceline.transport.torch_collectives import TorchCollectives
 
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
+    from paceline.transport.stage_view import StageMailbox
 
 T = TypeVar("T")
 
@@ -127,7 +128,7 @@ class ProcessEndpoint:
         *,
         ranks: Sequence[int] | None = None,
         backends: Backends | None = None,
-        open_mailbox: Callable[[], Mailbox] | None = None,
+        open_mailbox: Callable[[], Mailbox | StageMailbox] | None = None,
         open_group: Callable[[tuple[int, ...]], ProcessEndpoint] | None = None,
         membership: Membership | None = None,
         trace: Trace | None = None,
@@ -145,7 +146,7 @@ class ProcessEndpoint:
         self._comm_thread = backends.comm_thread
         self._membership = membership or Membership(members_ever=lambda: self.ranks, has_ended=lambda rank: False)
         self._open_mailbox = open_mailbox
-        self._mailbox: Mailbox | None = None
+        self._mailbox: Mailbox | StageMailbox | None = None
         self._open_group = open_group
         self._groups: dict[tuple[int, ...], ProcessEndpoint] = {}
 
@@ -190,7 +191,7 @@ class ProcessEndpoint:
         return self._groups[ranks]
 
     @property
-    def mailbox(self) -> Mailbox:
+    def mailbox(self) -> Mailbox | StageMailbox:
         if self._mailbox is None:
             if self._open_mailbox is None:
                 raise ClusterError(f"rank {self.rank} is the only rank: there is no other to send to or receive from")

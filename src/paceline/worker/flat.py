@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.codecs.layout import is_finite
 from paceline.worker.rows import rows
+from paceline.worker.tensors import distributed_like, is_distributed, local, local_grad
 
 BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -30,10 +31,11 @@ class FlatModel:
     """The vector view of a model.
 
     After construction every trainable parameter is a view into `params`; `grads` has the same layout.  `collect` copies
-    a gradient into `grads`, unless backward has already written it there.
+    a gradient into `grads`, unless backward has already written it there.  Of a DTensor, which is refused unless
+    `takes_parts`, the vector has the local part.
     """
 
-    def __init__(self, model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, takes_parts: bool = False) -> None:
         self.model = model
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         if not named:
@@ -42,6 +44,11 @@ class FlatModel:
             )
         first_name, first = named[0]
         for name, p in named:
+            if is_distributed(p) and not takes_parts:
+                raise ValueError(
+                    f"parameter '{name}' is a DTensor, of which this rank holds a part: give attach(mesh=...) the mesh "
+                    "of the replicas, such as mesh['replica'], or a model without tensor parallelism"
+                )
             if p.dtype != first.dtype or p.device != first.device:
                 raise ValueError(
                     f"parameter '{name}' is {p.dtype} on {p.device}, but '{first_name}' is {first.dtype} on "
@@ -56,15 +63,18 @@ class FlatModel:
         self.parameters = [p for _, p in named]
         self.offsets = [0]
         for p in self.parameters:
-            self.offsets.append(self.offsets[-1] + p.numel())
+            self.offsets.append(self.offsets[-1] + local(p).numel())
         self.params = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros_like(self.params)
-        self._views = [self.grads[self.where(i)].view(p.shape) for i, p in enumerate(self.parameters)]
+        self._views: list[Tensor] = []  # Of `grads`, as gradients of the parameters.
+        self._set_views()
         with torch.no_grad():
             for i, p in enumerate(self.parameters):
-                view = self.params[self.where(i)].view(p.shape)
-                view.copy_(p)
-                p.data = view
+                mine = local(p)
+                view = self.params[self.where(i)].view(mine.shape)
+                view.copy_(mine)
+                mine.data = view
+        self.repeated: list[slice] = []  # Parts of the vector that another rank of this replica counts.
         self.is_shared = False  # Whether other ranks may write to `params`.
         self.sparse_rows = False  # Whether the strategy can exchange sparse gradients.
         self._rows: dict[int, Tensor] = {}  # By parameter: the rows of the last sparse gradient.
@@ -76,7 +86,7 @@ class FlatModel:
         self.params = vector
         self.is_shared = is_shared
         for i, p in enumerate(self.parameters):
-            p.data = vector[self.where(i)].view(p.shape)
+            local(p).data = vector[self.where(i)].view(local(p).shape)
 
     def rebind_grads(self, vector: Tensor) -> None:
         """Use this memory for `grads`, from the next gradient on."""
@@ -84,12 +94,27 @@ class FlatModel:
             return
         exposed = [i for i, p in enumerate(self.parameters) if p.grad is self._views[i]]
         self.grads = vector
-        self._views = [vector[self.where(i)].view(p.shape) for i, p in enumerate(self.parameters)]
+        self._set_views()
         self.buckets = [replace(b, grad=vector[b.where]) for b in self.buckets]
         self.bucket_of = {i: b for b in self.buckets for i in b.parameters}
         self._rows.clear()
         for i in exposed:
             self.expose(i)
+
+    def _set_views(self) -> None:
+        self._views = [
+            distributed_like(self.grads[self.where(i)].view(local(p).shape), p) for i, p in enumerate(self.parameters)
+        ]
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """The shape of each parameter, as far as this rank holds it."""
+        return [local(p).shape for p in self.parameters]
+
+    def counted_once(self, measure: Callable[[slice], float], where: slice) -> float:
+        """A measure of a part of the vector, such as a squared norm, to be summed over the ranks of this replica."""
+        parts = (slice(max(part.start, where.start), min(part.stop, where.stop)) for part in self.repeated)
+        return measure(where) - sum(measure(part) for part in parts if part.start < part.stop)
 
     @property
     def numel(self) -> int:
@@ -121,14 +146,16 @@ class FlatModel:
 
     def collect(self, index: int) -> None:
         """Copy one parameter's gradient into the vector, or zeros if it has none."""
-        view, grad = self._views[index], self.parameters[index].grad
+        parameter = self.parameters[index]
+        if parameter.grad is self._views[index]:
+            return
+        view, grad = local(self._views[index]), local_grad(parameter)
         if grad is None:
             view.zero_()
-        elif grad is not view:
-            if grad.is_sparse:
-                self._collect_rows(index, view, grad)
-            else:
-                view.copy_(grad)
+        elif grad.is_sparse:
+            self._collect_rows(index, view, grad)
+        else:
+            view.copy_(grad)
 
     def _collect_rows(self, index: int, view: Tensor, grad: Tensor) -> None:
         if not self.sparse_rows or grad.sparse_dim() != 1:
@@ -221,7 +248,8 @@ class FlatModel:
 
     def first_nonfinite_grad(self) -> str | None:
         """The same for the parameters' own `.grad`, before they are copied into the vector."""
-        grads = {n: p.grad for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None}
+        every = {n: local_grad(p) for n, p in zip(self.names, self.parameters, strict=True)}
+        grads = {n: g for n, g in every.items() if g is not None}
         # One test for all sums: on a GPU every test waits for the device.
         if not grads or math.isfinite(torch.stack([g.sum() for g in grads.values()]).sum()):
             return None

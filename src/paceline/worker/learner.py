@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.op import Op, Ready
 from paceline.state import StateStore, per_worker
 from paceline.worker.flat import Bucket, FlatModel
+from paceline.worker.tensors import local
 
 if TYPE_CHECKING:
     from paceline.task import Trainee
@@ -28,6 +29,9 @@ class Learner(Protocol):
     has_global_data: (
         bool  # Whether any worker can compute any part of a minibatch.  If not, each worker has its own data.
     )
+
+    stage: int  # The stage of a split model that this process holds, from 0;
+    stages: int  # and how many there are.  A model that is not split is one stage.
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -78,9 +82,16 @@ class Learner(Protocol):
         """
         ...
 
+    async def of_first_stage(self, numbers: Sequence[float]) -> Sequence[float]:
+        """The numbers that the first stage of this replica's pipeline gave; all stages give equally many."""
+        ...
+
 
 class TaskLearner:
     """The common part of the simulator's learner and that of `train`: it uses the task's data and optimizer."""
+
+    stage = 0
+    stages = 1
 
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
@@ -123,6 +134,9 @@ class TaskLearner:
     async def sum_over_stages(self, numbers: Sequence[float]) -> Sequence[float]:
         return numbers
 
+    async def of_first_stage(self, numbers: Sequence[float]) -> Sequence[float]:
+        return numbers
+
 
 def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state that has one entry for every parameter value, by name, each as one vector (Adam's moments).
@@ -139,7 +153,9 @@ def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict
     return {
         name: torch.cat(
             [
-                state[name].reshape(-1) if _is_for_each_value(name, state.get(name), p) else like.new_zeros(p.numel())
+                local(state[name]).reshape(-1)
+                if _is_for_each_value(name, state.get(name), p)
+                else local(like).new_zeros(local(p).numel())
                 for state, p in zip(states, flat.parameters, strict=True)
             ]
         )
@@ -159,7 +175,7 @@ def set_optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer, vec
         for i, p in enumerate(flat.parameters):
             value = optimizer.state.get(p, {}).get(name)
             if _is_for_each_value(name, value, p):
-                value.copy_(vector[flat.where(i)].view(value.shape))
+                local(value).copy_(vector[flat.where(i)].view(local(value).shape))
 
 
 def _is_for_each_value(name: str, value: object, parameter: Tensor) -> bool:

@@ -155,7 +155,7 @@ class Replica:
         if codec is None:
             return None
         codec.check_optimizer(self.learner.optimizer.param_groups)
-        fitted = codec.fitted([p.shape for p in self.learner.flat.parameters])
+        fitted = codec.fitted(self.learner.flat.shapes)
         remember = partial(self._declare, name)
         state = fitted.codec_state(remember, self.params, key=self.rank)
         return state if self.workers > 1 else None

@@ -1,4 +1,4 @@
-"""The staleness of updates: a histogram for each method with servers."""
+"""The staleness of updates: a histogram for each method with servers or shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from paceline.report.vega import svg
 BARS = 40
 EXPLANATION = (
     "An update's staleness is how many versions of the parameters its server made between the worker's reading them "
-    "and the update's arrival; an update that goes to several servers counts at each."
+    "and the update's arrival; an update that goes to several servers counts at each.  In shared memory, it is how "
+    "many times other workers wrote between a worker's reading and its write."
 )
 
 
