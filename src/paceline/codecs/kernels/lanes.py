@@ -74,25 +74,70 @@ def _shuffled(builder: Any, vector: Any, order: list[int]) -> Any:
     return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_i32, len(order)), order))
 
 
+def _widened(builder: Any, array: Any, values: Any) -> Any:
+    """32 values of a type that `load` reads, as float32."""
+    if array.dtype == types.float32:
+        return values
+    if array.dtype == types.uint16:
+        return builder.fpext(values, _floats)
+    upper = builder.zext(values, _ints)  # A bfloat16 is the upper half of a float32.
+    return builder.bitcast(builder.shl(upper, _constant(_ints, 16)), _floats)
+
+
+def _vector_of(array: Any) -> ir.VectorType:
+    return {types.float32: _floats, types.uint16: _halves}.get(array.dtype, _shorts)
+
+
 @intrinsic
 def load(_: Any, array: Any, index: Any) -> Any:
     """32 values from `index` on, as float32.  Pass float16 as uint16 and bfloat16 as int16: numba has neither type."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def values(kind: ir.Type) -> Any:
-            return builder.load(
-                _address(context, builder, array, args[0], args[1], ir.VectorType(kind, LANES)),
-                align=array.dtype.bitwidth // 8,
-            )
-
-        if array.dtype == types.float32:
-            return values(_f32)
-        if array.dtype == types.uint16:
-            return builder.fpext(values(ir.HalfType()), _floats)
-        upper = builder.zext(values(ir.IntType(16)), _ints)  # A bfloat16 is the upper half of a float32.
-        return builder.bitcast(builder.shl(upper, _constant(_ints, 16)), _floats)
+        at = _address(context, builder, array, args[0], args[1], _vector_of(array))
+        return _widened(builder, array, builder.load(at, align=array.dtype.bitwidth // 8))
 
     return floats(array, types.intp), generate
+
+
+@intrinsic
+def load_some(_: Any, array: Any, index: Any, mask: Any) -> Any:
+    """As `load`, but only the lanes whose bit in the mask is 1; the others are 0, and their memory is not read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = _vector_of(array)
+        at = _address(context, builder, array, args[0], args[1], kind)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(kind, [at.type, _i32, _mask, kind]),
+            f"llvm.masked.load.{_suffix(kind)}.p0",
+        )
+        nothing = ir.Constant(kind, None)
+        lanes = builder.bitcast(args[2], _mask)
+        return _widened(builder, array, builder.call(function, [at, _i32(array.dtype.bitwidth // 8), lanes, nothing]))
+
+    return floats(array, types.intp, types.uint32), generate
+
+
+@intrinsic
+def store_some(_: Any, array: Any, index: Any, values: Any, mask: Any) -> Any:
+    """Store in a float32 array the lanes whose bit in the mask is 1."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = _address(context, builder, array, args[0], args[1], _floats)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [_floats, at.type, _i32, _mask]),
+            f"llvm.masked.store.{_suffix(_floats)}.p0",
+        )
+        builder.call(function, [args[2], at, _i32(4), builder.bitcast(args[3], _mask)])
+        return context.get_dummy_value()
+
+    return types.void(types.Array(types.float32, 1, "C"), types.intp, values, types.uint32), generate
+
+
+def _suffix(kind: ir.VectorType) -> str:
+    """The name of a vector type in LLVM's intrinsics."""
+    return f"v{LANES}{ {_f32: 'f32', ir.HalfType(): 'f16'}.get(kind.element, 'i16') }"
 
 
 @intrinsic
