@@ -31,7 +31,7 @@ class Case:
     strategy: pl.Strategy = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", eval(self.method, dict(vars(pl))))
+        object.__setattr__(self, "strategy", eval(self.method, {**vars(pl), **vars(pl.codecs)}))
 
     @property
     def key(self) -> str:

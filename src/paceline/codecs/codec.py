@@ -39,6 +39,8 @@ class Codec(ABC):
     wire: ClassVar[torch.dtype | None] = None
     # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.
     reduction: ClassVar[str] = "stripes"
+    # Whether a message has only signs, or few of the values: that spoils the second moments of Adam.
+    is_coarse: ClassVar[bool] = False
     # Whether it works only in a mean over a group of ranks, not for a message from one sender to one receiver.
     needs_group: ClassVar[bool] = False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class OneBit(Codec):
     bucket: int | None = None
     # The rows of the tensors; None: not fitted, or `bucket` was given.
     rows: Rows | None = field(default=None, repr=False, kw_only=True)
+
+    is_coarse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.bucket is not None:

@@ -8,8 +8,9 @@ split into equal parts.  A tensor of one dimension, such as a bias, is one row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ Rows = tuple[tuple[int, int], ...]
 """Runs of equal rows in the order of the vector: how many rows, and how many values a row has."""
 
 
-class Units(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Units:
     """Where each unit begins in the vector, and in a message with one bit for each value; both with the end added.
 
     A unit's bits begin a new word of 32 bits.

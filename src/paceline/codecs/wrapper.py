@@ -22,6 +22,10 @@ class Wrapper(Codec):
         return self.codec.is_random
 
     @property
+    def is_coarse(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.codec.is_coarse
+
+    @property
     def reduction(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.codec.reduction
 

@@ -39,7 +39,9 @@ class Learner(Protocol):
 
     def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]: ...
 
-    def step(self, replica: Replica, g: Tensor) -> Op[None]: ...
+    def step(self, replica: Replica, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
+        """A step with the gradient `g`: of the optimizer, or by a function that takes the step in its place."""
+        ...
 
     def local_step(self, replica: Replica) -> Op[None]: ...
 
@@ -89,8 +91,8 @@ class TaskLearner:
     def has_data(self, step: int) -> bool:
         return self.trainee.has_data(step)
 
-    def step(self, replica: Replica, g: Tensor) -> Op[None]:
-        self.trainee.step(g)
+    def step(self, replica: Replica, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
+        self.trainee.step(g, by)
         return Ready("step", None)
 
     def skip(self, replica: Replica) -> Op[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec
@@ -105,9 +104,7 @@ def add_rows(
     return True
 
 
-def encode(
-    codec: Codec, units: Units, x: Tensor, residual: Tensor | None, out: Tensor | None
-) -> tuple[Tensor, bool]:
+def encode(codec: Codec, units: Units, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Tensor, bool]:
     data = buffer_for(codec, x, out)
     means, words = _parts(data, units)
     values = as_array(x)
@@ -133,4 +130,5 @@ def add(units: Units, data: Tensor, into: Tensor, weight: float, fresh: bool) ->
 
 def _parts(data: Tensor, units: Units) -> tuple[Any, Any]:
     """The means and the words of a message."""
-    return data[: 8 * units.count].view(torch.float32).numpy(), data[8 * units.count :].view(torch.int32).numpy().view(np.uint32)
+    numbers = data.numpy()
+    return numbers[: 8 * units.count].view(np.float32), numbers[8 * units.count :].view(np.uint32)
