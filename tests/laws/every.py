@@ -160,7 +160,8 @@ class Case:
     `alone` says how closely one worker equals plain training with `plain`, which is the task's own optimizer by
     default. It is None for a method that differs from plain training even on one worker. Such methods are: an outer
     optimizer with its own momentum or rate (test_lattice has the reference, an outer loop); elastic averaging (the
-    model is the centre, which a single worker pulls along); Sandblaster (test_sandblaster has the reference).
+    model is the centre, which a single worker pulls along); Sandblaster (test_sandblaster has the reference);
+    OneBitAdam, which takes Adam's steps with any optimizer here (test_one_bit_adam has the reference).
 
     `nbytes(numel, workers, steps, rank)` is the number of bytes that a worker sends in a float32 run. It is None if
     that number depends on the values.
@@ -251,18 +252,8 @@ STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd by groups": Case(AllReduceSGD(group=2), None),
     "all-reduce-sgd by groups and one-bit": Case(AllReduceSGD(group=2, codec=OneBit()), None),
     "all-reduce-sgd, clipped": Case(AllReduceSGD(clip=1e9), summed(1), alone="rounding"),
-    "one-bit-adam": Case(
-        OneBitAdam(warmup=3, betas=(0.9, 0.99)),
-        warmed(OneBit(), 3),
-        alone="rounding",
-        plain=lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.9, 0.99)),
-    ),
-    "one-bit-adam by top-k": Case(
-        OneBitAdam(TopK(ratio=0.2), betas=(0.9, 0.5)),
-        None,
-        alone="rounding",
-        plain=lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.9, 0.5)),
-    ),
+    "one-bit-adam": Case(OneBitAdam(warmup=3, betas=(0.9, 0.99)), warmed(OneBit(), 3), alone=None),
+    "one-bit-adam by top-k": Case(OneBitAdam(TopK(ratio=0.2), betas=(0.9, 0.5)), None, alone=None),
     "periodic-averaging": Case(PeriodicAveraging(period=4), averaged(4)),
     "periodic-averaging by samples": Case(PeriodicAveraging(samples=7), None),
     "periodic-averaging, delayed": Case(PeriodicAveraging(period=4, delay=2), averaged(4)),

@@ -14,7 +14,7 @@ import paceline as pl
 from paceline import AllReduceSGD, Cluster, OneBitAdam, PeriodicAveraging, Task, simulate
 from paceline.codecs import DGC, Codec, Entropy, Fp16, Fp32, OneBit, PowerSGD, Threshold, TopK
 from paceline.families.adam import CodecWithAdam
-from tests.laws.tasks import close, numbers, regression, values, vector
+from tests.laws.tasks import close, numbers, regression, trained_alone, values, vector
 
 TWO = Cluster(workers=2)
 BETAS = (0.9, 0.95)
@@ -41,6 +41,12 @@ def task(**more: Any) -> Task:
 def test_with_full_gradients_it_is_adamw():
     run = simulate(task(), OneBitAdam(warmup=1000), TWO)
     assert close(run.params, simulate(task(), AllReduceSGD(), TWO).params)
+
+
+def test_one_worker_alone_is_adamw():
+    """It never freezes the variance, since it sends nothing."""
+    run = simulate(task(schedule=None), OneBitAdam(warmup=3), Cluster(workers=1))
+    assert close(run.params, trained_alone(task(schedule=None)))
 
 
 def by_hand(job: Task, warmup: int) -> Tensor:
@@ -185,10 +191,10 @@ def test_a_gradient_scaler_is_refused():
     model = nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with pl.attach(model, optimizer, OneBitAdam()) as session:
-        with pytest.raises(RuntimeError, match="OneBitAdam with a GradScaler: .*bfloat16"):
-            scaler.scale(model(torch.ones(2, 3)).mean()).backward()
-            scaler.step(session.optimizer)
+    message = r"OneBitAdam with a GradScaler: .*bfloat16"
+    with pytest.raises(RuntimeError, match=message), pl.attach(model, optimizer, OneBitAdam()) as session:
+        scaler.scale(model(torch.ones(2, 3)).mean()).backward()
+        scaler.step(session.optimizer)
 
 
 ADAPTIVE: dict[str, Any] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -46,7 +48,7 @@ def bounds(shapes: list[tuple[int, ...]], where: slice) -> list[tuple[int, int]]
             edges += [start + at for at in range(row, stop, each)]
         start += numel
     edges.append(start)
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if a >= where.start and b <= where.stop]
+    return [(a, b) for a, b in pairwise(edges) if a >= where.start and b <= where.stop]
 
 
 @every_model
