@@ -106,14 +106,10 @@ def load_some(_: Any, array: Any, index: Any, mask: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = _vector_of(array)
         at = _address(context, builder, array, args[0], args[1], kind)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(kind, [at.type, _i32, _mask, kind]),
-            f"llvm.masked.load.{_suffix(kind)}.p0",
-        )
-        nothing = ir.Constant(kind, None)
-        lanes = builder.bitcast(args[2], _mask)
-        return _widened(builder, array, builder.call(function, [at, _i32(array.dtype.bitwidth // 8), lanes, nothing]))
+        size = _i32(array.dtype.bitwidth // 8)
+        given = [at, size, builder.bitcast(args[2], _mask), ir.Constant(kind, None)]
+        name = {types.float32: "f32", types.uint16: "f16"}.get(array.dtype, "i16")
+        return _widened(builder, array, _called(builder, f"llvm.masked.load.v{LANES}{name}.p0", kind, given))
 
     return floats(array, types.intp, types.uint32), generate
 
@@ -124,20 +120,17 @@ def store_some(_: Any, array: Any, index: Any, values: Any, mask: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = _address(context, builder, array, args[0], args[1], _floats)
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [_floats, at.type, _i32, _mask]),
-            f"llvm.masked.store.{_suffix(_floats)}.p0",
-        )
-        builder.call(function, [args[2], at, _i32(4), builder.bitcast(args[3], _mask)])
+        given = [args[2], at, _i32(4), builder.bitcast(args[3], _mask)]
+        _called(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), given)
         return context.get_dummy_value()
 
     return types.void(types.Array(types.float32, 1, "C"), types.intp, values, types.uint32), generate
 
 
-def _suffix(kind: ir.VectorType) -> str:
-    """The name of a vector type in LLVM's intrinsics."""
-    return f"v{LANES}{ {_f32: 'f32', ir.HalfType(): 'f16'}.get(kind.element, 'i16') }"
+def _called(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
+    """The result of one of LLVM's intrinsics."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 @intrinsic
@@ -252,10 +245,7 @@ def _compared(how: str) -> Any:
 
 
 def _floor(builder: Any, a: Any) -> Any:
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_floats, [_floats]), f"llvm.floor.v{LANES}f32"
-    )
-    return builder.call(function, [a])
+    return _called(builder, f"llvm.floor.v{LANES}f32", _floats, [a])
 
 
 # Comparisons of lanes, as masks; false for NaN.
