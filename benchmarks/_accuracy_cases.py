@@ -31,7 +31,7 @@ class Case:
     strategy: pl.Strategy = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", eval(self.method, dict(vars(pl))))
+        object.__setattr__(self, "strategy", eval(self.method, {**vars(pl), **vars(pl.codecs)}))
 
     @property
     def key(self) -> str:
@@ -44,7 +44,7 @@ def sweep() -> list[Case]:
     """The rates that `sweep` tries for each kind of method."""
     tried: list[tuple[str, str, tuple[float, ...]]] = [
         ("AllReduceSGD()", "SGD", (0.03, 0.05, 0.1, 0.2)),
-        ("AllReduceSGD(OneBit())", "SGD", (0.01, 0.02, 0.03, 0.05)),
+        ("AllReduceSGD(OneBit(bucket=512))", "SGD", (0.01, 0.02, 0.03, 0.05)),
         ("PeriodicAveraging(period=8)", "SGD", (0.03, 0.05, 0.1, 0.2)),
         ("BlockMomentum(period=16)", "SGD", (0.005, 0.01, 0.02, 0.05)),
         ("PeriodicAveraging(period=8)", "AdamW", (0.002, 0.005, 0.01, 0.02)),
@@ -67,16 +67,27 @@ GROUPS: dict[str, list[Case]] = {
             rate=GRADIENT_RATE,
         ),
         *cases("AllReduceSGD()", rate=PLAIN_RATE),
-        *cases("AllReduceSGD(OneBit())", "AllReduceSGD(OneBit(bucket=64))", rate=ONE_BIT_RATE),
+        *cases(
+            "AllReduceSGD(OneBit())",
+            "AllReduceSGD(OneBit(bucket=512))",
+            "AllReduceSGD(OneBit(bucket=64))",
+            rate=ONE_BIT_RATE,
+        ),
         *cases("Then(AllReduceSGD(), AllReduceSGD(OneBit(bucket=64)), epochs=3)", rate=ONE_BIT_RATE),
-        *cases("AllReduceSGD()", "AllReduceSGD(OneBit())", "AllReduceSGD(OneBit(bucket=64))", rate=LOW_RATE),
+        *cases(
+            "AllReduceSGD()",
+            "AllReduceSGD(OneBit())",
+            "AllReduceSGD(OneBit(bucket=512))",
+            "AllReduceSGD(OneBit(bucket=64))",
+            rate=LOW_RATE,
+        ),
     ],
     "averaging": [
         *cases("PeriodicAveraging(period=8)", "PeriodicAveraging(period=16)"),
         *cases("AdaptiveAveraging()", "AdaptiveAveraging(period=6, warmup=25)"),
         *cases("DecreasingAveraging((20, 5))", f"AdaComm(period=16, steps={EPOCH})"),
-        *cases("PeriodicAveraging(period=8, codec=OneBit())", "PeriodicAveraging(period=8, codec=QSGD())"),
-        *cases("AdaptiveAveraging(codec=OneBit())", "PeriodicAveraging(period=8, delay=4)"),
+        *cases("PeriodicAveraging(period=8, codec=OneBit(bucket=512))", "PeriodicAveraging(period=8, codec=QSGD())"),
+        *cases("AdaptiveAveraging(codec=OneBit(bucket=512))", "PeriodicAveraging(period=8, delay=4)"),
     ],
     "blocks": [
         *cases(
@@ -87,7 +98,11 @@ GROUPS: dict[str, list[Case]] = {
             rate=BLOCK_RATE,
         ),
         *cases("BlockMomentum(period=16, nesterov=False)", "BlockMomentum(period=16, form='cntk')", rate=BLOCK_RATE),
-        *cases("BlockMomentum(period=16, codec=OneBit())", "DiLoCo(period=16, codec=OneBit())", rate=BLOCK_RATE),
+        *cases(
+            "BlockMomentum(period=16, codec=OneBit(bucket=512))",
+            "DiLoCo(period=16, codec=OneBit(bucket=512))",
+            rate=BLOCK_RATE,
+        ),
         *cases("BlockMomentum(period=16, delay=8)", "DiLoCo(period=16, fragments=4, delay=2)", rate=BLOCK_RATE),
     ],
     "policies": [

@@ -139,7 +139,7 @@ def of_codec(
     out: Tensor | None = torch.empty_like(data)
     nbytes, width = data.numel(), x.element_size()
     name, kind = type(codec).__name__, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    is_whole = isinstance(codec, OneBit) and dtype == torch.float32 and numel % codec.bucket == 0
+    is_whole = isinstance(codec, OneBit) and dtype == torch.float32 and numel % codec.bucket_size == 0
     if isinstance(codec, Threshold):  # As after many messages: every |x| / tau-th value is due.
         residual.uniform_(-codec.tau, codec.tau)
         data = kernels.encode(codec, x, residual)

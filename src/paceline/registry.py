@@ -41,7 +41,7 @@ def codec(name: str, **settings: Any) -> Codec:
     """A codec by its name.
 
     >>> codec("one-bit")
-    OneBit(bucket=512)
+    OneBit(bucket=None)
     """
     return _named("codec", CODECS, name, settings)
 

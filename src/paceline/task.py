@@ -213,8 +213,11 @@ class Trainee:
             self._rng = torch.get_rng_state()
             torch.set_rng_state(outside)
 
-    def step(self, g: Tensor) -> None:
-        """A step of the optimizer, with `g` as the gradient."""
+    def step(self, g: Tensor, by: Callable[[Tensor], None] | None = None) -> None:
+        """A step of the optimizer, with `g` as the gradient; or by a function in place of the optimizer."""
+        if by is not None:
+            by(g)
+            return
         flat = self.flat
         if g.data_ptr() != flat.grads.data_ptr():
             flat.grads.copy_(g)

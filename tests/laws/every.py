@@ -30,6 +30,7 @@ from paceline import (
     EAWild,
     Gossip,
     Hogwild,
+    OneBitAdam,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
@@ -163,7 +164,8 @@ class Case:
     `alone` says how closely one worker equals plain training with `plain`, which is the task's own optimizer by
     default. It is None for a method that differs from plain training even on one worker. Such methods are: an outer
     optimizer with its own momentum or rate (test_lattice has the reference, an outer loop); elastic averaging (the
-    model is the centre, which a single worker pulls along); Sandblaster (test_sandblaster has the reference).
+    model is the centre, which a single worker pulls along); Sandblaster (test_sandblaster has the reference);
+    OneBitAdam, which takes Adam's steps with any optimizer here (test_one_bit_adam has the reference).
 
     `nbytes(numel, workers, steps, rank)` is the number of bytes that a worker sends in a float32 run. It is None if
     that number depends on the values.
@@ -215,12 +217,21 @@ def striped(codec: Codec) -> Callable[[int, int, int, int], int]:
     """A stripe and a vote to each other rank, which owns that stripe. Then the own stripe to every other rank."""
 
     def nbytes(numel: int, workers: int, steps: int, rank: int) -> int:
-        sizes = [s.stop - s.start for s in (stripe_of(j, numel, workers, unit=codec.unit) for j in range(workers))]
-        sealed = [packed_nbytes(codec.nbytes(size) or 0) for size in sizes]
+        whole = codec.fitted([torch.Size([numel])])  # The model of this law is one vector.
+        stripes = [stripe_of(j, numel, workers, unit=whole.unit) for j in range(workers)]
+        sealed = [packed_nbytes(whole.part(s).nbytes(s.stop - s.start) or 0) for s in stripes]
         away = sum(sealed[j] for j in range(workers) if j != rank)
-        return steps * (away + (workers - 1) * sealed[0])
+        return steps * (away + (workers - 1) * max(sealed))
 
     return nbytes
+
+
+def warmed(codec: Codec, warmup: int) -> Callable[[int, int, int, int], int]:
+    """Full gradients for `warmup` steps, then encoded vectors."""
+    return lambda numel, workers, steps, rank: (
+        summed(1)(numel, workers, min(steps, warmup), rank)
+        + striped(codec)(numel, workers, max(steps - warmup, 0), rank)
+    )
 
 
 def gathered(codec: Codec) -> Callable[[int, int, int, int], int]:
@@ -256,6 +267,8 @@ STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd by groups": Case(AllReduceSGD(group=2), None),
     "all-reduce-sgd by groups and one-bit": Case(AllReduceSGD(group=2, codec=OneBit()), None),
     "all-reduce-sgd, clipped": Case(AllReduceSGD(clip=1e9), summed(1), alone="rounding"),
+    "one-bit-adam": Case(OneBitAdam(warmup=3, betas=(0.9, 0.99)), warmed(OneBit(), 3), alone=None),
+    "one-bit-adam by top-k": Case(OneBitAdam(TopK(ratio=0.2), betas=(0.9, 0.5)), None, alone=None),
     "periodic-averaging": Case(PeriodicAveraging(period=4), averaged(4)),
     "periodic-averaging by samples": Case(PeriodicAveraging(samples=7), None),
     "periodic-averaging, delayed": Case(PeriodicAveraging(period=4, delay=2), averaged(4)),

@@ -387,7 +387,7 @@ def test_a_bucket_of_one_sign_leaves_the_other_level_unused(numel: int, sign: fl
     """All decode as their mean; padding does not change it."""
     x = sign * (numbers(numel, dtype=torch.float32).abs() + 0.5)
     data = OneBit().encode(x)
-    means = data[: 8 * OneBit().buckets(numel)].view(torch.float32).view(-1, 2)
+    means = data[: 8 * OneBit().scales(numel)].view(torch.float32).view(-1, 2)
     assert not means[:, 0 if sign > 0 else 1].count_nonzero()
     for b, part in enumerate(x.split(512) if numel else ()):
         assert means[b, int(sign > 0)].item() == pytest.approx(part.double().mean().item(), rel=1e-5)

@@ -58,7 +58,7 @@ WHOLE: dict[str, Codec] = {
 
 
 def bucket_of(codec: Codec) -> int:
-    return getattr(codec, "bucket", 512)
+    return getattr(codec, "bucket", None) or 512
 
 
 def values(numel: int, seed: int = 0) -> Tensor:
@@ -221,6 +221,32 @@ def test_a_bucket_that_cannot_be_encoded_gets_a_nan_scale_and_keeps_its_residual
         defined(codec, torch.where(spoilt, 0.0, x), residual, 3)
         assert same(after.cpu()[~spoilt], residual[~spoilt]), "the others are encoded as ever"
         assert encoded(codec, values(numel).to(DEVICE), after, 3)[1], "the next message is none the worse"
+
+
+ROWS = OneBit().fitted([torch.Size(shape) for shape in [(3, 99), (5,), (4, 3, 3, 3), (1, 1100), (70,)]])
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_units_that_are_rows(dtype: torch.dtype):
+    numel = 3 * 99 + 5 + 4 * 27 + 1100 + 70
+    check(ROWS, numel, dtype)
+    check(ROWS.part(slice(50, 330)), 280, dtype, feedback=False)
+
+
+@here
+def test_a_row_that_cannot_be_encoded_gets_a_nan_scale_and_keeps_its_residual():
+    codec = ROWS.part(slice(0, 302))
+    x = values(302)
+    residual = values(302, 1)
+    x[120] = math.nan
+    after = residual.clone().to(DEVICE)
+    data, is_good = encoded(codec, x.to(DEVICE), after, 3)
+    assert not is_good
+    decoded = torch.empty(302, device=DEVICE)
+    add(codec, data, decoded, 1.0, True)
+    assert decoded.isnan().nonzero()[:, 0].tolist() == list(range(99, 198))
+    assert same(after.cpu()[99:198], residual[99:198])
 
 
 @here

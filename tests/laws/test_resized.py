@@ -15,6 +15,7 @@ from paceline import (
     Cluster,
     DiLoCo,
     NonFiniteReplica,
+    OneBitAdam,
     PeriodicAveraging,
     Replicated,
     Run,
@@ -318,7 +319,8 @@ def test_all_workers_start_with_the_mean_of_what_each_had(case: Case):
     for workers in (2, 5):
         new = replace(old, states=resized(old.states, workers))
         assert len(params(new)) == workers and all(close(p, mean(params(old), [1.0] * 3)) for p in params(new))
-        assert all(close(m, mean(momenta(old), [1.0] * 3)) for m in momenta(new))
+        if not isinstance(case.strategy, OneBitAdam):  # It leaves the optimizer without a state.
+            assert all(close(m, mean(momenta(old), [1.0] * 3)) for m in momenta(new))
         buffers = [values(state, "model")["buffers"] for state in old.states]
         for buffer, *theirs in zip(values(new.states[0], "model")["buffers"], *buffers, strict=True):
             assert close(

@@ -40,6 +40,8 @@ class Codec(ABC):
     # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.  For "sum"
     # the codec has a `wire` dtype and no feedback.
     reduction: ClassVar[str] = "stripes"
+    # Whether a message has only signs, or few of the values: that spoils the second moments of Adam.
+    is_coarse: ClassVar[bool] = False
     # Whether it works only in a mean over a group of ranks, not for a message from one sender to one receiver.
     needs_group: ClassVar[bool] = False
 

@@ -57,6 +57,11 @@ def row_sums(x: Tensor) -> Tensor:
     lanes = torch.zeros(len(x), LANES, dtype=x.dtype, device=x.device)
     for values in x.split(LANES, dim=1):
         lanes += values
+    return halved(lanes)
+
+
+def halved(lanes: Tensor) -> Tensor:
+    """The sum of each row: the upper half is added to the lower one until one value is left."""
     while (half := lanes.shape[1] // 2) > 0:
         lanes = lanes[:, :half] + lanes[:, half:]
     return lanes[:, 0]

@@ -1,63 +1,159 @@
 """1-bit SGD's quantiser (Seide et al., Interspeech 2014), in CNTK's zero-threshold form.
 
-Only the sign of each value is sent.  The receiver reads a bucket's negative values as their mean, and the others as
-theirs.  Use it with ErrorFeedback: alone it loses accuracy.  For a bucket of values in {-x, +x} it is exact.
+Only the sign of each value is sent.  The receiver reads a unit's negative values as their mean, and the others as
+theirs.  A unit is an output row of a tensor, or a bucket of the vector.  Use it with ErrorFeedback: alone it loses
+accuracy.  For a unit of values in {-x, +x} it is exact.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.codecs.codec import Codec
-from paceline.codecs.layout import aligned, bucketed, check_bucket, check_scales, reals, row_sums
+from paceline.codecs.layout import LANES, aligned, bucketed, check_bucket, check_scales, halved, packed, reals, row_sums
+from paceline.codecs.rows import Rows, Units, rows_of, rows_within, units_of
+
+BUCKET = 512
 
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """One bit per value and two fp32 means per bucket: 72 bytes for 512 values, 28 times smaller than fp32."""
+    """One bit per value and two fp32 means per unit: about 28 times smaller than fp32.
 
-    bucket: int = 512
+    By default a unit is an output row of a tensor, if the codec is fitted to tensors.  `bucket` makes each bucket of
+    this many values a unit.  A vector of unknown tensors has buckets of 512.
+    """
+
+    bucket: int | None = None
+    # The rows of the tensors; None: not fitted, or `bucket` was given.
+    rows: Rows | None = field(default=None, repr=False, kw_only=True)
+
+    is_coarse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_bucket(self, self.bucket)
+        if self.bucket is not None:
+            check_bucket(self, self.bucket)
+        if self.rows is not None:
+            object.__setattr__(self, "rows", tuple((int(count), int(length)) for count, length in self.rows))
 
     @property
     def unit(self) -> int:
-        return self.bucket
+        # A row may be cut at any word: its two parts are two units.
+        return self.bucket_size if self.rows is None else LANES
 
-    def buckets(self, numel: int) -> int:
-        return -(-numel // self.bucket)
+    @property
+    def bucket_size(self) -> int:
+        """How many values a unit has if units are not rows."""
+        return BUCKET if self.bucket is None else self.bucket
+
+    def fitted(self, shapes: Sequence[torch.Size]) -> OneBit:
+        return self if self.bucket is not None else replace(self, rows=rows_of(shapes))
+
+    def part(self, where: slice) -> OneBit:
+        if self.rows is None:
+            return self
+        first, last, _ = where.indices(sum(count * length for count, length in self.rows))
+        return replace(self, rows=rows_within(self.rows, first, last))
+
+    def units(self, numel: int) -> Units | None:
+        """The units of a vector of `numel` values, if they are rows; None if they are buckets."""
+        if self.rows is None:
+            return None
+        units = units_of(self.rows)
+        if units.starts[-1] != numel:
+            raise ValueError(
+                f"{self} was fitted to tensors of {units.starts[-1]} values in all, but was given {numel} values"
+            )
+        return units
+
+    def scales(self, numel: int) -> int:
+        """How many pairs of means a message has."""
+        units = self.units(numel)
+        return -(-numel // self.bucket_size) if units is None else units.count
 
     def nbytes(self, numel: int) -> int:
-        return 8 * self.buckets(numel) + -(-numel // 8)
+        units = self.units(numel)
+        if units is not None:
+            return 8 * units.count + LANES // 8 * int(units.words[-1])
+        return 8 * self.scales(numel) + -(-numel // 8)
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
-        rows = bucketed(x, self.bucket)
+        units = self.units(x.numel())
+        return self._encode_buckets(x) if units is None else self._encode_rows(x, units)
+
+    def _encode_buckets(self, x: Tensor) -> Tensor:
+        rows = bucketed(x, self.bucket_size)
         positive = rows >= 0
         zero = rows.new_zeros(())
-        above, below = row_sums(torch.where(positive, rows, zero)), row_sums(torch.where(positive, zero, rows))
+        above = row_sums(torch.where(positive, rows, zero))
+        below = row_sums(torch.where(positive, zero, rows))
+        real = reals(x.numel(), self.bucket_size, x.device)
+        # Padding is zero, so it is non-negative, but must not be counted.
+        positives = positive.sum(1) - (self.bucket_size - real)
+        means = self._means(x, above, below, positives, real - positives)
+        return torch.cat([means, packed(positive, 1, x.numel())])
+
+    def _encode_rows(self, x: Tensor, units: Units) -> Tensor:
+        place, first = _places(units, x.device)
+        words = x.new_zeros(int(units.words[-1]) * LANES, dtype=torch.float32)
+        words[place] = x.detach().to(torch.float32).reshape(-1)
+        real = torch.zeros_like(words, dtype=torch.bool)
+        real[place] = True
+        positive = (words >= 0) & real
+        zero = words.new_zeros(())
+        above = _unit_sums(torch.where(positive, words, zero), first)
+        below = _unit_sums(torch.where(positive, zero, words), first)
+        positives = F.pad(positive.view(-1, LANES).sum(1).cumsum(0), (1, 0))[first].diff()
+        lengths = torch.from_numpy(units.starts).to(x.device).diff()
+        means = self._means(x, above, below, positives, lengths - positives)
+        return torch.cat([means, packed(positive, 1, positive.numel())])
+
+    def _means(self, x: Tensor, above: Tensor, below: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
         if not (above.isfinite().all() and below.isfinite().all()):
             self.refuse(x.reshape(-1), "their sum is beyond float32")
-        real = reals(x.numel(), self.bucket, x.device)
-        # Padding is zero, so it is non-negative, but must not be counted.
-        positives = positive.sum(1) - (self.bucket - real)
-        means = torch.stack([below / (real - positives).clamp(min=1), above / positives.clamp(min=1)], dim=1)
-        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-        bits = (positive.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)[: -(-x.numel() // 8)]
-        return torch.cat([means.view(-1).view(torch.uint8), bits])
+        means = torch.stack([below / negatives.clamp(min=1), above / positives.clamp(min=1)], dim=1)
+        return means.view(-1).view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
         self.check(data, numel)
         data = aligned(data)
-        means = data[: 8 * self.buckets(numel)].view(torch.float32).view(-1, 2)
+        scales = self.scales(numel)
+        means = data[: 8 * scales].view(torch.float32).view(-1, 2)
         shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
-        positive = ((data[8 * self.buckets(numel) :, None] >> shifts) & 1).view(-1)[:numel].bool()
-        low, high = means.repeat_interleave(self.bucket, dim=0)[:numel].unbind(1)
-        return torch.where(positive, high, low)
+        positive = ((data[8 * scales :, None] >> shifts) & 1).view(-1).bool()
+        units = self.units(numel)
+        if units is None:
+            low, high = means.repeat_interleave(self.bucket_size, dim=0)[:numel].unbind(1)
+            return torch.where(positive[:numel], high, low)
+        lengths = torch.from_numpy(units.starts).to(data.device).diff()
+        low, high = means.repeat_interleave(lengths, dim=0).unbind(1)
+        return torch.where(positive[_places(units, data.device)[0]], high, low)
 
     def check(self, data: Tensor, numel: int) -> None:
         super().check(data, numel)
-        check_scales(self, data, 2 * self.buckets(numel))
+        check_scales(self, data, 2 * self.scales(numel))
+
+
+def _places(units: Units, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The place of each value if every unit begins a new word; and the first word of each unit, with the end added."""
+    starts = torch.from_numpy(units.starts).to(device)
+    first = torch.from_numpy(units.words).to(device)
+    gaps = (LANES * first[:-1] - starts[:-1]).repeat_interleave(starts.diff())
+    return torch.arange(int(units.starts[-1]), device=device) + gaps, first
+
+
+def _unit_sums(values: Tensor, first: Tensor) -> Tensor:
+    """The sum of each unit's words, in the order of `row_sums`."""
+    words = values.view(-1, LANES)
+    counts = first.diff()
+    lanes = words.new_zeros(len(counts), LANES)
+    for j in range(int(counts.max()) if len(counts) else 0):
+        has = (counts > j).nonzero()[:, 0]
+        lanes[has] += words[first[has] + j]
+    return halved(lanes)

@@ -149,6 +149,7 @@ class Threshold(Codec):
     entropy: bool = False  # Whether the gaps between indices may be sent as a Golomb-Rice code.
     limit: float = 10.0  # A sender warns above this overload.
 
+    is_coarse: ClassVar[bool] = True
     reduction: ClassVar[str] = "gather"
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ class TopK(Codec):
 
     ratio: float = 0.01
 
+    is_coarse: ClassVar[bool] = True
     reduction: ClassVar[str] = "gather"
 
     def __post_init__(self) -> None:

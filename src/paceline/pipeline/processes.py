@@ -7,7 +7,7 @@ a replica decide together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -190,14 +190,14 @@ class StageLearner(TaskLearner):
         if self._backward(replica) and replica.batch.accept(lambda: self._bad):
             self.trainee.optimizer.step()
 
-    def step(self, replica: Replica, g: Tensor) -> Op[None]:
-        return Begun("step", partial(self._step, replica, g))
+    def step(self, replica: Replica, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
+        return Begun("step", partial(self._step, replica, g, by))
 
-    def _step(self, replica: Replica, g: Tensor) -> None:
+    def _step(self, replica: Replica, g: Tensor, by: Callable[[Tensor], None] | None) -> None:
         if any(refused for [refused] in self._group.all_gather([0.0]).wait()):
             replica.batch.skipped += 1
         else:
-            self.trainee.step(g)
+            self.trainee.step(g, by)
 
     def skip(self, replica: Replica) -> Op[None]:
         """Skip an update with NaN.  The other stages of the replica must skip it too."""

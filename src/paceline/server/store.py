@@ -58,7 +58,8 @@ class Store:
         self.versions = [0] * len(self.shards)
         self.unpushed = Accumulator()
         self._value: Tensor | None = None
-        self._codec_state, self._pulls = replica.codec_state(codec), pulls
+        self._codec_state = replica.codec_state(codec, knows_tensors=False)  # Shards hold vectors, not tensors.
+        self._pulls = pulls
         self._client = ShardClient(replica, self.slices)
         self._work = WorkSource(replica, self._client)
 

@@ -5,7 +5,7 @@ The strategy waits at such a request until the user's next `backward()` or `step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, isclose
 
 import torch
@@ -45,13 +45,17 @@ class GradientRequest(Op[Tensor]):
 
 
 class StepRequest(Op[None]):
-    """The strategy waits for the optimizer's step.  `gradient` is None if the step must change nothing."""
+    """The strategy waits for the optimizer's step.  `gradient` is None if the step must change nothing.
 
-    __slots__ = ("gradient",)
+    `by` takes the step in place of the optimizer, if it is given.
+    """
 
-    def __init__(self, gradient: Tensor | None) -> None:
+    __slots__ = ("by", "gradient")
+
+    def __init__(self, gradient: Tensor | None, by: Callable[[Tensor], None] | None = None) -> None:
         super().__init__("step")
         self.gradient = gradient
+        self.by = by
 
 
 class LocalStepRequest(Op[None]):
@@ -126,11 +130,11 @@ class LoopLearner:
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
         return GradientRequest(each)
 
-    def step(self, replica: Replica, g: Tensor) -> Op[None]:
+    def step(self, replica: Replica, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
         if self.parts is not None and any(refused for [refused] in self.parts.all_gather([0.0]).wait()):
             replica.batch.skipped += 1
             return StepRequest(None)
-        return StepRequest(g)
+        return StepRequest(g, by)
 
     def local_step(self, replica: Replica) -> Op[None]:
         return LocalStepRequest()

@@ -101,6 +101,11 @@ class Loop:
         if isinstance(request, LocalStepRequest):
             self._step_locally(scale, overflow)
         elif isinstance(request, StepRequest):
+            if scale is not None and request.by is not None:
+                raise RuntimeError(
+                    f"{type(self.run.strategy).__name__} with a GradScaler: it adds gradients of several steps, whose "
+                    "scales differ; train in bfloat16, which needs no scaler"
+                )
             if not overflow:
                 self._gradients.unscale(scale)
             self._fulfil_step(overflow)
@@ -146,7 +151,10 @@ class Loop:
         if not isinstance(request, StepRequest):
             return
         if request.gradient is not None and not overflow and not self.learner.has_ended:
-            self._optimizer.inner_step()
+            if request.by is None:
+                self._optimizer.inner_step()
+            else:
+                request.by(self._flat.grads)
         self._advance(None)
 
     # The end of the data.

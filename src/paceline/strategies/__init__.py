@@ -16,6 +16,7 @@ from paceline.strategies.ea_wild import EAWild
 from paceline.strategies.easgd import EAMSGD, EASGD, AsyncEASGD, RoundRobinEASGD
 from paceline.strategies.gossip import Gossip
 from paceline.strategies.hogwild import Hogwild
+from paceline.strategies.one_bit_adam import OneBitAdam
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.periodic_averaging import PeriodicAveraging
 from paceline.strategies.sandblaster import Sandblaster
@@ -45,6 +46,7 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     EAMSGD,
     Gossip,
     Hogwild,
+    OneBitAdam,
     ParameterServer,
     PeriodicAveraging,
     Sandblaster,
@@ -75,6 +77,7 @@ __all__ = [
     "EAWild",
     "Gossip",
     "Hogwild",
+    "OneBitAdam",
     "ParameterServer",
     "PeriodicAveraging",
     "Replicated",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.codecs import Codec
 from paceline.collectives import groups_of
+from paceline.families.adam import warn_if_adaptive
 from paceline.op import Op
 from paceline.strategy import Strategy
 from paceline.worker.replica import Replica, train_alone
@@ -43,6 +44,8 @@ class AllReduceSGD(Strategy):
         codec_state = w.codec_state(self.codec)
         if w.workers == 1 and self.clip is None:
             return await train_alone(w)
+        if w.workers > 1:
+            warn_if_adaptive("AllReduceSGD", self.codec, w)
         groups = None if self.group is None else groups_of(w.endpoint.ranks, self.group)
         means: list[Op[Tensor]] = []
         for _ in w.steps():

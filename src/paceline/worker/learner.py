@@ -43,7 +43,9 @@ class Learner(Protocol):
 
     def gradient(self, replica: Replica, each: Callable[[Bucket], None] | None) -> Op[Tensor]: ...
 
-    def step(self, replica: Replica, g: Tensor) -> Op[None]: ...
+    def step(self, replica: Replica, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
+        """A step with the gradient `g`: of the optimizer, or by a function that takes the step in its place."""
+        ...
 
     def local_step(self, replica: Replica) -> Op[None]: ...
 
@@ -121,8 +123,8 @@ class TaskLearner:
     def coming_lr(self, step: int) -> Op[float]:
         return Ready("learning rate", self.lr(step))
 
-    def step(self, replica: Replica, g: Tensor) -> Op[None]:
-        self.trainee.step(g)
+    def step(self, replica: Replica, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
+        self.trainee.step(g, by)
         return Ready("step", None)
 
     def skip(self, replica: Replica) -> Op[None]:

@@ -99,13 +99,13 @@ class Replica:
             return Ready("gradient", self.learner.flat.grads)
         return self.learner.gradient(self, each)
 
-    def step(self, g: Tensor) -> Op[None]:
-        """A step of the user's optimizer, with `g` as the gradient."""
+    def step(self, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
+        """A step of the user's optimizer, with `g` as the gradient; or by the function `by`, in place of it."""
         if self.batch.fault is not None and self.batch.refuses():
             return self.learner.skip(self)
         if not self.batch.update_samples:
             return Ready("step", None)
-        return self.learner.step(self, g)
+        return self.learner.step(self, g, by)
 
     def local_step(self) -> Op[None]:
         """The gradient of the next minibatch and a step of the user's optimizer, as on one machine."""
@@ -147,17 +147,19 @@ class Replica:
         """
         return self._states.slot(name, rule=rule, version=version, before_save=before_save, **initial)
 
-    def codec_state(self, codec: Codec | None, name: str = "codec") -> CodecState | None:
+    def codec_state(self, codec: Codec | None, name: str = "codec", *, knows_tensors: bool = True) -> CodecState | None:
         """A codec as this worker uses it for vectors like `params`, with its residuals in slots under `name`.
 
         None without a codec, and for one worker alone; its slots are declared all the same, since others may join.
+        `knows_tensors` is False if the receiver does not know the shapes of the model's tensors: the codec then does
+        not use them either.
         """
         if codec is None:
             return None
         codec.check_optimizer(self.learner.optimizer.param_groups)
-        fitted = codec.fitted(self.learner.flat.shapes)
-        remember = partial(self._declare, name)
-        state = fitted.codec_state(remember, self.params, key=self.rank)
+        if knows_tensors:
+            codec = codec.fitted(self.learner.flat.shapes)
+        state = codec.codec_state(partial(self._declare, name), self.params, key=self.rank)
         return state if self.workers > 1 else None
 
     def _declare(self, prefix: str, name: str, /, **settings: object) -> Slot:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.codecs.kernels import Kernel, casts, coding, quantisers, sparse
+from paceline.codecs.kernels import Kernel, casts, coding, one_bit_rows, quantisers, sparse
 from paceline.codecs.kernels.cpu_parts import NAN, ZERO, compiled, in_buckets, wanted
 from paceline.codecs.kernels.lanes import LANES, add_up, at_least, count, full, load, select, store
 from paceline.codecs.layout import aligned, buffer_for, put
@@ -76,9 +76,11 @@ def encode_one_bit(
     codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None
 ) -> tuple[Tensor, bool]:
     codec = cast(OneBit, codec)
-    bucket = codec.bucket
+    if (units := codec.units(x.numel())) is not None:
+        return one_bit_rows.encode(codec, units, x, residual, out)
+    bucket = codec.bucket_size
     data = buffer_for(codec, x, out)
-    buckets = codec.buckets(x.numel())
+    buckets = codec.scales(x.numel())
     means = data[: 8 * buckets].view(torch.float32).numpy()
     bits = data[8 * buckets :]
 
@@ -91,10 +93,12 @@ def encode_one_bit(
 
 def add_one_bit(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
     codec = cast(OneBit, codec)
+    if (units := codec.units(into.numel())) is not None:
+        return one_bit_rows.add(units, data, into, weight, fresh)
     scaled = np.float32(weight)
     data = aligned(data)
-    bucket = codec.bucket
-    buckets = codec.buckets(into.numel())
+    bucket = codec.bucket_size
+    buckets = codec.scales(into.numel())
     means = data[: 8 * buckets].view(torch.float32).numpy()
     bits = data[8 * buckets :]
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.codecs.kernels.lanes import load
+from paceline.codecs.kernels.lanes import load, load_some
 
 SHARED_FROM = 1 << 18  # Below this many values a second thread does not pay.
 ZERO = np.float32(0)
@@ -72,6 +72,14 @@ def wanted(x: Any, residual: Any, at: int) -> Any:
     if residual is None:
         return load(x, at)
     return load(x, at) + load(residual, at)
+
+
+@compiled
+def wanted_some(x: Any, residual: Any, at: int, mask: Any) -> Any:
+    """As `wanted`, but only the lanes of the mask; the others are 0."""
+    if residual is None:
+        return load_some(x, at, mask)
+    return load_some(x, at, mask) + load_some(residual, at, mask)
 
 
 Run = Callable[[Any, Any, Any, int, int, int, int], bool]

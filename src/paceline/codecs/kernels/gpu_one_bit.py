@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.codecs.kernels import gpu_one_bit_rows
 from paceline.codecs.kernels.gpu_parts import LAUNCH, flags, halved, is_finite, on, unrolled, wanted
 from paceline.codecs.layout import LANES, aligned, buffer_for, put
 from paceline.codecs.one_bit import OneBit
@@ -210,13 +211,16 @@ def one_bit_add(
 
 def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Tensor | None) -> tuple[Tensor, bool]:
     codec = cast(OneBit, codec)
-    numel, rows = x.numel(), codec.bucket // LANES
+    if codec.rows is not None:
+        return gpu_one_bit_rows.encode(codec, x, residual, out)
+    bucket = codec.bucket_size
+    numel, rows = x.numel(), bucket // LANES
     data = buffer_for(codec, x, out)
     if not numel:
         return data, True
-    extras, flag = numel % codec.bucket != 0, flags.get(x)
+    extras, flag = numel % bucket != 0, flags.get(x)
     at_once, warps, unroll = shape_of(rows, x.element_size(), residual is not None)
-    programs = triton.cdiv(numel // codec.bucket, at_once) + extras
+    programs = triton.cdiv(numel // bucket, at_once) + extras
     with on(x):
         one_bit_encode[programs,](
             x, residual, data, flag, numel, rows, at_once, unroll, extras, num_warps=warps, **LAUNCH
@@ -226,7 +230,9 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
 
 def add(codec: Codec, data: Tensor, into: Tensor, weight: float, fresh: bool) -> None:
     codec = cast(OneBit, codec)
-    numel, rows = into.numel(), codec.bucket // LANES
+    if codec.rows is not None:
+        return gpu_one_bit_rows.add(codec, data, into, weight, fresh)
+    numel, rows = into.numel(), codec.bucket_size // LANES
     if not numel:
         return
     extras = numel % LANES != 0

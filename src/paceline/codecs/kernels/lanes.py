@@ -74,25 +74,63 @@ def _shuffled(builder: Any, vector: Any, order: list[int]) -> Any:
     return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_i32, len(order)), order))
 
 
+def _widened(builder: Any, array: Any, values: Any) -> Any:
+    """32 values of a type that `load` reads, as float32."""
+    if array.dtype == types.float32:
+        return values
+    if array.dtype == types.uint16:
+        return builder.fpext(values, _floats)
+    upper = builder.zext(values, _ints)  # A bfloat16 is the upper half of a float32.
+    return builder.bitcast(builder.shl(upper, _constant(_ints, 16)), _floats)
+
+
+def _vector_of(array: Any) -> ir.VectorType:
+    return {types.float32: _floats, types.uint16: _halves}.get(array.dtype, _shorts)
+
+
 @intrinsic
 def load(_: Any, array: Any, index: Any) -> Any:
     """32 values from `index` on, as float32.  Pass float16 as uint16 and bfloat16 as int16: numba has neither type."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def values(kind: ir.Type) -> Any:
-            return builder.load(
-                _address(context, builder, array, args[0], args[1], ir.VectorType(kind, LANES)),
-                align=array.dtype.bitwidth // 8,
-            )
-
-        if array.dtype == types.float32:
-            return values(_f32)
-        if array.dtype == types.uint16:
-            return builder.fpext(values(ir.HalfType()), _floats)
-        upper = builder.zext(values(ir.IntType(16)), _ints)  # A bfloat16 is the upper half of a float32.
-        return builder.bitcast(builder.shl(upper, _constant(_ints, 16)), _floats)
+        at = _address(context, builder, array, args[0], args[1], _vector_of(array))
+        return _widened(builder, array, builder.load(at, align=array.dtype.bitwidth // 8))
 
     return floats(array, types.intp), generate
+
+
+@intrinsic
+def load_some(_: Any, array: Any, index: Any, mask: Any) -> Any:
+    """As `load`, but only the lanes whose bit in the mask is 1; the others are 0, and their memory is not read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = _vector_of(array)
+        at = _address(context, builder, array, args[0], args[1], kind)
+        size = _i32(array.dtype.bitwidth // 8)
+        given = [at, size, builder.bitcast(args[2], _mask), ir.Constant(kind, None)]
+        name = {types.float32: "f32", types.uint16: "f16"}.get(array.dtype, "i16")
+        return _widened(builder, array, _called(builder, f"llvm.masked.load.v{LANES}{name}.p0", kind, given))
+
+    return floats(array, types.intp, types.uint32), generate
+
+
+@intrinsic
+def store_some(_: Any, array: Any, index: Any, values: Any, mask: Any) -> Any:
+    """Store in a float32 array the lanes whose bit in the mask is 1."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = _address(context, builder, array, args[0], args[1], _floats)
+        given = [args[2], at, _i32(4), builder.bitcast(args[3], _mask)]
+        _called(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), given)
+        return context.get_dummy_value()
+
+    return types.void(types.Array(types.float32, 1, "C"), types.intp, values, types.uint32), generate
+
+
+def _called(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
+    """The result of one of LLVM's intrinsics."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 @intrinsic
@@ -207,10 +245,7 @@ def _compared(how: str) -> Any:
 
 
 def _floor(builder: Any, a: Any) -> Any:
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_floats, [_floats]), f"llvm.floor.v{LANES}f32"
-    )
-    return builder.call(function, [a])
+    return _called(builder, f"llvm.floor.v{LANES}f32", _floats, [a])
 
 
 # Comparisons of lanes, as masks; false for NaN.
