@@ -208,9 +208,12 @@ async def mean_by_gather(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_st
     if _is_void(total):
         _undo(x, [message], whole, vote, total, codec_state)
         return total
-    await endpoint.compute(
-        lambda: _weighted_mean(x, encoded, weights, codec_state), kind="decode", nbytes=x.nbytes * len(encoded)
-    )
+
+    def decode() -> None:
+        _settle(x, [message], whole, vote, total, codec_state)
+        _weighted_mean(x, encoded, weights, codec_state)
+
+    await endpoint.compute(decode, kind="decode", nbytes=x.nbytes * len(encoded))
     return total
 
 
@@ -233,6 +236,7 @@ async def mean_by_stripes(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_s
         return total
 
     def average_and_encode() -> Tensor:
+        _settle(x, parts, stripes, vote, total, codec_state)
         average = _weighted_mean(x[own], encoded, weights, codec_state[own])
         # Stripes and their messages may differ in length; gathered messages may not.
         buffer = torch.empty_like(max(parts, key=Tensor.numel)) if is_fixed else None
@@ -326,6 +330,22 @@ def _undo(
             codec_state[s].undo(x[s], data)
     if total.bad:
         x.fill_(torch.nan)  # As a plain sum would give, so that a caller that looks at the mean sees it.
+
+
+def _settle(
+    x: Tensor,
+    messages: Sequence[Tensor],
+    stripes: Sequence[slice],
+    vote: SyncVote,
+    total: SyncVote,
+    codec_state: CodecState,
+) -> None:
+    """Tell the sender which share of the mean its messages have; `x` is still what they encode."""
+    share = vote.weight / total.weight
+    if codec_state.is_settled(share):
+        return
+    for s, data in zip(stripes, SyncVote.unpack(messages)[0], strict=True):
+        codec_state[s].settle(x[s], data, share)
 
 
 def _weighted_mean(x: Tensor, encoded: Sequence[Tensor], weights: Sequence[float], codec_state: CodecState) -> Tensor:
