@@ -1,9 +1,10 @@
-"""Error feedback when the shares of a mean change: what is delivered and what is remembered add up to what was given."""
+"""Error feedback if the shares of a mean change: what is delivered and what is remembered add up to what was given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -270,8 +271,8 @@ def test_units_are_those_of_a_table_with_one_for_each_value(puts: list[tuple[int
         table[a:b] = [unit] * len(table[a:b])
     parts = units.over(start, stop)
     assert [unit for a, b, unit in parts for _ in range(b - a)] == table[start:stop]
-    assert all(p[1] == q[0] for p, q in zip(parts, parts[1:], strict=False))
-    assert all(p[1] < q[0] or p[2] != q[2] for p, q in zip(units.pieces, units.pieces[1:], strict=False))
+    assert all(p[1] == q[0] for p, q in pairwise(parts))
+    assert all(p[1] < q[0] or p[2] != q[2] for p, q in pairwise(units.pieces))
 
 
 def test_a_state_without_shares_is_refused_by_its_version():

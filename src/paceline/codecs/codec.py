@@ -206,6 +206,10 @@ class CodecState(Protocol):
         """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         ...
 
+    def unsent(self) -> Tensor | None:
+        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        ...
+
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""
         ...
@@ -334,6 +338,10 @@ class ErrorFeedback:
     def _undo_in(self, residual: Tensor, x: Tensor, data: Tensor) -> None:
         self.add(data, residual)
         residual.sub_(x)
+
+    def unsent(self) -> Tensor | None:
+        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        return self.residual
 
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""

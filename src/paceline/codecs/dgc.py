@@ -139,6 +139,10 @@ class MomentumCorrection:
         else:
             v.sub_(g).div_(self.settings.momentum)
 
+    def unsent(self) -> Tensor | None:
+        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        return self.errors.unsent()
+
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""
         return self.errors.is_settled(share)

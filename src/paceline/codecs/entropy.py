@@ -274,6 +274,10 @@ class EntropyState:
         """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         self.inner.undo(x, self.coder.unwrapped(data, x.numel()))
 
+    def unsent(self) -> Tensor | None:
+        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        return self.inner.unsent()
+
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""
         return self.inner.is_settled(share)

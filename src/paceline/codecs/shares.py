@@ -8,6 +8,7 @@ it does: u * r, in units of the mean.  A unit is the share of an earlier mean, o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -99,8 +100,7 @@ def undelivered(residuals: Sequence[Tensor], pieces: Sequence[list[Piece]]) -> T
     total = torch.zeros_like(residuals[0], dtype=torch.float64)
     numel = total.numel()
     ends = {0, numel, *(int(end) for own in pieces for piece in own for end in piece[:2])}
-    cuts = sorted(ends)
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(sorted(ends)):
         units = [Shares(own).over(start, stop)[0][2] for own in pieces]
         known = [unit for unit in units if unit is not None]
         for residual, unit in zip(residuals, units, strict=True):
