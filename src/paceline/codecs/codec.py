@@ -38,7 +38,7 @@ class Codec(ABC):
     is_random: ClassVar[bool] = False
     # The dtype in which encoded vectors can be summed on the wire; None: they cannot be summed.
     wire: ClassVar[torch.dtype | None] = None
-    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.
+    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`, or "auto".
     reduction: ClassVar[str] = "stripes"
     # Whether it works only in a mean over a group of ranks, not for a message from one sender to one receiver.
     needs_group: ClassVar[bool] = False
@@ -77,6 +77,15 @@ class Codec(ABC):
     def adapted(self, data: Tensor, numel: int) -> Codec:
         """The codec for a sender's next message, after `data`; a different one only if its settings adapt."""
         return self
+
+    def reduction_among(self, ranks: int) -> str:
+        """The reduction in a group of this many ranks.
+
+        "auto" is "gather" between two ranks, where it sends no more bytes than "stripes" and encodes once, not twice.
+        """
+        if self.reduction != "auto":
+            return self.reduction
+        return "gather" if ranks <= 2 else "stripes"
 
     def settings(self) -> dict[str, Any]:
         """All settings as plain data."""

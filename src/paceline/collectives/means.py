@@ -157,7 +157,7 @@ async def mean_encoded(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_stat
     """The weighted mean of all ranks' encoded `x`, by the codec's reduction; if hosts are known, first within each."""
     if endpoint.hosts is not None:
         return await mean_by_groups(endpoint, x, vote, codec_state, endpoint.hosts)
-    return await reduction_of(codec_state)(endpoint, x, vote, codec_state)
+    return await reduction_of(codec_state.codec, len(endpoint.ranks))(endpoint, x, vote, codec_state)
 
 
 async def mean_by_groups(

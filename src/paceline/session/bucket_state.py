@@ -121,7 +121,8 @@ class BucketState:
                 piece.values.copy_(saved.pop(piece.key))
         owners = sorted(min(host) for host in hosts)
         codec = self.codec_state.codec
-        if hasattr(slot, "owner_residual") and codec.reduction == "stripes" and rank in owners:
+        is_striped = codec.reduction_among(len(owners)) == "stripes"
+        if hasattr(slot, "owner_residual") and is_striped and rank in owners:
             stripe = stripe_of(owners.index(rank), self._numel, len(owners), unit=codec.unit)
             slot.owner_residual[stripe] = owned[stripe]
             owned[stripe] = 0.0
