@@ -239,6 +239,13 @@ def gathered(codec: Codec) -> Callable[[int, int, int, int], int]:
     return lambda numel, workers, steps, rank: steps * (workers - 1) * packed_nbytes(codec.nbytes(numel) or 0)
 
 
+def gathered_by_two(codec: Codec) -> Callable[[int, int, int, int], int]:
+    """The whole encoded vector between two ranks, stripes of it among more."""
+    return lambda numel, workers, steps, rank: (gathered if workers == 2 else striped)(codec)(
+        numel, workers, steps, rank
+    )
+
+
 def served(numel: int, workers: int, steps: int, rank: int) -> int:
     """At every step, a push of all parameters and a request for a part of a minibatch. The first worker also sends the
     initial value."""
@@ -256,7 +263,10 @@ STRATEGIES: dict[str, Case] = {
     "all-reduce-sgd by fp16": Case(AllReduceSGD(codec=Fp16()), summed_in_16_bits),
     "all-reduce-sgd by bfloat16": Case(AllReduceSGD(codec=BFloat16()), summed_in_16_bits),
     "all-reduce-sgd by one-bit": Case(AllReduceSGD(codec=OneBit()), striped(OneBit())),
-    "all-reduce-sgd by qsgd": Case(AllReduceSGD(codec=QSGD()), striped(QSGD())),
+    "all-reduce-sgd by qsgd": Case(AllReduceSGD(codec=QSGD()), gathered_by_two(QSGD())),
+    "all-reduce-sgd by qsgd, gathered": Case(
+        AllReduceSGD(codec=QSGD(reduction="gather")), gathered(QSGD(reduction="gather"))
+    ),
     "all-reduce-sgd by top-k": Case(AllReduceSGD(codec=TopK(ratio=0.1)), gathered(TopK(ratio=0.1))),
     "all-reduce-sgd by dgc": Case(AllReduceSGD(codec=DGC(ratio=0.1, momentum=0.0, warmup=6)), None),
     "all-reduce-sgd by adaptive thresholds": Case(

@@ -33,3 +33,21 @@ class Slots:
         values = [v for slot in self.slots.values() for v in vars(slot).values()]
         vectors = [v.reshape(-1).double() for v in values if isinstance(v, Tensor) and v.is_floating_point()]
         return torch.cat(vectors) if vectors else torch.zeros(0)
+
+
+def remembered(slot: dict[str, Any]) -> Tensor:
+    """What one sender's residuals add to the coming means: each value times its unit, and its residual as an owner."""
+    residual = slot["residual"].double()
+    total = torch.zeros_like(residual)
+    for start, stop, unit in slot["shares"]:
+        total[start:stop] = unit * residual[start:stop]
+    return total + slot["owner_residual"].double() if "owner_residual" in slot else total
+
+
+def owed(states: list[Any]) -> Tensor:
+    """What the next means would still deliver.  A resized state has no units: each worker then has all of it."""
+    slots = [next(v["values"] for n, v in s["slots"].items() if n.endswith(".residuals")) for s in states]
+    if not any(slot["shares"] for slot in slots):
+        assert all(torch.equal(slot["residual"], slots[0]["residual"]) for slot in slots)
+        return slots[0]["residual"].double()
+    return torch.stack([remembered(slot) for slot in slots]).sum(0)

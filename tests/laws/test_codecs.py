@@ -287,7 +287,7 @@ def test_slots_are_resized_without_loss(codec: Codec):
     workers = [with_slots(codec, 1030) for _ in range(3)]
     for rank, (codec_state, _) in enumerate(workers):
         codec_state.encode(numbers(1030, seed=rank, dtype=torch.float32))
-        if codec.reduction == "stripes":
+        if codec.reduction_among(3) == "stripes":
             codec_state.owned(slice(0, 1030)).encode(numbers(1030, seed=9 + rank, dtype=torch.float32))
     for name, rule in workers[0][1].rules.items():
         old = [dict(vars(slots.slots[name])) for _, slots in workers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.codecs import QSGD, BFloat16, Codec, ErrorFeedback, Fp8, Fp16, Fp32, NBit, TernGrad, Unencodable
+from paceline.collectives import SyncVote, mean_encoded
+from tests.laws.ranks import Ranks, on_simulator
+from tests.laws.slots import Slots
 from tests.laws.tasks import numbers
 
 EPS = 2.0**-23
@@ -120,10 +124,12 @@ def test_n_bit_keeps_tiny_values_in_the_residual_and_raises_for_too_large_ones()
         (lambda: QSGD(levels=32768), "QSGD(levels=32768, "),
         (lambda: QSGD(bucket=-32), "bucket=-32"),
         (lambda: QSGD(norm="l1"), "norm='l1'"),
-        (lambda: TernGrad(clip=0.0), "TernGrad(clip=0.0): "),
-        (lambda: TernGrad(clip=math.nan), "TernGrad(clip=nan): "),
-        (lambda: TernGrad(clip=math.inf), "TernGrad(clip=inf): "),
-        (lambda: TernGrad(clip=1e-60), "TernGrad(clip=1e-60): "),
+        (lambda: QSGD(reduction="factors"), "reduction='factors'"),
+        (lambda: TernGrad(reduction=2), "TernGrad(clip=2.5, reduction=2)"),
+        (lambda: TernGrad(clip=0.0), "TernGrad(clip=0.0, "),
+        (lambda: TernGrad(clip=math.nan), "TernGrad(clip=nan, "),
+        (lambda: TernGrad(clip=math.inf), "TernGrad(clip=inf, "),
+        (lambda: TernGrad(clip=1e-60), "TernGrad(clip=1e-60, "),
         (lambda: Fp8(format="e3m4"), "Fp8(format='e3m4', "),
         (lambda: Fp8(bucket=20), "bucket=20"),
     ],
@@ -254,6 +260,41 @@ def test_the_largest_float_decodes_as_finite_or_raises(codec: Codec):
 
 def worker(codec: Codec, key: int, count: int = 0) -> ErrorFeedback:
     return ErrorFeedback(codec, None, key=key, count=torch.tensor([count]))
+
+
+def means_of(path: Path, codec: Codec, ranks: int, draws: int) -> tuple[Tensor, Tensor]:
+    """Means over ranks of the same buckets of 64 values, encoded `draws` times; and the variance of one rounding each.
+
+    The variance is that of the mean of independent roundings, one for each rank, by the formula of a coin.
+    """
+    vectors = [numbers(64, seed=rank, dtype=torch.float32) for rank in range(ranks)]
+
+    async def law(endpoint: Any) -> Any:
+        x = vectors[endpoint.rank].repeat(draws)
+        await mean_encoded(endpoint, x, SyncVote(1.0), codec.codec_state(Slots(), x, key=endpoint.rank))
+        return x.view(draws, 64)
+
+    exact = [v.double().abs() * 7 / v.double().norm() for v in vectors]
+    coins = [
+        (e - e.floor()) * (1 - e + e.floor()) * (v.double().norm() / 7) ** 2
+        for e, v in zip(exact, vectors, strict=True)
+    ]
+    return Ranks(on_simulator, is_ordered=True, is_real=False)(path, ranks, law)[0].double(), sum(coins) / ranks**2
+
+
+@pytest.mark.parametrize(("ranks", "reduction"), [(2, "auto"), (4, "gather"), (4, "auto"), (4, "stripes")])
+def test_a_mean_is_unbiased_and_has_the_noise_of_one_rounding_or_of_two(ranks: int, reduction: Any, tmp_path: Path):
+    """The mean of 2000 draws lies within 5 standard errors; the variance of all 64 values within 5 %."""
+    got, once = means_of(tmp_path, QSGD(levels=7, bucket=64, reduction=reduction), ranks, 2000)
+    exact = sum(numbers(64, seed=rank) for rank in range(ranks)) / ranks
+    variance = got.var(0)
+    assert ((got.mean(0) - exact).abs() <= 5 * (variance / 2000).sqrt() + 1e-6).all()
+    ratio = float(variance.sum() / once.sum())
+    if ranks == 2 or reduction == "gather":
+        assert ratio == pytest.approx(1.0, rel=0.05)
+    else:
+        # The second rounding is of a vector that is half as long, and not divided by 4 ranks.
+        assert 1.6 < ratio < 2.4
 
 
 @pytest.mark.parametrize("codec", [QSGD(levels=7, bucket=64), TernGrad(clip=None)], ids=str)

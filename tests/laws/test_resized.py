@@ -26,6 +26,7 @@ from paceline import (
 )
 from paceline.codecs import Fp32, OneBit
 from tests.laws.every import ORDERED, Case
+from tests.laws.slots import owed
 from tests.laws.tasks import OPTIMIZERS, Point, close, params, quadratic, regression, same, trained_alone, values
 from tests.laws.test_strategies import assert_same_states, restless
 from tests.laws.test_then import scaled
@@ -53,14 +54,6 @@ def weights(run: Run) -> list[float]:
 
 def mean(vectors: list[Any], weights: list[float]) -> Any:
     return sum(w * v for w, v in zip(weights, vectors, strict=True)) / sum(weights)
-
-
-def owed(states: list[Any]) -> Tensor:
-    """What the next means would still deliver: the mean of the workers' residuals, and the sum of the owners'
-    residuals."""
-    slots = [next(v["values"] for n, v in s["slots"].items() if n.endswith(".residuals")) for s in states]
-    residuals, owners = (torch.stack([slot[name] for slot in slots]) for name in ("residual", "owner_residual"))
-    return residuals.mean(0) + owners.sum(0)
 
 
 # At a synchronisation: delays and codecs

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.codecs import kernels
 from paceline.codecs.noise import seed_of
+from paceline.codecs.shares import Shares, settled, undelivered
 from paceline.state import Resize, ResizeRule, resize_rule
 
 
@@ -37,8 +38,8 @@ class Codec(ABC):
     is_random: ClassVar[bool] = False
     # The dtype in which encoded vectors can be summed on the wire; None: they cannot be summed.
     wire: ClassVar[torch.dtype | None] = None
-    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`.  For "sum"
-    # the codec has a `wire` dtype and no feedback.
+    # How a group of ranks computes the mean of vectors in this format: a name in `collectives.REDUCTIONS`, or "auto".
+    # For "sum" the codec has a `wire` dtype and no feedback.
     reduction: ClassVar[str] = "stripes"
     # Whether a message has only signs, or few of the values: that spoils the second moments of Adam.
     is_coarse: ClassVar[bool] = False
@@ -82,6 +83,15 @@ class Codec(ABC):
     def adapted(self, data: Tensor, numel: int) -> Codec:
         """The codec for a sender's next message, after `data`; a different one only if its settings adapt."""
         return self
+
+    def reduction_among(self, ranks: int) -> str:
+        """The reduction in a group of this many ranks.
+
+        "auto" is "gather" between two ranks, where it sends no more bytes than "stripes" and encodes once, not twice.
+        """
+        if self.reduction != "auto":
+            return self.reduction
+        return "gather" if ranks <= 2 else "stripes"
 
     def settings(self) -> dict[str, Any]:
         """All settings as plain data."""
@@ -146,17 +156,20 @@ class Remember(Protocol):
     def __call__(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Any: ...
 
 
-@resize_rule("codec residuals")
+@resize_rule("codec residuals", sees_all=True)
 def resize_residuals(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
-    """Preserve what the next mean delivers: the mean of all residuals plus the sum of the owners' residuals.
+    """Preserve what the next means deliver: all residuals, each times its unit, and the sum of the owners' residuals.
 
-    Stripes have new owners.  So each worker adds all owners' residuals to its own residual, which counts for its
-    share of the mean, and owners start at zero.
+    Stripes have new owners, and workers have new shares.  So each worker gets all of it, without a unit: it then counts
+    for the worker's share of the next mean, and all shares of a mean add up to 1.
     """
-    result = resize_by_mean(values, resize)
+    result = dict(values[0])
+    total = undelivered([v["residual"] for v in values], [v["shares"] for v in values])
     if "owner_residual" in result:
-        result["residual"] = result["residual"] + sum(v["owner_residual"] for v in values)
+        total += sum(v["owner_residual"].to(total) for v in values)
         result["owner_residual"] = torch.zeros_like(result["owner_residual"])
+    result["residual"] = total.to(result["residual"])
+    result["shares"] = []
     return result
 
 
@@ -210,6 +223,21 @@ class CodecState(Protocol):
         """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         ...
 
+    def unsent(self) -> Tensor | None:
+        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        ...
+
+    def is_settled(self, share: float) -> bool:
+        """Whether `settle` with this share would change nothing."""
+        ...
+
+    def settle(self, x: Tensor, data: Tensor, share: float) -> None:
+        """Keep what a mean did not deliver, in which `data`, the message for `x`, had this share of the weights.
+
+        With share 0 the sender had no values, and `data` is a message of zeros.
+        """
+        ...
+
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
         """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
         ...
@@ -219,8 +247,9 @@ class ErrorFeedback:
     """A codec with error feedback: what a message left out is added to the sender's next message.
 
     `residual` is for the messages with this rank's own values, `owner_residual` for the means that it sends as the
-    owner of a stripe (the second level of `mean_by_stripes`); None: no feedback.  `count` is the number of messages
-    so far.  If it is given, message i draws random numbers that depend only on `key` and i.
+    owner of a stripe (the second level of `mean_by_stripes`); None: no feedback.  `shares` has the unit of each
+    residual that is part of a mean.  `count` is the number of messages so far.  If it is given, message i draws random
+    numbers that depend only on `key` and i.
 
     >>> from paceline.codecs import OneBit
     >>> state = ErrorFeedback(OneBit(), torch.zeros(4), torch.zeros(4))
@@ -240,6 +269,8 @@ class ErrorFeedback:
         key: int = 0,
         count: Tensor | None = None,
         adapted: dict[str, dict[str, Any]] | None = None,
+        shares: Shares | None = None,
+        start: int = 0,
         place: str = "",
     ) -> None:
         self.codec = codec
@@ -248,6 +279,8 @@ class ErrorFeedback:
         self.rng = torch.Generator() if count is not None and rng is None else rng
         self.key = key
         self.count = count
+        self.shares = Shares([]) if shares is None else shares
+        self.start = start  # The index of this part's first value in the whole vector, which `shares` counts from.
         self._adapted = {} if adapted is None else adapted  # Adapted settings by the part of the vector, `_place`.
         self._place = place
 
@@ -258,18 +291,22 @@ class ErrorFeedback:
         owner_residual: Tensor | None = None
         count: Tensor | None = None
         adapted: dict[str, dict[str, Any]] | None = None
+        shares: Shares | None = None
         if codec.feedback:
             # In single precision at least: a residual is smaller than the values that were sent, and 16 bits would
             # lose it.
             wide = torch.zeros(like.numel(), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-            slot = remember("residuals", rule=resize_residuals, residual=wide, owner_residual=wide)
+            slot = remember(
+                "residuals", rule=resize_residuals, version=2, residual=wide, owner_residual=wide, shares=[]
+            )
             residual = slot.residual
             owner_residual = slot.owner_residual
+            shares = Shares(slot.shares)
         if codec.is_random:
             count = remember("messages", rule=resize_counts, count=torch.zeros(1, dtype=torch.int64)).count
         if type(codec).adapted is not Codec.adapted:
             adapted = remember("settings", rule=drop_settings, adapted={}).adapted
-        return cls(codec, residual, owner_residual, key=key, count=count, adapted=adapted)
+        return cls(codec, residual, owner_residual, key=key, count=count, adapted=adapted, shares=shares)
 
     def __getitem__(self, where: slice) -> ErrorFeedback:
         return self._part(where, self.residual, self.owner_residual, "")
@@ -287,6 +324,8 @@ class ErrorFeedback:
             key=self.key,
             count=self.count,
             adapted=self._adapted,
+            shares=self.shares,
+            start=self.start + (where.start or 0),
             place=self._place_of(where, level),
         )
 
@@ -314,8 +353,50 @@ class ErrorFeedback:
     def undo(self, x: Tensor, data: Tensor) -> None:
         """Restore the residual, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         if self.residual is not None:
-            self.add(data, self.residual)
-            self.residual.sub_(x)
+            self._undo_in(self.residual, x, data)
+
+    def _undo_in(self, residual: Tensor, x: Tensor, data: Tensor) -> None:
+        self.add(data, residual)
+        residual.sub_(x)
+
+    def unsent(self) -> Tensor | None:
+        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        return self.residual
+
+    def is_settled(self, share: float) -> bool:
+        """Whether `settle` with this share would change nothing."""
+        return self.residual is None or all(
+            unit == share or (not share and unit is not None) for _, _, unit in self.units()
+        )
+
+    def settle(self, x: Tensor, data: Tensor, share: float) -> None:
+        """Keep what a mean did not deliver, in which `data`, the message for `x`, had this share of the weights.
+
+        If the share is that of the mean before, this is what `encode` left.
+        """
+        if self.residual is None or self.is_settled(share):
+            return
+        before = self.residual.clone()
+        if share:
+            self._undo_in(before, x, data)
+        self.settle_from(before, share)
+
+    def settle_from(self, before: Tensor, share: float) -> None:
+        """Keep what a mean with this share did not deliver; `before` is the residual from before `encode`."""
+        assert self.residual is not None
+        for first, stop, unit in self.units():
+            part = slice(first - self.start, stop - self.start)
+            if unit is None:
+                if not share:  # The equal residuals of the others make up all of this mean.
+                    self.residual[part] = 0.0
+                self.shares.put(first, stop, share)
+            elif share and unit != share:
+                self.shares.put(first, stop, settled(self.residual[part], before[part], unit, share))
+
+    def units(self) -> list[tuple[int, int, float | None]]:
+        """The units of this part's residual, each with the indices in the whole vector where it begins and ends."""
+        assert self.residual is not None
+        return self.shares.over(self.start, self.start + self.residual.numel())
 
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
         """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""

@@ -149,6 +149,26 @@ class MomentumCorrection:
         else:
             v.sub_(g).div_(self.settings.momentum)
 
+    def unsent(self) -> Tensor | None:
+        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        return self.errors.unsent()
+
+    def is_settled(self, share: float) -> bool:
+        """Whether `settle` with this share would change nothing."""
+        return self.errors.is_settled(share)
+
+    def settle(self, x: Tensor, data: Tensor, share: float) -> None:
+        """Keep what a mean did not deliver, in which `data`, the message for `x`, had this share of the weights.
+
+        What is conserved are the velocities that this worker encodes.  The velocity itself has no unit: a worker's
+        momentum counts for its share of the mean in which it is sent.
+        """
+        v = self.velocity
+        if share and (masked := self._masked.get(self._place)) is not None:
+            v = v.clone()
+            v[self._indices(data)] = masked
+        self.errors.settle(v + self._clipped(x) if self.settings.nesterov else v, data, share)
+
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
         """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
         self.errors.add(data, into, weight, fresh=fresh)

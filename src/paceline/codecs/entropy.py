@@ -274,6 +274,18 @@ class EntropyState:
         """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         self.inner.undo(x, self.coder.unwrapped(data, x.numel()))
 
+    def unsent(self) -> Tensor | None:
+        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        return self.inner.unsent()
+
+    def is_settled(self, share: float) -> bool:
+        """Whether `settle` with this share would change nothing."""
+        return self.inner.is_settled(share)
+
+    def settle(self, x: Tensor, data: Tensor, share: float) -> None:
+        """Keep what a mean did not deliver, in which `data`, the message for `x`, had this share of the weights."""
+        self.inner.settle(x, self.coder.unwrapped(data, x.numel()), share)
+
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
         """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
         self.inner.add(self.coder.unwrapped(data, into.numel()), into, weight, fresh=fresh)

@@ -25,6 +25,7 @@ from paceline.codecs import kernels
 from paceline.codecs.codec import Codec, ErrorFeedback, Remember, resize_by_mean, resize_residuals
 from paceline.codecs.layout import aligned
 from paceline.codecs.one_bit import OneBit
+from paceline.codecs.shares import Shares
 
 Block = tuple[int, int]
 CACHED = 1 << 17  # Values of a product that a CPU works on at once, so that they stay in its cache.
@@ -200,10 +201,10 @@ class PowerSGD(Codec):
         wide = torch.promote_types(like.dtype, torch.float32)
         guesses = [first_guess(self.rank, m.cols, like.device).view(-1) for m in codec.plan(like.numel()).matrices]
         zeros = torch.zeros(like.numel(), dtype=wide, device=like.device)
-        residual = remember("residuals", rule=resize_residuals, residual=zeros).residual
+        slot = remember("residuals", rule=resize_residuals, version=2, residual=zeros, shares=[])
         first = torch.cat([torch.zeros(0, device=like.device), *guesses]).to(wide)
         factors = remember("factors", rule=resize_by_mean, factors=first).factors
-        return FactorState(codec, residual, codec.plan(like.numel()).right(factors))
+        return FactorState(codec, slot.residual, codec.plan(like.numel()).right(factors), Shares(slot.shares))
 
 
 class FactorState(ErrorFeedback):
@@ -214,8 +215,15 @@ class FactorState(ErrorFeedback):
 
     residual: Tensor
 
-    def __init__(self, codec: PowerSGD, residual: Tensor, factors: list[Tensor]) -> None:
-        super().__init__(codec, residual)
+    def __init__(
+        self,
+        codec: PowerSGD,
+        residual: Tensor,
+        factors: list[Tensor],
+        shares: Shares | None = None,
+        start: int = 0,
+    ) -> None:
+        super().__init__(codec, residual, shares=shares, start=start)
         self.plan = codec.plan(residual.numel())
         self.factors = factors
         self._parts: dict[tuple[int, int], FactorState] = {}
@@ -228,8 +236,15 @@ class FactorState(ErrorFeedback):
             places = [start + m.where.start for m in codec.plan(max(stop - start, 0)).matrices]
             whole = list(zip(self.plan.matrices, self.factors, strict=True))
             factors = [q for place in places for m, q in whole if m.where.start <= place < m.where.stop]
-            part = self._parts[start, stop] = FactorState(codec, self.residual[start:stop], factors)
+            part = FactorState(codec, self.residual[start:stop], factors, self.shares, self.start + start)
+            self._parts[start, stop] = part
         return part
+
+    def add_rounding(self, error: Tensor, share: float) -> None:
+        """Remember this share of what the last mean lost by rounding."""
+        for first, stop, unit in self.units():
+            part = slice(first - self.start, stop - self.start)
+            self.residual[part].add_(error[part], alpha=share / unit if unit else 1.0)
 
 
 @lru_cache(maxsize=1024)

@@ -69,7 +69,7 @@ async def _mean_in_wider_dtype(endpoint: Endpoint, x: Tensor, vote: SyncVote, co
         x.copy_(wide)
         if vote.weight and not total.bad:
             # The residual takes the rounding error of the result too, but not infinity, which would stay there.
-            codec_state.residual.add_(wide.sub_(x).nan_to_num_(0.0, 0.0, 0.0))
+            codec_state.add_rounding(wide.sub_(x).nan_to_num_(0.0, 0.0, 0.0), vote.weight / total.weight)
     return total
 
 
@@ -112,11 +112,16 @@ class _OwnFactors:
                 torch.mm(p, m.of(self.x), out=q)
         return self.right * self.vote.weight
 
+    def share(self, weight: float) -> float:
+        """This rank's share of a mean of this total weight."""
+        return self.vote.weight / weight if self.counts else 0.0
+
     def conclude(self, left: Tensor, right: Tensor, weight: float) -> None:
         """Put the result into `x`, what it leaves out into the residual, and keep Q for the next mean."""
         plan = self.plan
         x = self.x
         residual = self.state.residual
+        before = None if self.state.is_settled(self.share(weight)) else residual.clone()
         right.div_(weight)
         factors = zip(plan.matrices, plan.left(left), plan.right(right), plan.right(self.right), strict=True)
         for m, p, q, own in factors:
@@ -127,6 +132,8 @@ class _OwnFactors:
         if self.counts:
             for s in plan.raw:
                 residual[s] = 0.0
+        if before is not None:
+            self.state.settle_from(before, self.share(weight))
         for q, new in zip(self.state.factors, plan.right(right), strict=True):
             q.copy_(new)
         # A row of Q that has become zero, as with a zero gradient, would stay zero: it starts from the first guess

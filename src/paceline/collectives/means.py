@@ -140,7 +140,7 @@ async def mean_encoded(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_stat
     """The weighted mean of all ranks' encoded `x`, by the codec's reduction; if hosts are known, first within each."""
     if endpoint.hosts is not None:
         return await mean_by_groups(endpoint, x, vote, codec_state, endpoint.hosts)
-    return await reduction_of(codec_state)(endpoint, x, vote, codec_state)
+    return await reduction_of(codec_state.codec, len(endpoint.ranks))(endpoint, x, vote, codec_state)
 
 
 def is_single(endpoint: Endpoint, codec_state: CodecState | None, groups: Groups | None) -> bool:
@@ -197,9 +197,12 @@ async def mean_by_gather(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_st
     if _is_void(total):
         _undo(x, [message], whole, vote, total, codec_state)
         return total
-    await endpoint.compute(
-        lambda: _weighted_mean(x, encoded, weights, codec_state), kind="decode", nbytes=x.nbytes * len(encoded)
-    )
+
+    def decode() -> None:
+        _settle(x, [message], whole, vote, total, codec_state)
+        _weighted_mean(x, encoded, weights, codec_state)
+
+    await endpoint.compute(decode, kind="decode", nbytes=x.nbytes * len(encoded))
     return total
 
 
@@ -222,6 +225,7 @@ async def mean_by_stripes(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_s
         return total
 
     def average_and_encode() -> Tensor:
+        _settle(x, parts, stripes, vote, total, codec_state)
         average = _weighted_mean(x[own], encoded, weights, codec_state[own])
         # Stripes and their messages may differ in length; gathered messages may not.
         buffer = torch.empty_like(max(parts, key=Tensor.numel)) if is_fixed else None
@@ -315,6 +319,22 @@ def _undo(
             codec_state[s].undo(x[s], data)
     if total.bad:
         x.fill_(torch.nan)  # As a plain sum would give, so that a caller that looks at the mean sees it.
+
+
+def _settle(
+    x: Tensor,
+    messages: Sequence[Tensor],
+    stripes: Sequence[slice],
+    vote: SyncVote,
+    total: SyncVote,
+    codec_state: CodecState,
+) -> None:
+    """Tell the sender which share of the mean its messages have; `x` is still what they encode."""
+    share = vote.weight / total.weight
+    if codec_state.is_settled(share):
+        return
+    for s, data in zip(stripes, SyncVote.unpack(messages)[0], strict=True):
+        codec_state[s].settle(x[s], data, share)
 
 
 def _weighted_mean(x: Tensor, encoded: Sequence[Tensor], weights: Sequence[float], codec_state: CodecState) -> Tensor:

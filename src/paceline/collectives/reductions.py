@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from paceline.codecs.codec import CodecState
+from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives.vote import SyncVote
 from paceline.endpoint import Endpoint
 
@@ -33,9 +33,9 @@ def reduction(name: str) -> Callable[[R], R]:
     return register
 
 
-def reduction_of(codec_state: CodecState) -> Reduction:
-    """The reduction that a codec asks for."""
-    codec = codec_state.codec
-    if codec.reduction not in REDUCTIONS:
-        raise ValueError(f"{codec} has the reduction '{codec.reduction}', which is none of {sorted(REDUCTIONS)}")
-    return REDUCTIONS[codec.reduction]
+def reduction_of(codec: Codec, ranks: int) -> Reduction:
+    """The reduction that a codec asks for in a group of this many ranks."""
+    name = codec.reduction_among(ranks)
+    if name not in REDUCTIONS:
+        raise ValueError(f"{codec} has the reduction '{name}', which is none of {sorted(REDUCTIONS)}")
+    return REDUCTIONS[name]

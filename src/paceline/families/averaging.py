@@ -24,6 +24,7 @@ from paceline.endpoint import Endpoint
 from paceline.families.deltas import compute_delta, go_to, merge, squared_distance, wide
 from paceline.families.optimizer_state import add_optimizer_state, exchange_optimizer_state, set_optimizer_state
 from paceline.families.sync import PendingSync, SyncResult, SyncStats
+from paceline.families.unsent import Unsent
 from paceline.op import Op, Ready
 from paceline.state import per_worker
 from paceline.strategy import Strategy
@@ -113,6 +114,7 @@ class SyncRounds:
         self._own = w.state("sync.own", rule=per_worker, before_save=self._drain, losses=[0.0, 0.0], pending={})
         w.batch.track_syncs(fragments)
         self._codec_state = w.codec_state(method.codec, "sync")
+        self._unsent = Unsent(w, method.codec)
         self._pending: Op[PendingSync] | None = None
         if self._own.pending:
             self._pending = Ready("mean", PendingSync.restored(self._own.pending, self.anchor.device))
@@ -202,6 +204,7 @@ class SyncRounds:
         delta = self._delta[:numel]
         snapshot = self._snapshot[:numel] if self.method.delay else None
         is_sound = compute_delta(w.params[where], m.anchor[where], delta, snapshot)
+        self._unsent.take_from(delta, where)
         weight = w.batch.mark_sync(fragment)
         pending = PendingSync(fragment, w.cursor.step, m.count, weight, delta, snapshot)
         if self.method.optimizer_state == "average":
@@ -308,6 +311,7 @@ class SyncRounds:
             anchor.add_(pending.vector)
         else:  # What was learnt while the sync was in flight stays on top of it.
             merge(anchor, pending.vector, params, snapshot)
+        self._unsent.put_into(params, where, self._codec_state, goes_on=bool(pending.going_on))
         if self.method.optimizer_state == "reset":
             w.learner.optimizer.state.clear()
         elif not is_alone:

@@ -21,7 +21,7 @@ from paceline.state import ResizeRule
 from paceline.stripes import stripe_of
 
 # The slots of a codec's state that are not simply one value for each value of the bucket.
-RESIDUALS = "residuals"  # Fields `residual`, and `owner_residual` if the codec is reduced by stripes.
+RESIDUALS = "residuals"  # Fields `residual`, `shares`, and `owner_residual` if the codec is reduced by stripes.
 MESSAGES = "messages"  # Field `count`, of messages that drew random numbers.
 SETTINGS = "settings"  # Field `adapted`, by the part of the bucket.
 FACTORS = "factors"  # PowerSGD's, by matrix.
@@ -111,8 +111,8 @@ class BucketState:
     def _restore_owner_residual(self, saved: dict[str, Tensor], rank: int, hosts: Hosts) -> None:
         """Restore the residual of the sums that this rank sent as the owner of a stripe.
 
-        The rank keeps what lies in the stripe that it owns now.  The rest goes to its own residual, multiplied by the
-        number of ranks over that of its host, because the mean divides by it.  Owners are the first ranks of hosts.
+        The rank keeps what lies in the stripe that it owns now.  The rest goes to its own residual, divided by its
+        share of a mean, because the mean multiplies by it.  Owners are the first ranks of hosts.
         """
         slot = self.slots[RESIDUALS]
         owned = torch.zeros_like(slot.residual)
@@ -121,12 +121,12 @@ class BucketState:
                 piece.values.copy_(saved.pop(piece.key))
         owners = sorted(min(host) for host in hosts)
         codec = self.codec_state.codec
-        if hasattr(slot, "owner_residual") and codec.reduction == "stripes" and rank in owners:
+        is_striped = codec.reduction_among(len(owners)) == "stripes"
+        if hasattr(slot, "owner_residual") and is_striped and rank in owners:
             stripe = stripe_of(owners.index(rank), self._numel, len(owners), unit=codec.unit)
             slot.owner_residual[stripe] = owned[stripe]
             owned[stripe] = 0.0
-        host = next(host for host in hosts if rank in host)
-        slot.residual.add_(owned, alpha=sum(map(len, hosts)) / len(host))
+        slot.residual.add_(owned, alpha=1 / share_of(rank, hosts))
 
 
 class BucketStates:
@@ -142,6 +142,8 @@ class BucketStates:
         # All buckets share the count: no two messages may draw the same random numbers.
         self._messages = SimpleNamespace(count=torch.zeros(1, dtype=torch.int64))
         self._saved: dict[str, Tensor] = {}
+        # This rank's share of the means in which the residuals were made; another one only after a load.
+        self._share: float | None = None
         self._saved_settings: dict[tuple[str, ...], Settings] = {}
 
     def set_parameters(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -155,6 +157,7 @@ class BucketStates:
         ids = tuple(id(p) for p in parameters)
         if ids not in self.states:
             self._retire(set(ids))
+            self._follow_share(share_of(rank, hosts))
             names = [self._names.setdefault(i, str(len(self._names))) for i in ids]
             state = BucketState(self.codec, names, parameters, bucket.buffer(), rank, {MESSAGES: self._messages})
             state.restore(self._saved, rank, hosts)
@@ -169,6 +172,13 @@ class BucketStates:
             self._saved |= {piece.key: piece.values.clone() for piece in state.pieces()}
             self._saved_settings[state.names] = state.settings
 
+    def _follow_share(self, share: float) -> None:
+        """Bring residuals of a run with another number of ranks into units of this rank's share."""
+        if self._share not in (None, share):
+            for key in [key for key in self._saved if key.startswith("residual.")]:
+                self._saved[key] = self._saved[key] * (self._share / share)
+        self._share = share
+
     def state_dict(self) -> dict[str, Tensor]:
         saved = {key: values.clone() for key, values in self._saved.items()}
         settings = dict(self._saved_settings)
@@ -177,6 +187,8 @@ class BucketStates:
             settings[state.names] = state.settings
         if encoded := _encoded(settings):
             saved["adapted"] = torch.tensor(list(encoded), dtype=torch.uint8)
+        if self._share is not None and self.codec.feedback:
+            saved["share"] = torch.tensor(self._share, dtype=torch.float64)
         if self.codec.is_random:
             saved["count"] = self._messages.count.clone()
         return saved
@@ -188,6 +200,7 @@ class BucketStates:
             self._check(key, values)
         self.states.clear()
         self._saved = {key: values.clone() for key, values in pieces.items()}
+        self._share = float(state["share"]) if "share" in state else None
         self._saved_settings = _decoded(state.get("adapted"))
         self._messages.count.fill_(int(state.get("count", self._messages.count)))
 
@@ -205,6 +218,11 @@ class BucketStates:
                 f"{self._label}: the saved '{key}' has the shape {tuple(values.shape)}; for the parameter "
                 f"'{parameter}' of the shape {tuple(shape)} it must be {tuple(expected)}"
             )
+
+
+def share_of(rank: int, hosts: Hosts) -> float:
+    """The share of a mean that this rank sends, if it is the first of its host: each rank has the same weight."""
+    return len(next(host for host in hosts if rank in host)) / sum(map(len, hosts))
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
