@@ -192,11 +192,7 @@ class Trainee:
 
     def step(self, g: Tensor) -> None:
         """A step of the optimizer, with `g` as the gradient."""
-        flat = self.flat
-        if g.data_ptr() != flat.grads.data_ptr():
-            flat.grads.copy_(g)
-        for i in range(len(flat.parameters)):
-            flat.expose(i)
+        self.flat.expose_all(g)
         self.optimizer.step()
 
     def evaluate(self, vector: Tensor | None) -> dict[str, float]:

@@ -68,7 +68,6 @@ class Loop:
         if self._passes < self.accumulate:
             return None
         self.batch.begin()
-        self._gradients.reach_all()
         return request.each
 
     def on_backward_end(self) -> None:
@@ -107,7 +106,7 @@ class Loop:
     def _give_own_gradient(self, scale: Tensor | None, overflow: bool) -> None:
         """Give this worker's own gradient to a strategy that takes no part in backward."""
         self.batch.begin()
-        self._gradients.collect()
+        self._flat.collect_all()
         if not overflow:
             self._gradients.unscale(scale)
         if not self.batch.accepts_gradient(self._flat.first_nonfinite, overflow=overflow):
@@ -154,7 +153,6 @@ class Loop:
         self.batch.begin_empty()
         if isinstance(request, GradientRequest):
             self._flat.emit_zeros(request.each)
-            self._gradients.reach_all()
             self._advance(self._flat.grads)
             self._fulfil_step(overflow=False)
         else:

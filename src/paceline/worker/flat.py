@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,6 +65,8 @@ class FlatModel:
                 view = self.params[self.where(i)].view(p.shape)
                 view.copy_(p)
                 p.data = view
+        self.reached = [True] * len(named)  # Whether a backward pass reached each parameter; see `expose_all`.
+        self.late: dict[int, Tensor] = {}  # By parameter: what a codec delivered while no backward pass reached it.
         self.is_shared = False  # Whether other ranks may write to `params`.
         self.sparse_rows = False  # Whether the strategy can exchange sparse gradients.
         self._rows: dict[int, Tensor] = {}  # By parameter: the rows of the last sparse gradient.
@@ -115,6 +117,7 @@ class FlatModel:
     def emit_zeros(self, each: Callable[[Bucket], None] | None) -> None:
         """Set the gradient to zero and emit every bucket: so a worker without data takes part in an exchange."""
         self.grads.zero_()
+        self.reached = [False] * len(self.parameters)
         if each is not None:
             for bucket in self.buckets:
                 each(bucket)
@@ -122,6 +125,7 @@ class FlatModel:
     def collect(self, index: int) -> None:
         """Copy one parameter's gradient into the vector, or zeros if it has none."""
         view, grad = self._views[index], self.parameters[index].grad
+        self.reached[index] = grad is not None
         if grad is None:
             view.zero_()
         elif grad is not view:
@@ -162,6 +166,32 @@ class FlatModel:
     def expose(self, index: int) -> None:
         """Let the optimizer read a parameter's gradient from the vector."""
         self.parameters[index].grad = self._views[index]
+
+    def expose_all(self, g: Tensor) -> None:
+        """Let the optimizer read `g` from the parameters' `.grad`.
+
+        A parameter that no backward pass reached has `.grad = None`, so that no optimizer changes it, not even by
+        weight decay.  If `g` has values for it all the same, the strategy put them there.
+        """
+        if g.data_ptr() != self.grads.data_ptr():
+            self.grads.copy_(g)
+            self.reached = [True] * len(self.parameters)
+        for i, p in enumerate(self.parameters):
+            p.grad = self._views[i] if self.reached[i] or self._views[i].any() else None
+
+    def keep_late(self, parameters: Iterable[int]) -> None:
+        """Keep what a codec delivers for parameters that no backward pass reached, until one reaches them.
+
+        It is the rest of earlier gradients.  A step with it alone would decay the weights and move them by momentum.
+        """
+        for i in parameters:
+            view = self._views[i]
+            if self.reached[i]:
+                if i in self.late:
+                    view.add_(self.late.pop(i))
+            elif view.any():
+                self.late[i] = view + self.late[i] if i in self.late else view.clone()
+                view.zero_()
 
     def buffers(self) -> Tensor:
         """The model's buffers (such as BatchNorm's statistics and counters) as one float64 vector."""
