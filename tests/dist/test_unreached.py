@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -97,3 +99,65 @@ def test_unreached_parameters_end_with_the_same_bits_in_all_drivers(tmp_path):
     assert torch.equal(pl.train(job, pl.AllReduceSGD(), 2).params, simulated)
     for found in forked.run(2, lambda rank: attached(job, pl.AllReduceSGD()).tolist(), tmp_path):
         assert found == simulated.tolist()
+
+
+def test_what_a_codec_delivers_for_an_unreached_parameter_is_saved():
+    job = task("adamw")
+    strategy = pl.AllReduceSGD(codec=pl.codecs.Fp32())  # Of float64 gradients: it leaves a residual.
+    unbroken = pl.simulate(job, strategy, pl.Cluster(workers=2))
+    stopped = pl.simulate(job, strategy, pl.Cluster(workers=2), stop_at=5)
+    assert stopped.states[0]["slots"]["model"]["values"]["late"]
+    resumed = pl.simulate(job, strategy, pl.Cluster(workers=2), resume=stopped.states)
+    assert torch.equal(resumed.params, unbroken.params)
+
+
+def loop(strategy: pl.Strategy, happens: Callable[[nn.Module], object], *, frozen: bool = False) -> list[float]:
+    """A user's loop, with something that happens before step 3."""
+    job = task("momentum", steps=6)
+    model = job.build()
+    model.heads[1].requires_grad_(not frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with pl.attach(model, job.optimizer(trained), strategy) as session:
+        for i, batch in enumerate(session.shard(minibatches(job))):
+            if i == 3:
+                happens(model)
+            session.optimizer.zero_grad()
+            job.loss(model, batch).backward()
+            session.step()
+    return vector(model).tolist()
+
+
+def test_a_layer_that_is_frozen_inside_the_block_stays_as_it_is(tmp_path):
+    def freeze(model: nn.Module) -> None:
+        model.trunk.requires_grad_(False)
+
+    alone = loop(pl.AllReduceSGD(), freeze)
+    for found in forked.run(2, lambda rank: loop(pl.AllReduceSGD(), freeze), tmp_path):
+        assert found == pytest.approx(alone, abs=1e-13)
+
+
+def move(model: nn.Module) -> None:
+    model.trunk.weight.data = model.trunk.weight.data.clone()
+
+
+CHANGES = {
+    "unfrozen": (lambda model: model.heads[1].requires_grad_(), "parameter 'heads.1.weight' was frozen at attach"),
+    "moved": (move, "parameter 'trunk.weight' has other memory than at attach"),
+    "cast": (lambda model: model.heads[0].float(), "parameter 'heads.0.weight' has other memory than at attach"),
+    "added": (lambda model: model.heads.append(nn.Linear(4, 1)), "parameter 'heads.8.weight' was not in the model"),
+}
+
+
+@pytest.mark.parametrize("strategy", [pl.AllReduceSGD(), pl.PeriodicAveraging(4)], ids=lambda s: type(s).__name__)
+def test_changes_that_a_session_cannot_follow_are_named(strategy, tmp_path):
+    def work(rank: int) -> list[str]:
+        texts: list[str] = []
+        for name, (happens, _) in CHANGES.items():
+            with pytest.raises(RuntimeError) as error:
+                loop(strategy, happens, frozen=name == "unfrozen")
+            texts.append(str(error.value))
+        return texts
+
+    for texts in forked.run(2, work, tmp_path):
+        for text, (_, expected) in zip(texts, CHANGES.values(), strict=True):
+            assert text.startswith(expected)

@@ -12,7 +12,9 @@ from paceline.codecs.codec import Codec, Unencodable
 
 FIELDS = 5  # A vote on the wire: so many float64 numbers.
 VOTE_NBYTES = 8 * FIELDS
-TRAILER_NBYTES = VOTE_NBYTES + 8  # What follows an encoded message: the vote, and the message's length without its padding.
+TRAILER_NBYTES = (
+    VOTE_NBYTES + 8
+)  # What follows an encoded message: the vote, and the message's length without its padding.
 
 
 @dataclass(slots=True)
@@ -33,9 +35,7 @@ class SyncVote:
     complaint: Unencodable | None = None
 
     def tensor(self) -> Tensor:
-        return torch.tensor(
-            [self.weight, self.going_on, self.bad, self.bad_rank, self.complete], dtype=torch.float64
-        )
+        return torch.tensor([self.weight, self.going_on, self.bad, self.bad_rank, self.complete], dtype=torch.float64)
 
     def pack(self, data: Tensor, message: Tensor | None) -> Tensor:
         """`data` followed by the vote, in `message` if given, which may already hold the data."""

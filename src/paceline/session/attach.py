@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,11 +19,15 @@ from torch import nn
 from paceline import registry
 from paceline.engines.job import Job
 from paceline.needs import Length, Offers, check
+from paceline.session.guard import LoopGuard
 from paceline.session.learner import LoopLearner
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.same_model import check_like_first, check_same_model
-from paceline.session.session import Session
+from paceline.session.session import Session, refuse_attached
+from paceline.session.settings import GroupSettings, check_same_settings, described
+from paceline.session.watch import ModelWatch, refuse_wrapped
+from paceline.session.whereabouts import Whereabouts
 from paceline.strategy import Strategy
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
@@ -67,8 +72,19 @@ def attach(
         equal_start=initial == "equal",
     )
     check(strategy, offers)
+    refuse_wrapped(model)
+    refuse_attached(model)
     flat = FlatModel(model, bucket_bytes=bucket_bytes)
     inner = _checked_optimizer(optimizer, flat, strategy)
+    arguments: dict[str, object] = {
+        "accumulate": accumulate,
+        "nonfinite": nonfinite,
+        "initial": initial,
+        "bucket_bytes": bucket_bytes,
+        "ordered": ordered,
+        **({"the plan": plan} if strategy.needs.length else {}),
+    }
+    settings = described(strategy, optimizer, arguments)
     with ExitStack() as on_failure:
         job = Job(
             strategy.needs,
@@ -77,6 +93,7 @@ def attach(
             ordered=ordered,
             timeout_s=timeout_s,
             takes_nonfinite=nonfinite == "pass",
+            on_met=partial(check_same_settings, settings=settings, is_elastic=strategy.needs.elastic),
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
@@ -86,12 +103,23 @@ def attach(
         learner = LoopLearner(flat, session_optimizer)
         run = WorkerRun(strategy, job.endpoint, learner, nonfinite=nonfinite, plan=plan)
         run.replica.cursor.shard = job.rank
-        loop = Loop(run, learner, session_optimizer, accumulate=accumulate)
+        loop = Loop(run, learner, session_optimizer, _guard(job, run, flat, inner), accumulate=accumulate)
         session_optimizer.on_step = loop.on_step
         loop.start()
         session = Session(job, loop, session_optimizer, strategy)
         on_failure.pop_all()
     return session
+
+
+def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Optimizer) -> LoopGuard:
+    name = type(run.strategy).__name__
+    cursor = run.replica.cursor
+    settings = GroupSettings(job.endpoint, job.store, optimizer)
+    return LoopGuard(
+        ModelWatch(flat, optimizer),
+        settings if job.workers > 1 and run.strategy.needs.ordered else None,
+        Whereabouts(job.store, job.rank, job.workers, lambda: f"at step {cursor.step} of {name}"),
+    )
 
 
 def _check_settings(accumulate: int, initial: Initial) -> None:
