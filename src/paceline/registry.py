@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from paceline.checked import find, spelled
 from paceline.codecs import CODECS, Codec
 from paceline.server.gates import GATES, Gate
 from paceline.server.rules import RULES, Rule
 from paceline.strategies import STRATEGIES
-from paceline.strategy import Strategy, spelled
+from paceline.strategy import Strategy
 
 C = TypeVar("C")
 
@@ -48,19 +49,6 @@ def rule(name: str, **settings: Any) -> Rule:
 def gate(name: str, **settings: Any) -> Gate:
     """A parameter server's gate by its name."""
     return _named("gate", GATES, name, settings)
-
-
-def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:
-    """The class with that name.  If there is none, a ValueError names the most similar one."""
-    known = {spelled(c): c for c in classes}
-    wanted = spelled(type(name, (), {})) if any(ch.isupper() for ch in name) else name.replace("_", "-")
-    if wanted in known:
-        return known[wanted]
-    for spelling, cls in known.items():  # Hyphens are optional: in bfloat16 or terngrad their place is not obvious.
-        if spelling.replace("-", "") == wanted.replace("-", ""):
-            return cls
-    near = get_close_matches(wanted, known, n=1, cutoff=0.0)
-    raise ValueError(f"there is no {kind} '{name}'; did you mean '{near[0]}'? Known: {', '.join(known)}")
 
 
 def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str, Any]) -> C:

@@ -7,7 +7,7 @@ the codec's fused kernels (`codecs/kernels`) where they exist; they agree with t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, NoReturn, Protocol
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from paceline.checked import Checked
 from paceline.codecs import kernels
 from paceline.codecs.noise import seed_of
 from paceline.state import Resize, ResizeRule, resize_rule
@@ -28,8 +29,10 @@ class Unencodable(ValueError):
         self.at = at
 
 
-class Codec(ABC):
+class Codec(Checked):
     """A frozen dataclass of settings with three functions; `codecs/one_bit.py` is a complete example."""
+
+    KIND: ClassVar = "codec"
 
     # Whether a sender keeps a residual.
     feedback: ClassVar[bool] = True

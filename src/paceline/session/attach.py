@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from paceline import registry
+from paceline.checked import checked, checked_seconds, instance_of
 from paceline.engines.job import Job
 from paceline.needs import Length, Offers, check
 from paceline.session.guard import LoopGuard
@@ -50,7 +50,7 @@ def attach(
     epochs: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     ordered: bool = False,
-    timeout_s: float = 1800.0,
+    timeout_s: float | str = 1800.0,
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
 
@@ -58,33 +58,20 @@ def attach(
     strategy whose servers take the steps needs no `optimizer`: give None.  `accumulate` backward passes make one
     gradient.  `initial` says whether all ranks must start from equal parameters, or take those of rank 0.  `loader`,
     whose minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.
-    `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.
+    `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.  `timeout_s` is a
+    number of seconds, or text such as "5min".
     """
-    _check_settings(accumulate, initial)
-    if isinstance(strategy, str):
-        strategy = registry.strategy(strategy)
+    _check_arguments(model, optimizer, accumulate, initial, bucket_bytes)
+    strategy = instance_of("attach", "strategy", strategy, Strategy)
+    timeout_s = checked_seconds("attach", "timeout_s", timeout_s)
     plan = _plan(loader, epochs, accumulate)
-    offers = Offers(
-        "attach",
-        global_data=False,
-        optimizer=optimizer is not None,
-        length=[field for field in get_args(Length) if getattr(plan, field) is not None],
-        equal_start=initial == "equal",
-    )
+    offers = _offers(plan, optimizer, initial)
     check(strategy, offers)
-    refuse_wrapped(model)
-    refuse_attached(model)
     flat = FlatModel(model, bucket_bytes=bucket_bytes)
     inner = _checked_optimizer(optimizer, flat, strategy)
-    arguments: dict[str, object] = {
-        "accumulate": accumulate,
-        "nonfinite": nonfinite,
-        "initial": initial,
-        "bucket_bytes": bucket_bytes,
-        "ordered": ordered,
-        **({"the plan": plan} if strategy.needs.length else {}),
-    }
-    settings = described(strategy, optimizer, arguments)
+    same = {"accumulate": accumulate, "nonfinite": nonfinite, "initial": initial, "ordered": ordered}
+    length = {"plan": plan} if strategy.needs.length else {}
+    settings = described(strategy, optimizer, {**same, "bucket_bytes": bucket_bytes, **length})
     with ExitStack() as on_failure:
         job = Job(
             strategy.needs,
@@ -111,6 +98,16 @@ def attach(
     return session
 
 
+def _offers(plan: Plan, optimizer: object, initial: Initial) -> Offers:
+    return Offers(
+        "attach",
+        global_data=False,
+        optimizer=optimizer is not None,
+        length=[field for field in get_args(Length) if getattr(plan, field) is not None],
+        equal_start=initial == "equal",
+    )
+
+
 def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Optimizer) -> LoopGuard:
     name = type(run.strategy).__name__
     cursor = run.replica.cursor
@@ -122,7 +119,18 @@ def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Opt
     )
 
 
-def _check_settings(accumulate: int, initial: Initial) -> None:
+def _check_arguments(model: object, optimizer: object, accumulate: int, initial: Initial, bucket_bytes: int) -> None:
+    given = f"attach(model={type(model).__name__}, optimizer={type(optimizer).__name__})"
+    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
+        raise ValueError(f"{given}: the two are swapped; give attach(model, optimizer, strategy)")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{given}: the model must be a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"{given}: the optimizer must be a torch.optim.Optimizer, or None")
+    refuse_wrapped(model)
+    refuse_attached(model)
+    checked("attach", "accumulate", accumulate, int)
+    checked("attach", "bucket_bytes", bucket_bytes, int)
     if accumulate < 1:
         raise ValueError(f"attach(accumulate={accumulate}): a gradient needs at least 1 backward pass")
     if initial not in get_args(Initial):

@@ -45,8 +45,9 @@ class FlatModel:
             if p.dtype != first.dtype or p.device != first.device:
                 raise ValueError(
                     f"parameter '{name}' is {p.dtype} on {p.device}, but '{first_name}' is {first.dtype} on "
-                    f"{first.device}: all trainable parameters must share one dtype and device (freeze, cast or "
-                    "move the others before)"
+                    f"{first.device}: all trainable parameters must share one dtype and device.  Cast the model "
+                    "(model.float(), or model.to(dtype) for all of it) and compute in 16 bits by torch.autocast; or "
+                    "freeze the others"
                 )
             if not p.dtype.is_floating_point:
                 raise ValueError(
