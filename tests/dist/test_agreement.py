@@ -229,3 +229,23 @@ def test_a_model_in_distributed_data_parallel_is_refused_in_either_order(tmp_pat
     for before, after in forked.run(2, work, tmp_path):
         assert before.startswith("attach(DistributedDataParallel): the model is a DistributedDataParallel: both would")
         assert after.startswith("the attached Sequential is wrapped in DistributedDataParallel: both would exchange")
+
+
+@pytest.mark.parametrize("strategy", [pl.Gossip(), pl.ASGD(period=2, servers=1)], ids=lambda s: type(s).__name__)
+def test_buffers_are_the_mean_of_all_workers_at_the_end_of_an_asynchronous_method(strategy, tmp_path):
+    def work(rank: int) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        own = model[1].running_mean
+        with pl.attach(model, sgd(model), strategy) as session:
+            for batch in session.shard(BATCHES):
+                step(session, model, batch)
+            before = own.tolist()
+        return [before, own.tolist(), vector(model), int(model[1].num_batches_tracked)]
+
+    found = forked.run(2, work, tmp_path)
+    (mine, after, params, batches), (theirs, *same) = found
+    assert mine != theirs
+    assert [after, params, batches] == same
+    assert batches == len(BATCHES)
+    assert after == pytest.approx([(a + b) / 2 for a, b in zip(mine, theirs, strict=True)], abs=1e-6)

@@ -20,6 +20,7 @@ from paceline.session.loading import Agreement, ByCollectives, ByStore, Parts, s
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.settings import GroupSettings
+from paceline.session.shared_buffers import SharedBuffers
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 
@@ -184,8 +185,14 @@ class Session:
         """This worker has no more data: take part until no worker has data, then release everything."""
         if not self._is_open:
             return
+        is_elastic = self.workers > 1 and self.strategy.needs.elastic
+        buffers = SharedBuffers(self.job.store, self.loop.replica) if is_elastic else None
         try:
+            if buffers is not None:
+                buffers.publish()
             self.loop.on_end()
+            if buffers is not None and not self.loop.run.missed_end:
+                buffers.take_mean()
             if self.workers > 1 and self.strategy.needs.ordered:
                 flat = self.loop.learner.flat
                 with self.loop.guard.during("at the end of the `with` block"):
