@@ -10,32 +10,36 @@ from torch import Tensor
 
 from paceline.codecs.codec import Codec, Unencodable
 
-FIELDS = 5  # A vote on the wire: so many float64 numbers.
-VOTE_NBYTES = 8 * FIELDS
-TRAILER_NBYTES = (
-    VOTE_NBYTES + 8
-)  # What follows an encoded message: the vote, and the message's length without its padding.
+VOTE_NBYTES = 32  # A vote on the wire: four float64 numbers.
+TRAILER_NBYTES = 40  # What follows an encoded message: the vote, and the message's length without its padding.
+COMPLETE = 2.0**26  # More than there are ranks: one number on the wire holds two counts.
 
 
 @dataclass(slots=True)
 class SyncVote:
     """A rank's weight, whether it has more data, and whether it has a NaN; or the sums of these over the group.
 
-    `complete` is 1 if backward reached all parameters of a bucket with at least one sample.
+    `complete` is 1 if a rank's backward pass, with at least one sample, reached all parameters of the bucket.  It
+    travels in the same number as `going_on`.
     """
 
     weight: float
     going_on: float = 0.0
     bad: float = 0.0
     bad_rank: float = 0.0
-    complete: float = 0.0
-    # These stay on the rank: its number, which parameters its gradient reached, and its value that cannot be encoded.
+    # These stay on the rank: its number, its value that cannot be encoded, and which parameters were reached.
     rank: float = 0.0
-    reached: Sequence[float] = ()
     complaint: Unencodable | None = None
+    reached: Sequence[float] = ()
+    complete: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.going_on >= COMPLETE:  # It was read from the wire.
+            self.complete, self.going_on = divmod(self.going_on, COMPLETE)
 
     def tensor(self) -> Tensor:
-        return torch.tensor([self.weight, self.going_on, self.bad, self.bad_rank, self.complete], dtype=torch.float64)
+        going_on = self.going_on + COMPLETE * self.complete
+        return torch.tensor([self.weight, going_on, self.bad, self.bad_rank], dtype=torch.float64)
 
     def pack(self, data: Tensor, message: Tensor | None) -> Tensor:
         """`data` followed by the vote, in `message` if given, which may already hold the data."""
@@ -54,8 +58,8 @@ class SyncVote:
     def unpack(messages: Sequence[Tensor]) -> tuple[list[Tensor], list[float], SyncVote]:
         """The encoded bytes of packed messages, each one's weight, and the sum of their votes."""
         votes = torch.stack([m[-TRAILER_NBYTES:] for m in messages]).cpu().view(torch.float64)
-        encoded = [m[: int(nbytes)] for m, nbytes in zip(messages, votes[:, FIELDS].tolist(), strict=True)]
-        return encoded, votes[:, 0].tolist(), SyncVote(*votes[:, :FIELDS].sum(0).tolist())
+        encoded = [m[: int(nbytes)] for m, nbytes in zip(messages, votes[:, 4].tolist(), strict=True)]
+        return encoded, votes[:, 0].tolist(), SyncVote(*votes[:, :4].sum(0).tolist())
 
     def refuse(self, codec: Codec, x: Tensor, why: str) -> None:
         """Vote that `x` is not finite, or cannot be encoded because of `why`; keep the index of the value."""

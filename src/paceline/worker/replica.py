@@ -191,7 +191,7 @@ class Replica:
         weight = self.batch.take_weight()
         reached = [float(weight > 0 and self.learner.flat.reached[i]) for i in parameters]
         complete = float(weight > 0 and all(reached))
-        return SyncVote(weight, goes_on, bad, bad * self.rank, complete, self.rank, reached)
+        return SyncVote(weight, goes_on, bad, bad * self.rank, self.rank, reached=reached, complete=complete)
 
     def _begin_mean(
         self,
