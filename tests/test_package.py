@@ -25,6 +25,7 @@ ROOMS = [
     "units",
     "op",
     "stripes",
+    "checked",
     "trace",
     "needs",
     "slot_values",

@@ -7,6 +7,10 @@ class ClusterError(RuntimeError):
     """A failure outside this process: a peer died, disagreed, or did not answer in time."""
 
 
+class DifferentCollectives(ClusterError):
+    """Two ranks have started different collectives: their programs have diverged."""
+
+
 class PeerLost(ClusterError):
     """A peer's process is dead."""
 

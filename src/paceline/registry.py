@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from paceline import aliases
+from paceline.checked import find, spelled
 from paceline.codecs import CODECS, Codec
 from paceline.server.gates import GATES, Gate
 from paceline.server.rules import RULES, Rule
 from paceline.strategies import STRATEGIES
-from paceline.strategy import Strategy, spelled
+from paceline.strategy import Strategy
 
 C = TypeVar("C")
 KINDS: dict[str, Sequence[type]] = {"strategy": STRATEGIES, "codec": CODECS, "rule": RULES, "gate": GATES}
@@ -54,38 +54,6 @@ def rule(name: str, **settings: Any) -> Rule:
 def gate(name: str, **settings: Any) -> Gate:
     """A parameter server's gate by its name."""
     return _named("gate", GATES, name, settings)
-
-
-def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:
-    """The class with that name, or with a name that papers or other libraries have for it.
-
-    If there is none, a ValueError says what it is called here, or names the most similar one.
-    """
-    known = {spelled(c): c for c in classes}
-    # Hyphens are optional: in bfloat16 or terngrad their place is not obvious.
-    by_letters = {_letters(spelling): cls for spelling, cls in known.items()}
-    letters = _letters(name)
-    alias = aliases.ALIASES.get(kind, {}).get(letters, letters)
-    if alias in by_letters:
-        return by_letters[alias]
-    raise ValueError(f"there is no {kind} '{name}'{_hint(kind, name, known)} Known: {', '.join(known)}")
-
-
-def _letters(name: str) -> str:
-    return "".join(ch for ch in name.lower() if ch.isalnum())
-
-
-def _hint(kind: str, name: str, known: Iterable[str]) -> str:
-    letters = _letters(name)
-    if (said := aliases.NOT_ONE.get(kind, {}).get(letters)) is not None:
-        return f": {said}."
-    for other, classes in KINDS.items():
-        alias = aliases.ALIASES.get(other, {}).get(letters, letters)
-        for cls in classes:
-            if _letters(cls.__name__) == alias and other != kind:
-                return f": {cls.__name__} is a {other}; {aliases.USE[other].format(cls.__name__)}."
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else "."
 
 
 def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str, Any]) -> C:

@@ -7,10 +7,10 @@ processes and inside a user's own loop.  A strategy is abstract or final, never 
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from paceline.checked import Checked
 from paceline.needs import Needs
 
 if TYPE_CHECKING:
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from paceline.worker.replica import Replica
 
 
-class Strategy(ABC):
+class Strategy(Checked):
     """See `strategies/block_momentum.py` for a whole one."""
+
+    KIND: ClassVar = "strategy"
 
     servers: int = 0
     coordinators: ClassVar[int] = 0  # How many of the servers, the first ones, hold no part of the model.
@@ -44,13 +46,3 @@ class Ended(Exception):
 
 class MissedEnd(Ended):
     """Raised in a strategy when the run has ended without this worker: it joined too late, or was taken for dead."""
-
-
-def spelled(cls: type) -> str:
-    """A class's name as files and flags spell it.
-
-    >>> from paceline.strategies import AllReduceSGD, BlockMomentum
-    >>> spelled(AllReduceSGD), spelled(BlockMomentum)
-    ('all-reduce-sgd', 'block-momentum')
-    """
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()

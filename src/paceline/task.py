@@ -218,11 +218,7 @@ class Trainee:
         if by is not None:
             by(g)
             return
-        flat = self.flat
-        if g.data_ptr() != flat.grads.data_ptr():
-            flat.grads.copy_(g)
-        for i in range(len(flat.parameters)):
-            flat.expose(i)
+        self.flat.expose_all(g)
         self.optimizer.step()
 
     def evaluate(self, vector: Tensor | None) -> dict[str, float]:

@@ -7,7 +7,7 @@ the codec's fused kernels (`codecs/kernels`) where they exist; they agree with t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, NoReturn, Protocol
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from paceline.checked import Checked
 from paceline.codecs import kernels
 from paceline.codecs.noise import seed_of
 from paceline.codecs.shares import Shares, settled, undelivered
@@ -29,8 +30,10 @@ class Unencodable(ValueError):
         self.at = at
 
 
-class Codec(ABC):
+class Codec(Checked):
     """A frozen dataclass of settings with three functions; `codecs/one_bit.py` is a complete example."""
+
+    KIND: ClassVar = "codec"
 
     # Whether a sender keeps a residual.
     feedback: ClassVar[bool] = True
@@ -77,7 +80,7 @@ class Codec(ABC):
         """The codec for a vector made of tensors of these shapes; a different one only if it uses the shapes."""
         return self
 
-    def check_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:  # noqa: B027 (most work with any)
+    def check_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raise ValueError if it does not go together with an optimizer that has these parameter groups."""
 
     def adapted(self, data: Tensor, numel: int) -> Codec:

@@ -12,22 +12,34 @@ from paceline.codecs.codec import Codec, Unencodable
 
 VOTE_NBYTES = 32  # A vote on the wire: four float64 numbers.
 TRAILER_NBYTES = 40  # What follows an encoded message: the vote, and the message's length without its padding.
+COMPLETE = 2.0**26  # More than there are ranks: one number on the wire holds two counts.
 
 
 @dataclass(slots=True)
 class SyncVote:
-    """A rank's weight, whether it has more data, and whether it has a NaN; or the sums of these over the group."""
+    """A rank's weight, whether it has more data, and whether it has a NaN; or the sums of these over the group.
+
+    `complete` is 1 if a rank's backward pass, with at least one sample, reached all parameters of the bucket.  It
+    travels in the same number as `going_on`.
+    """
 
     weight: float
     going_on: float = 0.0
     bad: float = 0.0
     bad_rank: float = 0.0
-    # These two stay on the rank: its number, and its value that cannot be encoded.
+    # These stay on the rank: its number, its value that cannot be encoded, and which parameters were reached.
     rank: float = 0.0
     complaint: Unencodable | None = None
+    reached: Sequence[float] = ()
+    complete: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.going_on >= COMPLETE:  # It was read from the wire.
+            self.complete, self.going_on = divmod(self.going_on, COMPLETE)
 
     def tensor(self) -> Tensor:
-        return torch.tensor([self.weight, self.going_on, self.bad, self.bad_rank], dtype=torch.float64)
+        going_on = self.going_on + COMPLETE * self.complete
+        return torch.tensor([self.weight, going_on, self.bad, self.bad_rank], dtype=torch.float64)
 
     def pack(self, data: Tensor, message: Tensor | None) -> Tensor:
         """`data` followed by the vote, in `message` if given, which may already hold the data."""

@@ -6,7 +6,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +44,7 @@ class Job:
     `served` is the strategy whose server role is run by server processes; None: there are none.  Each of the `stages`
     of a split model, which are ranks of their own, has at least one shard.  `launcher_pipe` is a pipe of a launcher
     that replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this process to start
-    them.
+    them.  `on_met` gets the store, the rank and the number of workers before anything else is opened.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Job:
         takes_nonfinite: bool = False,
         launcher_pipe: int | None = None,
         forks_servers: bool = False,
+        on_met: Callable[[dist.Store, int, int], None] = lambda store, rank, workers: None,
     ) -> None:
         self._is_elastic = needs.elastic
         self._stages = stages
@@ -79,6 +80,7 @@ class Job:
         self.comm_thread: CommThread | None = None
         try:
             self._meet(place)
+            on_met(self.store, self.rank, self.workers)
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)

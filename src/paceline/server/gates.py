@@ -6,13 +6,18 @@ waits for it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.checked import Checked
 
 
-class Gate(ABC):
+class Gate(Checked):
     """A frozen dataclass of settings.  Shards that see the same clocks decide the same."""
+
+    KIND: ClassVar = "gate"
 
     def may_push(self, src: int, clocks: Mapping[int, int]) -> bool:
         """Whether an update may be applied now; if not, it is asked again after every other event."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from paceline.checked import Checked
 from paceline.server.rule_memory import plain_memory
 from paceline.state import Slot, Values
 
@@ -32,8 +33,10 @@ class Push:
     rate: float = 1.0
 
 
-class Rule(ABC):
+class Rule(Checked):
     """How an update changes a shard's value.  `Adagrad` is an example with memory, `Scaled` one that wraps a rule."""
+
+    KIND: ClassVar = "rule"
 
     def memory(self, value: Tensor) -> dict[str, Any]:
         """The memory at the beginning."""
@@ -55,10 +58,10 @@ class Rule(ABC):
         """Apply the updates that are held back, if they are due or all active workers have sent one; whether it did."""
         return False
 
-    def pulled(self, value: Tensor, m: Slot, src: int) -> None:  # noqa: B027 (most rules have nothing to do)
+    def pulled(self, value: Tensor, m: Slot, src: int) -> None:
         """A worker is being sent the value."""
 
-    def forget(self, m: Slot, src: int) -> None:  # noqa: B027
+    def forget(self, m: Slot, src: int) -> None:
         """A worker has left or died."""
 
     def saved(self, m: Slot) -> Values:

@@ -10,21 +10,26 @@ import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline import registry
+from paceline.checked import checked, checked_seconds, instance_of
 from paceline.engines.job import Job
 from paceline.needs import Length, Offers, check
+from paceline.session.guard import LoopGuard
 from paceline.session.learner import NO_RATE, LoopLearner, first_rates
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.same_model import check_like_first, check_same_model
-from paceline.session.session import Session
+from paceline.session.session import Session, refuse_attached
+from paceline.session.settings import GroupSettings, check_same_settings, described
 from paceline.session.tensor_parallel import tensor_parallel
+from paceline.session.watch import ModelWatch, refuse_wrapped
+from paceline.session.whereabouts import Whereabouts
 from paceline.strategy import Strategy
 from paceline.transport.endpoint import ProcessEndpoint
 from paceline.worker.batch import NonFinite
@@ -48,7 +53,7 @@ def attach(
     epochs: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     ordered: bool = False,
-    timeout_s: float = 1800.0,
+    timeout_s: float | str = 1800.0,
     mesh: dist.DeviceMesh | None = None,
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
@@ -57,12 +62,13 @@ def attach(
     strategy whose servers take the steps needs no `optimizer`: give None.  `accumulate` backward passes make one
     gradient.  `initial` says whether all ranks must start from equal parameters, or take those of rank 0.  `loader`,
     whose minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.
-    `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.  If the model is
-    tensor-parallel (torch's DTensor), `mesh` is the dimension of the device mesh along which there are replicas.
+    `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.  `timeout_s` is a
+    number of seconds, or text such as "5min".  If the model is tensor-parallel (torch's DTensor), `mesh` is the
+    dimension of the device mesh along which there are replicas.
     """
-    _check_settings(accumulate, initial)
-    if isinstance(strategy, str):
-        strategy = registry.strategy(strategy)
+    _check_arguments(model, optimizer, accumulate, initial, bucket_bytes)
+    strategy = instance_of("attach", "strategy", strategy, Strategy)
+    timeout_s = checked_seconds("attach", "timeout_s", timeout_s)
     plan = _plan(loader, epochs, accumulate)
     offers = _offers(plan, optimizer, initial, mesh)
     check(strategy, offers)
@@ -71,6 +77,9 @@ def attach(
     if parts is not None:
         parts.mark_repeated(flat)
     inner = _checked_optimizer(optimizer, flat, strategy)
+    same = {"accumulate": accumulate, "nonfinite": nonfinite, "initial": initial, "ordered": ordered}
+    length = {"plan": plan} if strategy.needs.length else {}
+    settings = described(strategy, optimizer, {**same, "bucket_bytes": bucket_bytes, **length})
     with ExitStack() as on_failure:
         job = Job(
             strategy.needs,
@@ -79,6 +88,7 @@ def attach(
             ordered=ordered,
             timeout_s=timeout_s,
             takes_nonfinite=nonfinite == "pass",
+            on_met=partial(check_same_settings, settings=settings, is_elastic=strategy.needs.elastic),
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
@@ -89,7 +99,7 @@ def attach(
         learner = LoopLearner(flat, session_optimizer, parts)
         run = WorkerRun(strategy, endpoint, learner, nonfinite=nonfinite, plan=plan)
         run.replica.cursor.shard = job.rank
-        loop = Loop(run, learner, session_optimizer, accumulate=accumulate)
+        loop = Loop(run, learner, session_optimizer, _guard(job, run, flat, inner), accumulate=accumulate)
         session_optimizer.on_step = loop.on_step
         loop.start()
         session = Session(job, loop, session_optimizer, strategy)
@@ -97,7 +107,29 @@ def attach(
     return session
 
 
-def _check_settings(accumulate: int, initial: Initial) -> None:
+def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Optimizer) -> LoopGuard:
+    name = type(run.strategy).__name__
+    cursor = run.replica.cursor
+    settings = GroupSettings(run.replica.endpoint, job.store, optimizer)
+    return LoopGuard(
+        ModelWatch(flat, optimizer),
+        settings if job.workers > 1 and run.strategy.needs.ordered else None,
+        Whereabouts(job.store, job.rank, job.workers, lambda: f"at step {cursor.step} of {name}"),
+    )
+
+
+def _check_arguments(model: object, optimizer: object, accumulate: int, initial: Initial, bucket_bytes: int) -> None:
+    given = f"attach(model={type(model).__name__}, optimizer={type(optimizer).__name__})"
+    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
+        raise ValueError(f"{given}: the two are swapped; give attach(model, optimizer, strategy)")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{given}: the model must be a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"{given}: the optimizer must be a torch.optim.Optimizer, or None")
+    refuse_wrapped(model)
+    refuse_attached(model)
+    checked("attach", "accumulate", accumulate, int)
+    checked("attach", "bucket_bytes", bucket_bytes, int)
     if accumulate < 1:
         raise ValueError(f"attach(accumulate={accumulate}): a gradient needs at least 1 backward pass")
     if initial not in get_args(Initial):

@@ -72,7 +72,8 @@ class BucketHooks:
         for i, full in enumerate(self._full):
             if not full:  # Backward did not reach it: its gradient is zero, or the sum of earlier passes.
                 self.flat.collect(i)
-                self.flat.expose(i)
+                if self.flat.reached[i]:
+                    self.flat.expose(i)
         self._missing = [0] * len(self._missing)
         self._hand_out(each)
         self._closes()

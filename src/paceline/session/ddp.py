@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.checked import checked, checked_seconds, instance_of
 from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
@@ -33,7 +34,7 @@ COMMON = ("factors", "count", "adapted", "steps")  # The parts of the state that
 
 
 def ddp_hook(
-    codec: Codec, model: DistributedDataParallel | None = None, *, start: int = 0, timeout_s: float = 1800.0
+    codec: Codec | str, model: DistributedDataParallel | None = None, *, start: int = 0, timeout_s: float | str = 1800.0
 ) -> "DdpHook":
     """A communication hook for DistributedDataParallel that exchanges gradients by a codec: `ddp_hook(OneBit(), ddp)`.
 
@@ -42,7 +43,9 @@ def ddp_hook(
     by `register_comm_hook(None, hook)`.  The first `start` steps are exchanged without the codec: coarse codecs work
     best after a model's first, steep phase.  A peer that is silent for `timeout_s` seconds is an error.
     """
-    hook = DdpHook(codec, start=start, timeout_s=timeout_s)
+    codec = instance_of("ddp_hook", "codec", codec, Codec)
+    checked("ddp_hook", "start", start, int)
+    hook = DdpHook(codec, start=start, timeout_s=checked_seconds("ddp_hook", "timeout_s", timeout_s))
     if model is not None:
         hook.register(model)
     return hook

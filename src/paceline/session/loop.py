@@ -5,15 +5,19 @@ The events are a backward pass, a step, and the end of the data.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from paceline.session.backward import BucketHooks, Each
 from paceline.session.driver import StrategyDriver
 from paceline.session.gradients import Gradients
+from paceline.session.guard import LoopGuard
 from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, RateRequest, StepRequest
 from paceline.session.minibatch import Minibatch
 from paceline.session.optimizer import SessionOptimizer
+from paceline.worker.flat import Bucket
 from paceline.worker.run import WorkerRun
 
 
@@ -23,7 +27,9 @@ class Loop:
     Each event fulfils the request at which the strategy waits, and runs the strategy to its next request.
     """
 
-    def __init__(self, run: WorkerRun, learner: LoopLearner, optimizer: SessionOptimizer, *, accumulate: int) -> None:
+    def __init__(
+        self, run: WorkerRun, learner: LoopLearner, optimizer: SessionOptimizer, guard: LoopGuard, *, accumulate: int
+    ) -> None:
         self.run = run
         self.replica = run.replica
         self.learner = learner
@@ -35,6 +41,9 @@ class Loop:
         self._optimizer = optimizer
         self._gradients = Gradients(learner.flat)
         self._driver = StrategyDriver()
+        self.guard = guard
+        self._doing = "in backward()"
+        self._was_exchanged = False  # Whether the gradient of this step is one that all ranks have.
         self._hooks: BucketHooks | None = None
         self._passes = 0  # Backward passes since the last step.
 
@@ -71,9 +80,14 @@ class Loop:
         self._passes += 1
         if self._passes < self.accumulate:
             return None
+        self.guard.check_model()
         self.batch.begin()
-        self._gradients.reach_all()
-        return request.each
+        self._doing = "in backward()"
+        return partial(self._hand_over, request.each)
+
+    def _hand_over(self, each: Each, bucket: Bucket) -> None:
+        with self.guard.during(self._doing):
+            each(bucket)
 
     def on_backward_end(self) -> None:
         """All buckets of a gradient were handed to the strategy."""
@@ -89,8 +103,11 @@ class Loop:
         `scale` is the factor by which the gradients were multiplied.  On `overflow` they must not be used.
         """
         self.last_own_step = self.replica.cursor.step
+        self._doing = "in session.step()"
         self._tell_rate()
         request = self._driver.request
+        if not isinstance(request, StepRequest):
+            self.guard.check_model()
         if request is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
         if self.learner.parts is not None and (scale is not None or overflow):
@@ -122,7 +139,7 @@ class Loop:
     def _give_own_gradient(self, scale: Tensor | None, overflow: bool) -> None:
         """Give this worker's own gradient to a strategy that takes no part in backward."""
         self.batch.begin()
-        self._gradients.collect()
+        self._flat.collect_all()
         if not overflow:
             self._gradients.unscale(scale)
         if not self.batch.accepts_gradient(self._flat.first_nonfinite, overflow=overflow):
@@ -150,6 +167,9 @@ class Loop:
         request = self._driver.request
         if not isinstance(request, StepRequest):
             return
+        if self._was_exchanged:
+            with self.guard.during(self._doing):
+                self.guard.check_step(self.replica.cursor.step, has_ended=self.learner.has_ended)
         if request.gradient is not None and not overflow and not self.learner.has_ended:
             if request.by is None:
                 self._optimizer.inner_step()
@@ -162,6 +182,9 @@ class Loop:
     def on_end(self) -> None:
         """This worker has no more data: take empty steps until no worker has data."""
         self.learner.has_ended = True
+        self._doing = "at the end of the `with` block"
+        self.guard.check_model()
+        self.guard.watch.check_members()
         self._fulfil_step(overflow=True)  # If the user left the loop between backward and step.
         while self._driver.request is not None:
             self._step_empty()
@@ -175,7 +198,6 @@ class Loop:
         self.batch.begin_empty()
         if isinstance(request, GradientRequest):
             self._flat.emit_zeros(request.each)
-            self._gradients.reach_all()
             self._advance(self._flat.grads)
             self._fulfil_step(overflow=False)
         else:
@@ -191,7 +213,8 @@ class Loop:
                 self._advance(self.learner.lr(self.replica.cursor.step))
 
     def _advance(self, value: Tensor | float | None) -> None:
-        self._driver.advance(value)
+        with self.guard.during(self._doing):
+            self._driver.advance(value)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -202,8 +225,7 @@ class Loop:
                 self._gradients.expose(request.gradient)
             return
         self._passes = 0
-        sees_backward = isinstance(request, RateRequest) or (
-            isinstance(request, GradientRequest) and request.each is not None
-        )
-        if sees_backward and self._hooks is None:
+        is_exchanged = isinstance(request, GradientRequest) and request.each is not None
+        self._was_exchanged = is_exchanged
+        if (is_exchanged or isinstance(request, RateRequest)) and self._hooks is None:
             self._hooks = BucketHooks(self._flat, self.on_backward, self.on_backward_end)

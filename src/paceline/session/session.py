@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.op import drive
+from paceline.session.ending import end_with_same_model
 from paceline.session.loading import Agreement, ByCollectives, ByStore, Parts, samples_in
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
+from paceline.session.settings import GroupSettings
+from paceline.session.shared_buffers import SharedBuffers
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.worker.flat import untie
-from paceline.worker.tensors import named_tensors
 
 B = TypeVar("B")
+
+
+class UnclosedSession(RuntimeWarning):
+    """A session took steps and was never closed."""
 
 
 class Session:
@@ -33,7 +41,10 @@ class Session:
         self.optimizer = optimizer
         self.strategy = strategy
         self._endpoint = loop.replica.endpoint
+        self._settings = GroupSettings(self._endpoint, job.store, optimizer.inner)
         self._is_open = True
+        _open.add(self)
+        self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers)
         self._passes = 0
         # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
         self._to_skip = loop.replica.cursor.step * loop.accumulate
@@ -99,15 +110,18 @@ class Session:
             reads_full_batches=lambda: self.loop.learner.reads_full_batches and self._is_training(),
         )
         self._passes += 1
+        self.loop.guard.whereabouts.passes += 1
         if self._is_training():
             self._to_skip = parts.skip(self._to_skip)
+        doing = "reading session.shard" + ("" if self._is_training() else " to evaluate")
         try:
-            for part, samples in parts:
-                if self._is_training():
-                    self.count(samples)
-                    yield part
-                elif samples:
-                    yield part
+            with self.loop.guard.during(doing):
+                for part, samples in parts:
+                    if self._is_training():
+                        self.count(samples)
+                        yield part
+                    elif samples:
+                        yield part
         except GeneratorExit:  # The user left the loop, perhaps before the step of its last minibatch.
             self.loop.batch.forget_samples()
             raise
@@ -190,31 +204,27 @@ class Session:
         """This worker has no more data: take part until no worker has data, then release everything."""
         if not self._is_open:
             return
+        is_elastic = self.workers > 1 and self.strategy.needs.elastic
+        buffers = SharedBuffers(self.job.store, self.loop.replica) if is_elastic else None
         try:
+            if buffers is not None:
+                buffers.publish()
             self.loop.on_end()
-            self._take_model_of_last()
+            if buffers is not None and not self.loop.run.missed_end:
+                buffers.take_mean()
+            if self.workers > 1 and self.strategy.needs.ordered:
+                flat = self.loop.learner.flat
+                with self.loop.guard.during("at the end of the `with` block"):
+                    end_with_same_model(self._endpoint, flat, self._settings, self.loop.last_own_step)
         except BaseException:
             self._release(failed=True)
             raise
         self._release(failed=False)
 
-    def _take_model_of_last(self) -> None:
-        """Take the model of the rank with the most steps.
-
-        A rank whose data ended first cannot take the steps of the others: their clipping, scaling and schedules ran in
-        their own loops.
-        """
-        if self.workers == 1 or not self.strategy.needs.ordered:
-            return
-        endpoint = self._endpoint
-        last_steps = [int(t) for t in endpoint.all_gather(torch.tensor(self.loop.last_own_step)).wait()]
-        if len(set(last_steps)) > 1:
-            source = endpoint.ranks[last_steps.index(max(last_steps))]
-            for _, values in named_tensors(self.loop.learner.flat.model):
-                endpoint.broadcast(values, source).wait()
-
     def _release(self, *, failed: bool) -> None:
         self._is_open = False
+        _open.discard(self)
+        self._unclosed.detach()
         self.loop.close()
         self.optimizer.release()
         self.job.close(failed=failed)
@@ -238,3 +248,31 @@ def _samples_or_one(batch: object) -> int:
         return samples_in(batch)
     except ValueError:
         return 1
+
+
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise ValueError if an open session already trains a parameter of this model."""
+    own = {id(p) for p in model.parameters()}
+    for session in _open:
+        flat = session.loop.learner.flat
+        for name, p in zip(flat.names, flat.parameters, strict=True):
+            if id(p) in own:
+                raise ValueError(
+                    f"attach({type(model).__name__}): an open session of {type(session.strategy).__name__} already "
+                    f"trains its parameter '{name}'; leave that session's `with` block, or call its close(), first"
+                )
+
+
+def _warn_of_unclosed(strategy: str, loop: Loop, workers: int) -> None:
+    if workers > 1 and loop.last_own_step >= 0:
+        warnings.warn(
+            UnclosedSession(
+                f"a session of {strategy} took {loop.last_own_step + 1} steps and was never closed: this rank missed "
+                "the last exchange, so the ranks may have different models; use `with pl.attach(...) as session:`, or "
+                "call session.close() after the last step"
+            ),
+            stacklevel=2,
+        )

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.checked import checked_seconds, instance_of
 from paceline.endpoint import Endpoint
 from paceline.engines.job import Job
 from paceline.engines.place import Place, detect
@@ -124,14 +125,14 @@ class Terms:
 
 def train(
     task: Task,
-    strategy: Strategy,
+    strategy: Strategy | str,
     workers: int | None = None,
     *,
     nonfinite: NonFinite = "skip",
     ordered: bool = False,
-    timeout_s: float = 1800.0,
+    timeout_s: float | str = 1800.0,
     replacements: int = 3,
-    silent_s: float = SILENT_S,
+    silent_s: float | str = SILENT_S,
     stages: int | Sequence[str] = 1,
     microbatches: int | None = None,
     pipeline: Order = "1f1b",
@@ -146,10 +147,9 @@ def train(
     With several `stages` (see `split`) each worker is that many processes.  Its minibatches pass through them in
     `microbatches`, by default four a stage, in the order of `pipeline`.
     """
-    if silent_s <= 0:
-        raise ValueError(
-            f"train(silent_s={silent_s}): a worker that is silent for so many seconds is given up; it must be above 0"
-        )
+    strategy = instance_of("train", "strategy", strategy, Strategy)
+    timeout_s = checked_seconds("train", "timeout_s", timeout_s)
+    silent_s = checked_seconds("train", "silent_s", silent_s)
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
     check_stages("train", strategy, stages, microbatches)
     if pipeline not in ("1f1b", "gpipe"):

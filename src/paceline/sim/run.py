@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.checked import instance_of
 from paceline.endpoint import Layout
 from paceline.needs import Offers, check
 from paceline.op import Op
@@ -36,7 +37,7 @@ State = dict[str, Any]
 
 def simulate(
     task: Task,
-    strategy: Strategy,
+    strategy: Strategy | str,
     cluster: Cluster,
     *,
     strict: bool = True,
@@ -51,6 +52,7 @@ def simulate(
     `stop_at` stops the run before that step.  `resume` takes the states of a stopped run; use `resized` if the number
     of workers has changed.  `faults` says which failures happen, and when.
     """
+    strategy = instance_of("simulate", "strategy", strategy, Strategy)
     is_unbroken = resume is None and stop_at is None
     offers = Offers.of_task("simulate", task)
     check(strategy, replace(offers, fixed_workers=not faults.has_any, unbroken=is_unbroken))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.errors import ClusterError, PeerLost
+from paceline.errors import ClusterError, DifferentCollectives, PeerLost
 from paceline.op import Op
 from paceline.transport.arena import Arena
 from paceline.transport.memory import NO_BYTES, mapped
@@ -207,7 +207,7 @@ class HostGroup:
     def _accept(self, op: Collective[Any], index: int, notice: Notice, slot: Tensor) -> None:
         """A peer has started a collective that this rank has started too."""
         if not op.notice.agrees(notice):
-            self._broken = ClusterError(
+            self._broken = DifferentCollectives(
                 f"rank {self.rank} started {op.notice}, but rank {self.ranks[index]} started {notice}: "
                 "all ranks must start the same collectives in the same order"
             )

@@ -52,8 +52,9 @@ class FlatModel:
             if p.dtype != first.dtype or p.device != first.device:
                 raise ValueError(
                     f"parameter '{name}' is {p.dtype} on {p.device}, but '{first_name}' is {first.dtype} on "
-                    f"{first.device}: all trainable parameters must share one dtype and device (freeze, cast or "
-                    "move the others before)"
+                    f"{first.device}: all trainable parameters must share one dtype and device.  Cast the model "
+                    "(model.float(), or model.to(dtype) for all of it) and compute in 16 bits by torch.autocast; or "
+                    "freeze the others"
                 )
             if not p.dtype.is_floating_point:
                 raise ValueError(
@@ -75,6 +76,8 @@ class FlatModel:
                 view.copy_(mine)
                 mine.data = view
         self.repeated: list[slice] = []  # Parts of the vector that another rank of this replica counts.
+        self.reached = [True] * len(named)  # Whether a backward pass reached each parameter; see `expose_all`.
+        self.late: dict[int, Tensor] = {}  # By parameter: what a codec delivered while no backward pass reached it.
         self.is_shared = False  # Whether other ranks may write to `params`.
         self.sparse_rows = False  # Whether the strategy can exchange sparse gradients.
         self._rows: dict[int, Tensor] = {}  # By parameter: the rows of the last sparse gradient.
@@ -140,6 +143,7 @@ class FlatModel:
     def emit_zeros(self, each: Callable[[Bucket], None] | None) -> None:
         """Set the gradient to zero and emit every bucket: so a worker without data takes part in an exchange."""
         self.grads.zero_()
+        self.reached = [False] * len(self.parameters)
         if each is not None:
             for bucket in self.buckets:
                 each(bucket)
@@ -147,6 +151,7 @@ class FlatModel:
     def collect(self, index: int) -> None:
         """Copy one parameter's gradient into the vector, or zeros if it has none."""
         parameter = self.parameters[index]
+        self.reached[index] = parameter.grad is not None
         if parameter.grad is self._views[index]:
             return
         view, grad = local(self._views[index]), local_grad(parameter)
@@ -189,6 +194,32 @@ class FlatModel:
     def expose(self, index: int) -> None:
         """Let the optimizer read a parameter's gradient from the vector."""
         self.parameters[index].grad = self._views[index]
+
+    def expose_all(self, g: Tensor) -> None:
+        """Let the optimizer read `g` from the parameters' `.grad`.
+
+        A parameter that no backward pass reached has `.grad = None`, so that no optimizer changes it, not even by
+        weight decay.  If `g` has values for it all the same, the strategy put them there.
+        """
+        if g.data_ptr() != self.grads.data_ptr():
+            self.grads.copy_(g)
+            self.reached = [True] * len(self.parameters)
+        for i, p in enumerate(self.parameters):
+            p.grad = self._views[i] if self.reached[i] or self._views[i].any() else None
+
+    def keep_late(self, parameters: Iterable[int]) -> None:
+        """Keep what a codec delivers for parameters that no backward pass reached, until one reaches them.
+
+        It is the rest of earlier gradients.  A step with it alone would decay the weights and move them by momentum.
+        """
+        for i in parameters:
+            view = self._views[i]
+            if self.reached[i]:
+                if i in self.late:
+                    view.add_(self.late.pop(i))
+            elif view.any():
+                self.late[i] = view + self.late[i] if i in self.late else view.clone()
+                view.zero_()
 
     def buffers(self) -> Tensor:
         """The model's buffers (such as BatchNorm's statistics and counters) as one float64 vector."""

@@ -6,7 +6,7 @@ saved and ends is `WorkerRun`'s (`worker/run.py`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -182,18 +182,23 @@ class Replica:
         last mean of a vector is empty and raises Ended.
         """
         endpoint = within or self.endpoint
+        flat = self.learner.flat
         if isinstance(x, Tensor):
-            vote = self._vote()
-            return self._begin_mean(endpoint, x, vote, codec_state, groups, ends_if_empty=True)
+            whole = range(len(flat.parameters)) if x.data_ptr() == flat.grads.data_ptr() else ()
+            return self._begin_mean(endpoint, x, self._vote(whole), codec_state, groups, whole, ends_if_empty=True)
         if codec_state is None:  # A codec looks at every value anyway, and finds a NaN by itself.
-            self.batch.note_fault(lambda: self.learner.flat.first_nonfinite(x.where))
+            self.batch.note_fault(lambda: flat.first_nonfinite(x.where))
         part = codec_state and codec_state[x.where]
-        return self._begin_mean(endpoint, x.grad, self._vote(), part, groups, start=x.where.start)
+        vote = self._vote(x.parameters)
+        return self._begin_mean(endpoint, x.grad, vote, part, groups, x.parameters, start=x.where.start)
 
-    def _vote(self) -> SyncVote:
+    def _vote(self, parameters: Sequence[int]) -> SyncVote:
         bad = float(self.batch.fault is not None)
         goes_on = float(self.cursor.has_data(self.cursor.step + 1))
-        return SyncVote(self.batch.take_weight(), goes_on, bad, bad * self.rank, self.rank)
+        weight = self.batch.take_weight()
+        reached = [float(weight > 0 and self.learner.flat.reached[i]) for i in parameters]
+        complete = float(weight > 0 and all(reached))
+        return SyncVote(weight, goes_on, bad, bad * self.rank, self.rank, reached=reached, complete=complete)
 
     def _begin_mean(
         self,
@@ -202,6 +207,7 @@ class Replica:
         vote: SyncVote,
         codec_state: CodecState | None,
         groups: Groups | None,
+        parameters: Sequence[int],
         *,
         start: int = 0,
         ends_if_empty: bool = False,
@@ -210,19 +216,36 @@ class Replica:
             if len(endpoint.ranks) == 1:
                 return vote
             if codec_state is None:
-                return await collectives.mean(endpoint, x, vote, groups=groups)
-            if groups is not None:
-                return await collectives.mean_by_groups(endpoint, x, vote, codec_state, groups)
-            return await collectives.mean_encoded(endpoint, x, vote, codec_state)
+                total = await collectives.mean(endpoint, x, vote, groups=groups)
+            elif groups is not None:
+                total = await collectives.mean_by_groups(endpoint, x, vote, codec_state, groups)
+            else:
+                total = await collectives.mean_encoded(endpoint, x, vote, codec_state)
+            if parameters and total.weight and not total.complete:
+                total.reached = (await endpoint.all_reduce(torch.tensor(vote.reached, dtype=torch.float64))).tolist()
+            return total
 
         in_flight = endpoint.run_collectives(exchange, is_single=collectives.is_single(endpoint, codec_state, groups))
-        return endpoint.spawn(self._end_mean(x, in_flight, vote, start, ends_if_empty=ends_if_empty), kind="mean")
+        ended = self._end_mean(x, in_flight, vote, parameters, start, ends_if_empty=ends_if_empty)
+        return endpoint.spawn(ended, kind="mean")
 
     async def _end_mean(
-        self, x: Tensor, in_flight: Op[SyncVote], vote: SyncVote, start: int, *, ends_if_empty: bool
+        self,
+        x: Tensor,
+        in_flight: Op[SyncVote],
+        vote: SyncVote,
+        parameters: Sequence[int],
+        start: int,
+        *,
+        ends_if_empty: bool,
     ) -> Tensor:
         total = await in_flight
         self._take_result(vote, total, start)
+        # If the pass of one worker reached all these parameters, it sent no list of them.
+        for i, count in zip(parameters, total.reached or [1.0] * len(parameters), strict=True):
+            self.learner.flat.reached[i] = count > 0
+        if (total.reached or self.learner.flat.late) and total.weight and not total.bad:
+            self.learner.flat.keep_late(parameters)
         if ends_if_empty and self.cursor.is_over and not total.weight:
             raise Ended
         return x

@@ -94,7 +94,8 @@ class WorkerRun:
         flat = self.replica.learner.flat
 
         def save() -> dict[str, Any]:
-            return {"params": flat.params.clone(), "buffers": [b.clone() for b in flat.model.buffers()]}
+            late = {flat.names[i]: values.clone() for i, values in flat.late.items()}
+            return {"params": flat.params.clone(), "buffers": [b.clone() for b in flat.model.buffers()], "late": late}
 
         def load(values: dict[str, Any]) -> None:
             if values["params"].numel() != flat.params.numel():
@@ -104,6 +105,7 @@ class WorkerRun:
             flat.params.copy_(values["params"])
             for mine, saved in zip(flat.model.buffers(), values["buffers"], strict=True):
                 mine.copy_(saved)
+            flat.late = {flat.names.index(name): late.to(flat.grads) for name, late in values.get("late", {}).items()}
 
         self.states.bind("model", rule=per_worker, save=save, load=load)
 

@@ -1,0 +1,251 @@
+"""What differs between ranks is found and named: settings, learning rates, parameters, and where their loops are."""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # torch imports it with the first optimizer; once here is faster than in every rank.
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import paceline as pl
+from paceline.session.ending import DifferentRanks
+from paceline.session.session import UnclosedSession
+from tests.dist import forked
+
+pytestmark = pytest.mark.dist
+
+BATCHES = list(torch.randn(8, 6, 3, generator=torch.Generator().manual_seed(1)))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, **settings)
+
+
+def step(session: pl.Session, model: nn.Module, batch: torch.Tensor) -> None:
+    session.optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    session.step()
+
+
+def vector(model: nn.Module) -> list[float]:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+DIFFERENT = {
+    "lr": (
+        lambda rank, model: pl.attach(model, sgd(model, lr=0.1 + 0.1 * rank), pl.AllReduceSGD()),
+        "the optimizer's lr is 0.1 on rank 0 and 0.2 on rank 1",
+    ),
+    "optimizer": (
+        lambda rank, model: pl.attach(
+            model, [sgd(model), torch.optim.Adam(model.parameters())][rank], pl.AllReduceSGD()
+        ),
+        "optimizer is SGD on rank 0 and Adam on rank 1",
+    ),
+    "strategy": (
+        lambda rank, model: pl.attach(model, sgd(model), [pl.AllReduceSGD(), pl.PeriodicAveraging(4)][rank]),
+        "strategy is AllReduceSGD on rank 0 and PeriodicAveraging on rank 1",
+    ),
+    "period": (
+        lambda rank, model: pl.attach(model, sgd(model), pl.PeriodicAveraging(4 + rank)),
+        "PeriodicAveraging's period is 4 on rank 0 and 5 on rank 1",
+    ),
+    "codec": (
+        lambda rank, model: pl.attach(model, sgd(model), pl.AllReduceSGD([None, pl.codecs.OneBit()][rank])),
+        "AllReduceSGD's codec is None on rank 0 and OneBit on rank 1",
+    ),
+    "accumulate": (
+        lambda rank, model: pl.attach(model, sgd(model), pl.AllReduceSGD(), accumulate=1 + rank),
+        "accumulate is 1 on rank 0 and 2 on rank 1",
+    ),
+}
+
+
+def test_settings_that_differ_between_ranks_are_named_at_the_start(tmp_path):
+    def work(rank: int) -> list[str]:
+        texts: list[str] = []
+        for attach, _ in DIFFERENT.values():
+            with pytest.raises(ValueError) as error:
+                attach(rank, network())
+            texts.append(str(error.value))
+        return texts
+
+    expected = [f"attach: the ranks differ: {text}; give the same on every rank" for _, text in DIFFERENT.values()]
+    assert forked.run(2, work, tmp_path) == [expected, expected]
+
+
+def test_a_learning_rate_that_one_rank_schedules_alone_is_named_while_the_ranks_train(tmp_path):
+    def work(rank: int) -> None:
+        model = network()
+        with pl.attach(model, sgd(model), pl.AllReduceSGD()) as session:
+            for i, batch in enumerate(session.shard(BATCHES)):
+                if rank == 1 and i == 2:
+                    session.optimizer.param_groups[0]["lr"] *= 0.5
+                step(session, model, batch)
+
+    for found in forked.run(2, work, tmp_path):
+        assert found["error"].startswith(
+            "ClusterError: the optimizer's lr is 0.1 on rank 0 and 0.05 on rank 1, at step 3: their steps would differ"
+        )
+
+
+def test_a_learning_rate_that_differs_after_an_average_is_a_warning_at_the_end(tmp_path):
+    def work(rank: int) -> list[Any]:
+        model = network()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pl.attach(model, sgd(model), pl.PeriodicAveraging(4)) as session:
+                for batch in session.shard(BATCHES):
+                    session.optimizer.param_groups[0]["lr"] *= 1.0 - 0.1 * rank
+                    step(session, model, batch)
+        return [[str(w.message) for w in caught if w.category is DifferentRanks], vector(model)]
+
+    (texts, first), (_, second) = forked.run(2, work, tmp_path)
+    assert first == second
+    assert texts[0].startswith("the ranks ended with different settings: the optimizer's lr is 0.1 on rank 0 and 0.04")
+
+
+def test_models_that_differ_at_the_end_are_an_error_that_names_a_parameter(tmp_path):
+    def work(rank: int) -> None:
+        model = network()
+        with pl.attach(model, sgd(model), pl.AllReduceSGD()) as session:
+            for batch in session.shard(BATCHES):
+                step(session, model, batch)
+                if rank == 1:
+                    with torch.no_grad():
+                        model[2].weight.mul_(1.01)
+
+    for found in forked.run(2, work, tmp_path):
+        assert "rank 1 ends with other parameters than rank 0, in '2.weight'" in found["error"]
+
+
+def test_models_that_differ_by_rounding_are_united_with_a_warning(tmp_path):
+    def work(rank: int) -> list[Any]:
+        model = network()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pl.attach(model, sgd(model), pl.AllReduceSGD()) as session:
+                for batch in session.shard(BATCHES):
+                    step(session, model, batch)
+                with torch.no_grad():
+                    model[2].weight.mul_(1 + 1e-6 * rank)
+        return [[str(w.message) for w in caught if w.category is DifferentRanks], vector(model)]
+
+    (texts, first), (_, second) = forked.run(2, work, tmp_path)
+    assert first == second
+    assert texts == ["the ranks' models differed by rounding: all ranks took that of rank 0"]
+
+
+def leaves_early(rank: int, session: pl.Session, model: nn.Module) -> None:
+    for _ in range(2):
+        for i, batch in enumerate(session.shard(BATCHES)):
+            if rank == 1 and i == 3:
+                break
+            step(session, model, batch)
+
+
+def evaluates_alone(rank: int, session: pl.Session, model: nn.Module) -> None:
+    for i, batch in enumerate(session.shard(BATCHES)):
+        step(session, model, batch)
+        if rank == 1 and i == 2:
+            with torch.no_grad():
+                for part in session.shard(BATCHES):
+                    model(part)
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        (leaves_early, "rank 1 was reading session.shard, at step 3 of AllReduceSGD, in pass 2 over session.shard"),
+        (
+            evaluates_alone,
+            "rank 1 was reading session.shard to evaluate, at step 3 of AllReduceSGD, in pass 2 over session.shard",
+        ),
+    ],
+)
+def test_loops_that_diverge_are_described_in_the_users_terms(loop, expected, tmp_path):
+    def work(rank: int) -> None:
+        model = network()
+        with pl.attach(model, sgd(model), pl.AllReduceSGD()) as session:
+            loop(rank, session, model)
+
+    mine = "rank 0 was in backward(), at step 3 of AllReduceSGD, in pass 1 over session.shard"
+    for found in forked.run(2, work, tmp_path):
+        assert found["error"].startswith(f"ClusterError: the loops of the ranks have diverged: {mine}; {expected}.")
+
+
+def test_a_session_that_is_never_closed_is_a_warning(tmp_path):
+    def work(rank: int) -> list[str]:
+        model = network()
+        session = pl.attach(model, sgd(model), pl.PeriodicAveraging(4))
+        for batch in BATCHES[:3]:
+            step(session, model, batch)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del session
+            gc.collect()
+        return [str(w.message) for w in caught if w.category is UnclosedSession]
+
+    for [text] in forked.run(2, work, tmp_path):
+        assert text.startswith("a session of PeriodicAveraging took 3 steps and was never closed: this rank missed")
+
+
+def test_a_second_session_of_an_attached_model_is_refused():
+    model = network()
+    expected = "an open session of AllReduceSGD already trains its parameter '0.weight'"
+    with pl.attach(model, sgd(model), pl.AllReduceSGD()), pytest.raises(ValueError, match=re.escape(expected)):
+        pl.attach(model[0], sgd(model[0]), pl.PeriodicAveraging(4))
+    with pl.attach(model, sgd(model), pl.AllReduceSGD()):
+        pass
+
+
+def test_a_model_in_distributed_data_parallel_is_refused_in_either_order(tmp_path):
+    def work(rank: int) -> list[str]:
+        texts: list[str] = []
+        model = network()
+        try:
+            pl.attach(DistributedDataParallel(model), sgd(model), pl.AllReduceSGD())
+        except ValueError as error:
+            texts.append(str(error))
+        model = network()
+        try:
+            with pl.attach(model, sgd(model), pl.AllReduceSGD()) as session:
+                step(session, DistributedDataParallel(model), BATCHES[0])
+        except RuntimeError as error:
+            texts.append(str(error))
+        return texts
+
+    for before, after in forked.run(2, work, tmp_path):
+        assert before.startswith("attach(DistributedDataParallel): the model is a DistributedDataParallel: both would")
+        assert after.startswith("the attached Sequential is wrapped in DistributedDataParallel: both would exchange")
+
+
+@pytest.mark.parametrize("strategy", [pl.Gossip(), pl.ASGD(period=2, servers=1)], ids=lambda s: type(s).__name__)
+def test_buffers_are_the_mean_of_all_workers_at_the_end_of_an_asynchronous_method(strategy, tmp_path):
+    def work(rank: int) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        own = model[1].running_mean
+        with pl.attach(model, sgd(model), strategy) as session:
+            for batch in session.shard(BATCHES):
+                step(session, model, batch)
+            before = own.tolist()
+        return [before, own.tolist(), vector(model), int(model[1].num_batches_tracked)]
+
+    found = forked.run(2, work, tmp_path)
+    (mine, after, params, batches), (theirs, *same) = found
+    assert mine != theirs
+    assert [after, params, batches] == same
+    assert batches == len(BATCHES)
+    assert after == pytest.approx([(a + b) / 2 for a, b in zip(mine, theirs, strict=True)], abs=1e-6)
