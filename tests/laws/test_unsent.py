@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import BlockMomentum, Cluster, DiLoCo, PeriodicAveraging, Task, simulate
+from paceline import AsyncDiLoCo, BlockMomentum, Cluster, DiLoCo, PeriodicAveraging, Task, simulate
 from paceline.codecs import DGC, QSGD, Codec, Entropy, OneBit, PowerSGD, TopK
 from paceline.families.unsent import Unsent
+from paceline.server.store import Store
 from tests.laws.tasks import close, numbers, params, quadratic, regression, same, values
 
 FOUR = Cluster(workers=4)
@@ -68,4 +69,12 @@ def test_outer_momentum_does_not_amplify_what_was_not_sent(strategy: Any, monkey
     one_bit = replace(strategy, codec=OneBit())
     assert height(one_bit) < 10
     monkeypatch.setattr(Unsent, "put_into", lambda *_, **__: None)
+    assert height(one_bit) > 80
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_worker_of_asynchronous_diloco_keeps_what_it_has_not_sent(delay: int, monkeypatch: pytest.MonkeyPatch):
+    one_bit = AsyncDiLoCo(period=4, delay=delay, codec=OneBit())
+    assert height(one_bit) < 3
+    monkeypatch.setattr(Store, "unsent", lambda _: None)
     assert height(one_bit) > 80

@@ -70,6 +70,10 @@ class Store:
             self._value = self.replica.params.clone()
         return self._value
 
+    def unsent(self) -> Tensor | None:
+        """What the codec has left out of this worker's updates; None if it keeps nothing."""
+        return None if self._codec_state is None else self._codec_state.unsent()
+
     def pull(self, into: Tensor | None = None) -> Op[Tensor]:
         """The current parameters of the shards; in `value`, or copied `into` another vector."""
         return self.endpoint.spawn(self._pull(into), kind="pull")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from paceline.families.server_strategy import ServerStrategy
@@ -72,7 +73,8 @@ class OuterExchange:
     """A worker's exchanges with the shards.
 
     `base` is the shards' model that the worker merged last, `snapshot` its parameters at its last push, and `in_flight`
-    the exchange whose answer it has not merged yet.
+    the exchange whose answer it has not merged yet.  `unsent` is the codec's residual, which stays in the worker's
+    parameters until it is sent: see `paceline.families.unsent`.
     """
 
     def __init__(self, w: Replica, store: Store) -> None:
@@ -80,11 +82,12 @@ class OuterExchange:
         self.store = store
         self.base = w.params.clone()
         self.snapshot = w.params.clone()
+        self.unsent = torch.zeros_like(w.params)
         self.in_flight: Op[Tensor] | None = None
 
     def push(self) -> None:
         """Push the delta since `base`, and do not wait for the answer."""
-        delta = self.base - self.snapshot.copy_(self.w.params)
+        delta = self.base - self.snapshot.copy_(self.w.params) - self.unsent
         self.in_flight = self.store.exchange(delta, self.store.unpushed.take())
 
     async def merge(self) -> None:
@@ -92,6 +95,8 @@ class OuterExchange:
         if self.in_flight is not None:
             self.base.copy_(await self.in_flight)
             self.w.params.add_(self.base - self.snapshot)
+            if (residual := self.store.unsent()) is not None:
+                self.w.params.sub_(self.unsent.copy_(residual))
             self.in_flight = None
 
     async def push_and_merge(self) -> None:
