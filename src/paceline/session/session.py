@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -13,7 +13,8 @@ from torch import Tensor
 from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.op import drive
-from paceline.session.loading import Agreement, ByCollectives, ByStore, Parts, samples_in
+from paceline.session.batches import Cutter, Split
+from paceline.session.feed import Feed, ShardedLoader
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.strategy import Strategy
@@ -32,9 +33,7 @@ class Session:
         self.optimizer = optimizer
         self.strategy = strategy
         self._is_open = True
-        self._passes = 0
-        # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
-        self._to_skip = loop.replica.cursor.step * loop.accumulate
+        self._feed = Feed(job, loop, elastic=strategy.needs.elastic)
 
     @property
     def rank(self) -> int:
@@ -69,48 +68,17 @@ class Session:
 
     # Data.
 
-    def shard(self, loader: Iterable[B]) -> Iterator[B]:
-        """Yield this worker's part of every minibatch of `loader`.
+    def shard(
+        self, loader: Iterable[B], *, dim: int = 0, split: Split | None = None, skip: int = 0
+    ) -> ShardedLoader[B]:
+        """This worker's part of every minibatch of `loader`, to be iterated over once in every epoch.
 
-        Every rank gives the same loader, and iterates over it once an epoch.  Minibatches that are read to evaluate the
-        model (in eval mode, or without gradients) are split in the same way and change nothing.
+        Every rank gives the same loader.  Minibatches that are read to evaluate the model (in eval mode, or without
+        gradients) are split in the same way and change nothing.  Samples lie along the dimension `dim` of each array.
+        For other minibatches `split(batch, index, workers)` returns the part of a worker and the number of its
+        samples.  The first pass leaves out the first `skip` minibatches: so a resumed run finds its place.
         """
-        if self.workers == 1:
-            for batch in loader:
-                self.count(_samples_or_one(batch))
-                yield batch
-            return
-        # The agreement below uses collectives.  An exchange in flight on some ranks only would disturb them.
-        drive(self.loop.run.states.before_save())
-        parts = Parts(
-            loader,
-            self.rank,
-            self.workers,
-            self._agreement(),
-            accumulate=self.loop.accumulate,
-            reads_full_batches=lambda: self.loop.learner.reads_full_batches and self._is_training(),
-        )
-        self._passes += 1
-        if self._is_training():
-            self._to_skip = parts.skip(self._to_skip)
-        try:
-            for part, samples in parts:
-                if self._is_training():
-                    self.count(samples)
-                    yield part
-                elif samples:
-                    yield part
-        except GeneratorExit:  # The user left the loop, perhaps before the step of its last minibatch.
-            self.loop.batch.forget_samples()
-            raise
-
-    def _is_training(self) -> bool:
-        return self.loop.learner.flat.model.training and torch.is_grad_enabled()
-
-    def _agreement(self) -> Agreement:
-        if self.strategy.needs.elastic:
-            return ByStore(self.job.store, self.rank, self._passes)
-        return ByCollectives(self.job.endpoint)
+        return ShardedLoader(self._feed, loader, Cutter(dim, split), skip)
 
     def count(self, samples: int) -> None:
         """Without `shard`: give the number of samples of the next backward pass; means are weighted by it."""
@@ -178,6 +146,7 @@ class Session:
             self._release(failed=True)
             raise
         self._release(failed=False)
+        self.loop.tally.check()
 
     def _take_model_of_last(self) -> None:
         """Take the model of the rank with the most steps.
@@ -210,11 +179,3 @@ class Session:
             self.close()
         elif self._is_open:
             self._release(failed=True)
-
-
-def _samples_or_one(batch: object) -> int:
-    """The samples of a minibatch, or 1 if it has no length: with one worker the weights do not matter."""
-    try:
-        return samples_in(batch)
-    except ValueError:
-        return 1
