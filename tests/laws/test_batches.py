@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +68,7 @@ BATCHES = {
 
 def parts(batch: Any, workers: int, dim: int = 0) -> list[Any]:
     bounds = [N * i // workers for i in range(workers + 1)]
-    return [part_of(batch, slice(a, b), dim) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [part_of(batch, slice(a, b), dim) for a, b in pairwise(bounds)]
 
 
 def joined(values: list[Any], whole: Any) -> Any:
