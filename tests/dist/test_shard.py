@@ -24,6 +24,12 @@ pytestmark = pytest.mark.dist
 AVERAGING = pl.PeriodicAveraging(period=2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kernels_are_loaded():
+    """Otherwise each forked rank loads those of a mean for itself."""
+    pl.simulate(task(steps=2), AVERAGING, pl.Cluster(workers=2))
+
+
 def session_on(model: nn.Module, strategy: pl.Strategy, *, lr: float = 0.1, **settings: object) -> pl.Session:
     return pl.attach(model, torch.optim.SGD(model.parameters(), lr=lr), strategy, initial="broadcast", **settings)
 
