@@ -37,17 +37,20 @@ class Feed:
         last = length_of(loader)
         self._passes += 1
         epoch = self._passes
+        has_trained = False
         try:
             for number, (part, samples) in enumerate(parts, start=skip + 1):
                 if self.is_training:
+                    has_trained = True
                     self.loop.on_minibatch(samples, epoch=epoch, is_last=number == last)
                     yield part
                 elif samples or self.job.workers == 1:
                     yield part
         except GeneratorExit:  # The user left the loop, perhaps before the step of its last minibatch.
-            self.loop.batch.forget_samples()
+            if has_trained:
+                self.loop.batch.forget_samples()
             raise
-        if self.is_training:
+        if has_trained:
             self.loop.on_epoch_end()
 
     def _whole(self, loader: Iterable[Any], cutter: Cutter, skip: int) -> Iterator[tuple[Any, int]]:

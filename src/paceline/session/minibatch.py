@@ -68,7 +68,7 @@ class Minibatch:
             warnings.warn(
                 UnsharedLoader(
                     f"{self._replica.workers} workers train, and neither session.shard nor session.count was called "
-                    "before the first gradient: if all workers read the same data, give the loader to "
+                    "in training mode before the first gradient: if all workers read the same data, give the loader to "
                     "session.shard(loader); if each worker reads its own data, call session.count(samples) before "
                     "each backward pass"
                 ),
