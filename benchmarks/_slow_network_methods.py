@@ -4,6 +4,7 @@ worker."""
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
 from paceline.data import fashion_mnist
+from paceline.session.minibatch import UnsharedLoader
 
 BATCH = 64  # Samples of one worker and step.
 RATE = 0.02
@@ -142,6 +144,7 @@ def ddp_post_local(period: int) -> Callable[[Place, nn.Module, torch.optim.Optim
 
 def ours(strategy: pl.Strategy) -> Callable[[Place, nn.Module, torch.optim.Optimizer], Trainee]:
     def make(place: Place, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
+        warnings.simplefilter("ignore", UnsharedLoader)  # Only time is measured: all workers may read the same data.
         session = pl.attach(model, optimizer, strategy)
         return Trainee(model, session.step, session)
 

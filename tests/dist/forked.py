@@ -20,7 +20,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+# The first mean and the first step of an optimizer import numba and dynamo, otherwise in every child anew.
+import numba  # noqa: F401
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 

@@ -588,6 +588,13 @@ def test_evaluation_through_shard_counts_no_samples(tmp_path):
                     for (held_out,) in session.shard([(torch.arange(3.0).unsqueeze(1),), (torch.full((1, 1), 9.0),)]):
                         seen += held_out.view(-1).tolist()
                 assert session.loop.batch.samples is None
+            for (x,) in session.shard([(torch.ones(4, 1),)]):
+                with torch.no_grad():
+                    for _ in session.shard([(torch.ones(2, 1),)] * 2):
+                        break  # It leaves the evaluation, not the training.
+                assert session.loop.batch.samples == len(x)
+                model(x).sum().backward()
+                session.step()
         return seen
 
     assert forked.run(2, work, tmp_path) == [[0.0, 1.0, 9.0], [2.0]]

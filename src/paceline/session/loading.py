@@ -1,15 +1,15 @@
 """Each worker's part of every minibatch.
 
-A DataLoader is rebuilt so that a worker reads only its own part.  Any other iterable is read whole and sliced.  In both
+A DataLoader is rebuilt so that a worker reads only its own part.  Any other iterable is read whole and cut.  In both
 cases the parts of one minibatch are disjoint, their sizes differ by at most one, and together they are the minibatch.
+With a function of the user's (`split`) every minibatch is read whole, and that function says what a part is.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch.distributed import Store
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from paceline.endpoint import Endpoint
+from paceline.session.batches import SPLIT, Cutter, digest
 from paceline.stripes import stripe_of
 
 
@@ -99,6 +100,7 @@ class Parts:
         workers: int,
         agreement: Agreement,
         *,
+        cutter: Cutter | None = None,
         accumulate: int = 1,
         reads_full_batches: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -107,22 +109,24 @@ class Parts:
         self.index = index
         self.workers = workers
         self.agreement = agreement
+        self.cutter = Cutter() if cutter is None else cutter
         self.accumulate = accumulate
         self.reads_full_batches = reads_full_batches
         self.skipped = 0
 
     def skip(self, most: int) -> int:
-        """Skip up to `most` minibatches at the beginning, if possible without reading them; return how many remain."""
-        if most:
-            try:
-                length = len(self.loader)  # pyright: ignore[reportArgumentType]
-            except TypeError:
-                raise ValueError(
-                    f"session.shard({type(self.loader).__name__}): this worker replaces a dead one and must skip "
-                    f"{most} minibatches; for that the loader must have a length"
-                ) from None
-            self.skipped = min(most, length)
-        return most - self.skipped
+        """Skip up to `most` minibatches more, if possible without reading them; return how many remain."""
+        if not most:
+            return 0
+        length = length_of(self.loader)
+        if length is None:
+            raise ValueError(
+                f"session.shard({type(self.loader).__name__}): this worker replaces a dead one and must skip "
+                f"{most} minibatches; for that the loader must have a length"
+            )
+        skipped = min(most, length - self.skipped)
+        self.skipped += skipped
+        return most - skipped
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         seen = 0
@@ -132,7 +136,7 @@ class Parts:
             filled += samples > 0
             yield part, samples
         if not seen and not self.skipped:
-            raise ValueError(f"session.shard({type(self.loader).__name__}): the loader yielded no minibatch")
+            raise no_minibatch(self.loader)
         if not filled and not self.skipped:
             warnings.warn(
                 EmptyShard(
@@ -166,12 +170,27 @@ class Parts:
             prefetch_factor=loader.prefetch_factor,
             generator=loader.generator,
         )
-        for batch in rebuilt:
+        for i, batch in enumerate(rebuilt):
             samples, is_whole = sampler.requested.popleft()
-            if is_whole and not self.reads_full_batches():  # It was prefetched before the change to parts.
-                where, samples = self.stripe(samples)
-                batch = _part(batch, where)
+            # A minibatch may be fetched whole before the change to parts.  If that will happen, it is tested at once.
+            if (
+                is_whole
+                and self.cutter.split is None
+                and (not self.reads_full_batches() or (loader.num_workers and not i))
+            ):
+                self._check_collated(batch, samples)
+            if is_whole and not self.reads_full_batches():
+                batch, samples = self._cut(batch)
             yield batch, samples
+
+    def _check_collated(self, batch: Any, samples: int) -> None:
+        """Raise ValueError if a minibatch of a DataLoader cannot be cut into its samples."""
+        if (found := self.cutter.samples(batch)) != samples:
+            raise ValueError(
+                f"session.shard: the loader's collate_fn made a minibatch of length {found} along dimension "
+                f"{self.cutter.dim} of {samples} samples; give shard(loader, dim=...) with the dimension of the "
+                f"samples, or {SPLIT}"
+            )
 
     def _sliced(self) -> Iterator[tuple[Any, int]]:
         for i, batch in enumerate(self.loader):
@@ -179,11 +198,14 @@ class Parts:
                 self.check_same(batch)
             if i < self.skipped:
                 continue
-            if self.reads_full_batches():
-                yield batch, samples_in(batch)
-                continue
-            where, samples = self.stripe(samples_in(batch))
-            yield _part(batch, where), samples
+            yield (batch, self.cutter.samples(batch)) if self.reads_full_batches() else self._cut(batch)
+
+    def _cut(self, batch: Any) -> tuple[Any, int]:
+        """This worker's part of a whole minibatch, and how many of its samples count."""
+        if self.cutter.split is None:
+            where, samples = self.stripe(self.cutter.samples(batch))
+            return self.cutter.part(batch, where), samples
+        return self.cutter.apply(batch, self.index, self.workers)
 
     def stripe(self, samples: int) -> tuple[slice, int]:
         """This worker's slice of a minibatch of `samples`, and how many of its samples count."""
@@ -198,7 +220,7 @@ class Parts:
 
     def check_same(self, first: Any) -> None:
         """Raise ValueError if the ranks read different first minibatches."""
-        self.agreement.check_same(hashlib.sha256(_bytes(first)).digest())
+        self.agreement.check_same(digest(first))
 
 
 class _PartSampler:
@@ -221,9 +243,9 @@ class _PartSampler:
         first = self._first(batches)
         if first is None:
             return
-        self.parts.check_same(torch.tensor(list(first)))
+        self.parts.check_same(list(first))
         for indices in islice(chain([first], batches), self.parts.skipped, None):
-            is_whole = self.parts.reads_full_batches()
+            is_whole = self.parts.reads_full_batches() or self.parts.cutter.split is not None
             where, samples = (slice(None), len(indices)) if is_whole else self.parts.stripe(len(indices))
             self.requested.append((samples, is_whole))
             yield list(indices)[where]
@@ -243,38 +265,16 @@ class _PartSampler:
         return len(self.batch_sampler)  # pyright: ignore[reportArgumentType]
 
 
-def samples_in(batch: Any) -> int:
-    """How many samples a minibatch holds: the length of the first tensor in it."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        return samples_in(next(iter(batch.values())))
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        is_nested = len(batch) and isinstance(batch[0], (Tensor, Mapping, Sequence)) and not isinstance(batch[0], str)
-        return samples_in(batch[0]) if is_nested else len(batch)
-    raise ValueError(
-        f"session.shard: a minibatch of type {type(batch).__name__} has no length; use tensors, or tuples, lists and "
-        "dicts of them"
+def length_of(loader: Iterable[Any]) -> int | None:
+    """The number of minibatches of a loader; None if it does not say."""
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def no_minibatch(loader: Iterable[Any]) -> ValueError:
+    return ValueError(
+        f"session.shard({type(loader).__name__}): the loader yielded no minibatch; an iterator or generator can be "
+        "read only once, so give a loader that starts anew in every epoch"
     )
-
-
-def _part(batch: Any, where: slice) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[where]
-    if isinstance(batch, Mapping):
-        return {k: _part(v, where) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_part(v, where) for v in batch))
-    if len(batch) and isinstance(batch[0], (Tensor, Mapping, tuple, list)):
-        return type(batch)(_part(v, where) for v in batch)
-    return batch[where]
-
-
-def _bytes(batch: Any) -> bytes:
-    if isinstance(batch, Tensor):
-        return batch.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(batch, Mapping):
-        return b"".join(_bytes(v) for v in batch.values())
-    if isinstance(batch, (list, tuple)):
-        return b"".join(_bytes(v) for v in batch)
-    return repr(batch).encode()

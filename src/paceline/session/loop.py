@@ -1,21 +1,24 @@
 """Loop: what the events of the user's training loop do to the strategy.
 
-The events are a backward pass, a step, and the end of the data.
+The events are a minibatch from `shard`, a backward pass, a step, and the end of the data.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from paceline.session.backward import BucketHooks, Each
 from paceline.session.driver import StrategyDriver
 from paceline.session.gradients import Gradients
+from paceline.session.backward_watch import BackwardWatch
 from paceline.session.guard import LoopGuard
-from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, RateRequest, StepRequest
-from paceline.session.minibatch import Minibatch
+from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, RateRequest, Request, StepRequest
+from paceline.session.minibatch import Minibatch, Tally
 from paceline.session.optimizer import SessionOptimizer
 from paceline.worker.flat import Bucket
 from paceline.worker.run import WorkerRun
@@ -35,6 +38,7 @@ class Loop:
         self.learner = learner
         self.accumulate = accumulate
         self.batch = Minibatch(run.replica, learner)
+        self.tally = Tally(run.replica)
         self.is_paused = False  # Whether backward passes only add to the gradient.
         self.last_own_step = -1  # The last step for which this worker had data.
         self._flat = learner.flat
@@ -45,7 +49,12 @@ class Loop:
         self._doing = "in backward()"
         self._was_exchanged = False  # Whether the gradient of this step is one that all ranks have.
         self._hooks: BucketHooks | None = None
+        self._watch = BackwardWatch(learner.flat.parameters, is_paused=lambda: self.is_paused)
         self._passes = 0  # Backward passes since the last step.
+        self._is_open_pass = False  # Whether the pass that completes a gradient is running.
+        self._is_reentrant = False  # Whether one of these passes ran inside another one.
+        self._is_last = False  # Whether the current minibatch is the last of its epoch.
+        self._batches_per_step: int | None = None  # Minibatches of `shard` in the last step.
 
     def start(self) -> None:
         """Run the strategy to its first request."""
@@ -54,19 +63,57 @@ class Loop:
 
     def close(self) -> None:
         self._driver.close()
+        self._watch.remove()
         if self._hooks is not None:
             self._hooks.remove()
+
+    # Minibatches of `shard`.
+
+    def on_minibatch(self, samples: int, *, epoch: int, is_last: bool) -> None:
+        """`shard` yields a minibatch of its pass number `epoch`, with that many samples of this worker."""
+        self._note_passes()
+        if self._lacks_step() and self.batch.used >= self.accumulate:
+            raise RuntimeError(_forgotten_step(self.batch.used))
+        self._is_last = is_last
+        self.batch.take(samples, epoch)
+
+    def on_epoch_end(self) -> None:
+        """`shard` has no more minibatches in this epoch."""
+        self._note_passes()
+        if 0 < self.batch.used < self.accumulate:
+            raise RuntimeError(
+                f"the epoch ended {self.batch.used} minibatches after the last session.step(), and "
+                f"attach(accumulate={self.accumulate}) minibatches make a step: call session.step() after the last "
+                "minibatch of an epoch too (the loader must have a length), or give the loader a multiple of "
+                f"{self.accumulate} minibatches"
+            )
+
+    def _note_passes(self) -> None:
+        """Find out whether a backward pass has used the minibatches so far; without a hook they count as used."""
+        sees_passes = self._hooks is not None or self._watch.is_active
+        if not sees_passes or self._watch.take():
+            self.batch.use()
+
+    def _lacks_step(self) -> bool:
+        """Whether a backward pass has completed a gradient, and no step was ever taken."""
+        return self._batches_per_step is None and self._watch.has_completed
 
     # Backward passes.
 
     def on_backward(self) -> Each | None:
         """A backward pass begins.  Return the receiver of its buckets if it completes the gradient, else None."""
+        self._watch.note()
         if self.is_paused:
             return None
         self._tell_rate()
         request = self._driver.request
         if request is None or isinstance(request, LocalStepRequest):
             return None
+        if self._runs_inside_another(request):
+            raise RuntimeError(
+                "backward() ran inside backward(), as torch.utils.checkpoint(..., use_reentrant=True) does, so parts "
+                "of the gradient arrive in passes of their own: give use_reentrant=False to checkpoint"
+            )
         if isinstance(request, StepRequest):
             self._passes += 1
             raise RuntimeError(
@@ -78,8 +125,9 @@ class Loop:
         if request.each is None:
             return None
         self._passes += 1
-        if self._passes < self.accumulate:
+        if self._passes < self.accumulate and not self._is_rest():
             return None
+        self._is_open_pass = True
         self.guard.check_model()
         self.batch.begin()
         self._doing = "in backward()"
@@ -89,8 +137,22 @@ class Loop:
         with self.guard.during(self._doing):
             each(bucket)
 
+    def _is_rest(self) -> bool:
+        """Whether this minibatch ends the epoch before `accumulate` minibatches make a step."""
+        return self._is_last and self._batches_per_step == self.accumulate and self._passes == self.batch.taken
+
+    def _runs_inside_another(self, request: Request) -> bool:
+        """Whether a pass of reentrant checkpointing, which has only some gradients, was or would be taken as whole."""
+        is_inner = _is_in_reentrant_checkpoint()
+        was_inner = self._is_reentrant
+        self._is_reentrant = was_inner or is_inner
+        if isinstance(request, StepRequest):
+            return is_inner or was_inner
+        return is_inner and self._is_open_pass
+
     def on_backward_end(self) -> None:
         """All buckets of a gradient were handed to the strategy."""
+        self._is_open_pass = False
         self.batch.record()
         with torch.no_grad():
             self._advance(self._flat.grads)
@@ -134,7 +196,11 @@ class Loop:
                 f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the "
                 "last step"
             )
+        self.tally.add(overflow=overflow)
+        self._batches_per_step = self.batch.taken
         self.batch.finish()
+        if self._hooks is not None or self.replica.workers == 1:
+            self._watch.remove()
 
     def _give_own_gradient(self, scale: Tensor | None, overflow: bool) -> None:
         """Give this worker's own gradient to a strategy that takes no part in backward."""
@@ -171,6 +237,8 @@ class Loop:
             with self.guard.during(self._doing):
                 self.guard.check_step(self.replica.cursor.step, has_ended=self.learner.has_ended)
         if request.gradient is not None and not overflow and not self.learner.has_ended:
+            if self._optimizer.needs_closure:
+                raise ValueError(_cannot_evaluate(self.run, self._optimizer))
             if request.by is None:
                 self._optimizer.inner_step()
             else:
@@ -181,6 +249,9 @@ class Loop:
 
     def on_end(self) -> None:
         """This worker has no more data: take empty steps until no worker has data."""
+        self._note_passes()
+        if self._lacks_step() and self.batch.used:
+            raise RuntimeError(_forgotten_step(self.batch.used))
         self.learner.has_ended = True
         self._doing = "at the end of the `with` block"
         self.guard.check_model()
@@ -225,7 +296,35 @@ class Loop:
                 self._gradients.expose(request.gradient)
             return
         self._passes = 0
+        self._is_reentrant = False
         is_exchanged = isinstance(request, GradientRequest) and request.each is not None
         self._was_exchanged = is_exchanged
         if (is_exchanged or isinstance(request, RateRequest)) and self._hooks is None:
             self._hooks = BucketHooks(self._flat, self.on_backward, self.on_backward_end)
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    """Whether this runs in a backward pass that torch's reentrant checkpointing started inside another one."""
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _forgotten_step(minibatches: int) -> str:
+    return (
+        f"backward() ran on {minibatches} minibatches of session.shard, and session.step() was never called, so "
+        "nothing is trained: call session.step() after backward(); to add up several minibatches in a step, give "
+        "attach(accumulate=...) or run all passes but the last `with session.no_sync()`"
+    )
+
+
+def _cannot_evaluate(run: WorkerRun, optimizer: SessionOptimizer) -> str:
+    name = type(optimizer.inner).__name__
+    return (
+        f"{name} evaluates the loss several times in a step, and {type(run.strategy).__name__} exchanges one gradient "
+        f"a step: use {name} under a method whose workers step alone, such as PeriodicAveraging, or use Sandblaster, "
+        "which is L-BFGS on all workers, or another optimizer"
+    )

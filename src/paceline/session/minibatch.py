@@ -1,11 +1,20 @@
-"""Minibatch: what the user's loop reports about its current minibatch, and what the replica hears about it."""
+"""Minibatch: what the user's loop reports about its current minibatch, and what the replica hears about it.
+
+Tally: whether any of its steps were of use.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 from paceline.session.learner import LoopLearner
+from paceline.worker.batch import NonFiniteGradient
 from paceline.worker.replica import Replica
+
+
+class UnsharedLoader(RuntimeWarning):
+    """Several workers train, and nothing says that they read different data."""
 
 
 class Minibatch:
@@ -18,16 +27,54 @@ class Minibatch:
         self._replica = replica
         self._learner = learner
         self.samples: float | None = None  # Read since the last step; None if they are not counted.
+        self.taken = 0  # Minibatches that `shard` has yielded since the last step.
+        self._unused: dict[int, int] = {}  # Samples of those since the last backward pass, by pass over a loader.
+        self._has_begun = False
 
     def count(self, samples: int) -> None:
         """Add samples that were read for the next step."""
         self.samples = (self.samples or 0) + samples
 
+    def take(self, samples: int, epoch: int) -> None:
+        """`shard` yields a minibatch of its pass number `epoch`, with that many samples.
+
+        If the user's loop did nothing with the minibatch before, that one does not count.
+        """
+        skipped = self._unused.pop(epoch, None)
+        if skipped is not None and self.samples is not None:
+            self.samples -= skipped
+            self.taken -= 1
+        self.count(samples)
+        self.taken += 1
+        self._unused[epoch] = samples
+
+    def use(self) -> None:
+        """A backward pass has run on the minibatches that were taken."""
+        self._unused = {}
+
+    @property
+    def used(self) -> int:
+        """Minibatches of `shard` since the last step on which a backward pass has run."""
+        return self.taken - len(self._unused)
+
     def forget_samples(self) -> None:
         self.samples = None
+        self.taken = 0
+        self._unused = {}
 
     def begin(self) -> None:
         """Its gradient is computed now.  A minibatch whose samples are not counted weighs 1."""
+        if not self._has_begun and self.samples is None and self._replica.workers > 1 and not self._replica.rank:
+            warnings.warn(
+                UnsharedLoader(
+                    f"{self._replica.workers} workers train, and neither session.shard nor session.count was called "
+                    "in training mode before the first gradient: if all workers read the same data, give the loader to "
+                    "session.shard(loader); if each worker reads its own data, call session.count(samples) before "
+                    "each backward pass"
+                ),
+                stacklevel=5,
+            )
+        self._has_begun = True
         self._replica.batch.is_counted = self.samples is not None
         self._replica.batch.begin(1.0 if self.samples is None else self.samples)
 
@@ -63,5 +110,42 @@ class Minibatch:
 
     def finish(self) -> None:
         """Its step is taken: the next samples and the next loss are those of another minibatch."""
-        self.samples = None
+        self.forget_samples()
         self._learner.loss = None
+
+
+class Tally:
+    """Counts the steps of this worker by what became of them."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._batch = replica.batch
+        self._rank = replica.rank
+        self._skipped = 0  # By the replica's count, at the last step.
+        self.used = 0
+        self.refused = 0
+        self.overflowed = 0
+
+    def add(self, *, overflow: bool) -> None:
+        """A step was taken; on `overflow` the user's gradient scaler skips it."""
+        was_skipped = self._batch.skipped > self._skipped
+        self._skipped = self._batch.skipped
+        if overflow:
+            self.overflowed += 1
+        elif was_skipped:
+            self.refused += 1
+        elif self._batch.samples:
+            self.used += 1
+
+    def check(self) -> None:
+        """At the end of the run: raise FloatingPointError if NaN or infinity prevented every step."""
+        if self.used or not (self.refused or self.overflowed):
+            return
+        lost = self.refused + self.overflowed
+        message = (
+            f"rank {self._rank} has trained nothing: its gradient had NaN or infinity in all of its {lost} steps, so "
+            "all were skipped; lower the learning rate, or look for the NaN with torch.autograd.set_detect_anomaly"
+        )
+        if self.refused:
+            raise FloatingPointError(message)
+        # The first steps of a gradient scaler always overflow, and a short run may have no others.
+        warnings.warn(NonFiniteGradient(f"{message}; or lower init_scale of the GradScaler"), stacklevel=3)

@@ -6,11 +6,14 @@ expects: the parameter groups and the state of the user's optimizer, and a `step
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Closure = Callable[[], Any]
 
 OnStep = Callable[[Tensor | None, bool], None]
 """Takes the factor by which the gradients were multiplied, and whether they overflowed."""
@@ -30,6 +33,7 @@ class SessionOptimizer(torch.optim.Optimizer):
         super().__init__([{**group} for group in inner.param_groups], inner.defaults)
         self._is_built = True
         self._is_stepping = False
+        self._closure: Closure | None = None
         self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
 
     # These are always those of the inner optimizer, also after it has loaded others.  What torch's constructor sets is
@@ -62,27 +66,44 @@ class SessionOptimizer(torch.optim.Optimizer):
                 "optimizer is needed"
             )
 
+    @property
+    def needs_closure(self) -> bool:
+        """Whether the user's optimizer evaluates the loss itself, several times in a step, as L-BFGS does."""
+        closure = inspect.signature(type(self.inner).step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+
     def inner_step(self) -> None:
         """Take the step of the user's optimizer."""
         self._is_stepping = True
         try:
-            self.inner.step()
+            if self._closure is None:
+                self.inner.step()
+            else:
+                self.inner.step(self._closure)
         finally:
             self._is_stepping = False
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take the session's step."""
-        if closure is not None:
-            raise ValueError(
-                "session.optimizer.step(closure): the strategy would not see the gradients that a closure computes; "
-                "call backward() first, and step() without a closure"
-            )
+    def step(self, closure: Closure | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take the session's step.  A closure computes the loss and its gradient first, as torch's optimizers do."""
         assert self.on_step is not None
+        needs_closure = self.needs_closure
+        if closure is None and needs_closure:
+            raise ValueError(
+                f"session.step(): {type(self.inner).__name__} evaluates the loss several times in a step; call "
+                "session.optimizer.step(closure) with a function that computes the loss, calls backward() and returns "
+                "the loss"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._closure = _after_first(closure, loss) if closure is not None and needs_closure else None
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         self.on_step(getattr(self, "grad_scale", None), found_inf is not None and bool(found_inf))
         # A scheduler on the user's own optimizer asks whether it has stepped.  Where servers take the steps, it never
         # does.
         self.inner._opt_called = True  # pyright: ignore
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -101,3 +122,9 @@ class SessionOptimizer(torch.optim.Optimizer):
     def release(self) -> None:
         """Let the user's optimizer step by itself again."""
         self._guard.remove()
+
+
+def _after_first(closure: Closure, first: Any) -> Closure:
+    """A closure whose first evaluation was made already, with the result `first`."""
+    results = [first]
+    return lambda: results.pop() if results else closure()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.op import drive
+from paceline.session.batches import Cutter, Split
 from paceline.session.ending import end_with_same_model
-from paceline.session.loading import Agreement, ByCollectives, ByStore, Parts, samples_in
+from paceline.session.feed import Feed, ShardedLoader
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.settings import GroupSettings
@@ -45,9 +46,7 @@ class Session:
         self._is_open = True
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers)
-        self._passes = 0
-        # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
-        self._to_skip = loop.replica.cursor.step * loop.accumulate
+        self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
 
     @property
     def rank(self) -> int:
@@ -88,51 +87,17 @@ class Session:
 
     # Data.
 
-    def shard(self, loader: Iterable[B]) -> Iterator[B]:
-        """Yield this worker's part of every minibatch of `loader`.
+    def shard(
+        self, loader: Iterable[B], *, dim: int = 0, split: Split | None = None, skip: int = 0
+    ) -> ShardedLoader[B]:
+        """This worker's part of every minibatch of `loader`, to be iterated over once in every epoch.
 
-        Every rank gives the same loader, and iterates over it once an epoch.  Minibatches that are read to evaluate the
-        model (in eval mode, or without gradients) are split in the same way and change nothing.
+        Every rank gives the same loader.  Minibatches that are read to evaluate the model (in eval mode, or without
+        gradients) are split in the same way and change nothing.  Samples lie along the dimension `dim` of each array.
+        For other minibatches `split(batch, index, workers)` returns the part of a worker and the number of its
+        samples.  The first pass leaves out the first `skip` minibatches: so a resumed run finds its place.
         """
-        if self.workers == 1:
-            for batch in loader:
-                self.count(_samples_or_one(batch))
-                yield batch
-            return
-        # The agreement below uses collectives.  An exchange in flight on some ranks only would disturb them.
-        drive(self.loop.run.states.before_save())
-        parts = Parts(
-            loader,
-            self.rank,
-            self.workers,
-            self._agreement(),
-            accumulate=self.loop.accumulate,
-            reads_full_batches=lambda: self.loop.learner.reads_full_batches and self._is_training(),
-        )
-        self._passes += 1
-        self.loop.guard.whereabouts.passes += 1
-        if self._is_training():
-            self._to_skip = parts.skip(self._to_skip)
-        doing = "reading session.shard" + ("" if self._is_training() else " to evaluate")
-        try:
-            with self.loop.guard.during(doing):
-                for part, samples in parts:
-                    if self._is_training():
-                        self.count(samples)
-                        yield part
-                    elif samples:
-                        yield part
-        except GeneratorExit:  # The user left the loop, perhaps before the step of its last minibatch.
-            self.loop.batch.forget_samples()
-            raise
-
-    def _is_training(self) -> bool:
-        return self.loop.learner.flat.model.training and torch.is_grad_enabled()
-
-    def _agreement(self) -> Agreement:
-        if self.strategy.needs.elastic:
-            return ByStore(self.job.store, self.rank, self._passes)
-        return ByCollectives(self._endpoint)
+        return ShardedLoader(self._feed, loader, Cutter(dim, split), skip)
 
     def count(self, samples: int) -> None:
         """Without `shard`: give the number of samples of the next backward pass; means are weighted by it."""
@@ -220,6 +185,7 @@ class Session:
             self._release(failed=True)
             raise
         self._release(failed=False)
+        self.loop.tally.check()
 
     def _release(self, *, failed: bool) -> None:
         self._is_open = False
@@ -240,14 +206,6 @@ class Session:
             self.close()
         elif self._is_open:
             self._release(failed=True)
-
-
-def _samples_or_one(batch: object) -> int:
-    """The samples of a minibatch, or 1 if it has no length: with one worker the weights do not matter."""
-    try:
-        return samples_in(batch)
-    except ValueError:
-        return 1
 
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()

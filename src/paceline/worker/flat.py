@@ -165,8 +165,9 @@ class FlatModel:
     def _collect_rows(self, index: int, view: Tensor, grad: Tensor) -> None:
         if not self.sparse_rows or grad.sparse_dim() != 1:
             raise ValueError(
-                f"parameter '{self.names[index]}' has a sparse gradient, which this strategy cannot exchange "
-                "(sparse=False): use a parameter server with sparse=True, and gradients that are sparse by rows"
+                f"parameter '{self.names[index]}' has a sparse gradient, which this strategy cannot exchange: let the "
+                "layer make dense gradients (nn.Embedding(sparse=False)), or use a strategy that exchanges sparse rows "
+                "(ParameterServer(sparse=True)) or whose workers step alone (PeriodicAveraging, Hogwild)"
             )
         grad = grad.coalesce()
         if index in self._rows:
