@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from paceline.session.backward import BucketHooks, Each
+from paceline.session.backward_watch import BackwardWatch
 from paceline.session.driver import StrategyDriver
 from paceline.session.gradients import Gradients
-from paceline.session.backward_watch import BackwardWatch
 from paceline.session.guard import LoopGuard
 from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, RateRequest, Request, StepRequest
 from paceline.session.minibatch import Minibatch, Tally

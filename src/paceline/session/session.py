@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from paceline.engines.job import Job
