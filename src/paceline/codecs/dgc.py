@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Remember, resize_by_mean
+from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Remember
 from paceline.codecs.layout import aligned
+from paceline.codecs.resizing import resize_by_mean
 from paceline.codecs.top_k import TopK
 
 # Ratios during warm-up: 75 %, 93.75 %, 98.4375 % and 99.6 % of the values are not sent.

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.codecs import kernels
-from paceline.codecs.codec import Codec, ErrorFeedback, Remember, resize_by_mean, resize_residuals
+from paceline.codecs.codec import Codec, ErrorFeedback, Remember
 from paceline.codecs.layout import aligned
 from paceline.codecs.one_bit import OneBit
+from paceline.codecs.resizing import resize_by_mean, resize_residuals
 from paceline.codecs.shares import Shares
 
 Block = tuple[int, int]

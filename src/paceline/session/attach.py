@@ -27,7 +27,7 @@ from paceline.session.optimizer import SessionOptimizer
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.session import Session, refuse_attached
 from paceline.session.settings import GroupSettings, check_same_settings, described
-from paceline.session.tensor_parallel import tensor_parallel
+from paceline.session.tensor_parallel import TensorParallel, tensor_parallel
 from paceline.session.watch import ModelWatch, refuse_wrapped
 from paceline.session.whereabouts import Whereabouts
 from paceline.strategy import Strategy
@@ -73,13 +73,10 @@ def attach(
     offers = _offers(plan, optimizer, initial, mesh)
     check(strategy, offers)
     parts = tensor_parallel(model, mesh)
-    flat = FlatModel(model, bucket_bytes=bucket_bytes, takes_parts=parts is not None)
-    if parts is not None:
-        parts.mark_repeated(flat)
+    flat = _flat_model(model, bucket_bytes, parts)
     inner = _checked_optimizer(optimizer, flat, strategy)
     same = {"accumulate": accumulate, "nonfinite": nonfinite, "initial": initial, "ordered": ordered}
-    length = {"plan": plan} if strategy.needs.length else {}
-    settings = described(strategy, optimizer, {**same, "bucket_bytes": bucket_bytes, **length})
+    settings = described(strategy, optimizer, {**same, "bucket_bytes": bucket_bytes, **_length_of(strategy, plan)})
     with ExitStack() as on_failure:
         job = Job(
             strategy.needs,
@@ -105,6 +102,18 @@ def attach(
         session = Session(job, loop, session_optimizer, strategy)
         on_failure.pop_all()
     return session
+
+
+def _flat_model(model: nn.Module, bucket_bytes: int, parts: TensorParallel | None) -> FlatModel:
+    flat = FlatModel(model, bucket_bytes=bucket_bytes, takes_parts=parts is not None)
+    if parts is not None:
+        parts.mark_repeated(flat)
+    return flat
+
+
+def _length_of(strategy: Strategy, plan: Plan) -> dict[str, Plan]:
+    """The length of the run, which must be the same on all ranks if the strategy uses it."""
+    return {"plan": plan} if strategy.needs.length else {}
 
 
 def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Optimizer) -> LoopGuard:

@@ -46,7 +46,7 @@ class Feed:
             for number, (part, samples) in enumerate(parts, start=skip + 1):
                 if self.is_training:
                     has_trained = True
-                    self.loop.on_minibatch(samples, epoch=epoch, is_last=number == last)
+                    self.loop.epoch.on_minibatch(samples, number=epoch, is_last=number == last)
                     yield part
                 elif samples or self.workers == 1:
                     yield part
@@ -55,7 +55,7 @@ class Feed:
                 self.loop.batch.forget_samples()
             raise
         if has_trained:
-            self.loop.on_epoch_end()
+            self.loop.epoch.on_end()
 
     def _whole(self, loader: Iterable[Any], cutter: Cutter, skip: int) -> Iterator[tuple[Any, int]]:
         read = 0

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from paceline.session.backward import BucketHooks, Each
 from paceline.session.backward_watch import BackwardWatch
 from paceline.session.driver import StrategyDriver
+from paceline.session.epoch import Epoch
 from paceline.session.gradients import Gradients
 from paceline.session.guard import LoopGuard
 from paceline.session.learner import GradientRequest, LocalStepRequest, LoopLearner, RateRequest, Request, StepRequest
@@ -50,11 +51,10 @@ class Loop:
         self._was_exchanged = False  # Whether the gradient of this step is one that all ranks have.
         self._hooks: BucketHooks | None = None
         self._watch = BackwardWatch(learner.flat.parameters, is_paused=lambda: self.is_paused)
+        self.epoch = Epoch(self.batch, self._watch, accumulate)
         self._passes = 0  # Backward passes since the last step.
         self._is_open_pass = False  # Whether the pass that completes a gradient is running.
         self._is_reentrant = False  # Whether one of these passes ran inside another one.
-        self._is_last = False  # Whether the current minibatch is the last of its epoch.
-        self._batches_per_step: int | None = None  # Minibatches of `shard` in the last step.
 
     def start(self) -> None:
         """Run the strategy to its first request."""
@@ -66,37 +66,6 @@ class Loop:
         self._watch.remove()
         if self._hooks is not None:
             self._hooks.remove()
-
-    # Minibatches of `shard`.
-
-    def on_minibatch(self, samples: int, *, epoch: int, is_last: bool) -> None:
-        """`shard` yields a minibatch of its pass number `epoch`, with that many samples of this worker."""
-        self._note_passes()
-        if self._lacks_step() and self.batch.used >= self.accumulate:
-            raise RuntimeError(_forgotten_step(self.batch.used))
-        self._is_last = is_last
-        self.batch.take(samples, epoch)
-
-    def on_epoch_end(self) -> None:
-        """`shard` has no more minibatches in this epoch."""
-        self._note_passes()
-        if 0 < self.batch.used < self.accumulate:
-            raise RuntimeError(
-                f"the epoch ended {self.batch.used} minibatches after the last session.step(), and "
-                f"attach(accumulate={self.accumulate}) minibatches make a step: call session.step() after the last "
-                "minibatch of an epoch too (the loader must have a length), or give the loader a multiple of "
-                f"{self.accumulate} minibatches"
-            )
-
-    def _note_passes(self) -> None:
-        """Find out whether a backward pass has used the minibatches so far; without a hook they count as used."""
-        sees_passes = self._hooks is not None or self._watch.is_active
-        if not sees_passes or self._watch.take():
-            self.batch.use()
-
-    def _lacks_step(self) -> bool:
-        """Whether a backward pass has completed a gradient, and no step was ever taken."""
-        return self._batches_per_step is None and self._watch.has_completed
 
     # Backward passes.
 
@@ -125,7 +94,7 @@ class Loop:
         if request.each is None:
             return None
         self._passes += 1
-        if self._passes < self.accumulate and not self._is_rest():
+        if self._passes < self.accumulate and not self.epoch.is_rest(self._passes):
             return None
         self._is_open_pass = True
         self.guard.check_model()
@@ -136,10 +105,6 @@ class Loop:
     def _hand_over(self, each: Each, bucket: Bucket) -> None:
         with self.guard.during(self._doing):
             each(bucket)
-
-    def _is_rest(self) -> bool:
-        """Whether this minibatch ends the epoch before `accumulate` minibatches make a step."""
-        return self._is_last and self._batches_per_step == self.accumulate and self._passes == self.batch.taken
 
     def _runs_inside_another(self, request: Request) -> bool:
         """Whether a pass of reentrant checkpointing, which has only some gradients, was or would be taken as whole."""
@@ -197,7 +162,7 @@ class Loop:
                 "last step"
             )
         self.tally.add(overflow=overflow)
-        self._batches_per_step = self.batch.taken
+        self.epoch.on_step()
         self.batch.finish()
         if self._hooks is not None or self.replica.workers == 1:
             self._watch.remove()
@@ -249,9 +214,7 @@ class Loop:
 
     def on_end(self) -> None:
         """This worker has no more data: take empty steps until no worker has data."""
-        self._note_passes()
-        if self._lacks_step() and self.batch.used:
-            raise RuntimeError(_forgotten_step(self.batch.used))
+        self.epoch.check_step(least=1)
         self.learner.has_ended = True
         self._doing = "at the end of the `with` block"
         self.guard.check_model()
@@ -301,6 +264,7 @@ class Loop:
         self._was_exchanged = is_exchanged
         if (is_exchanged or isinstance(request, RateRequest)) and self._hooks is None:
             self._hooks = BucketHooks(self._flat, self.on_backward, self.on_backward_end)
+            self.epoch.has_hooks = True
 
 
 def _is_in_reentrant_checkpoint() -> bool:
@@ -311,14 +275,6 @@ def _is_in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _forgotten_step(minibatches: int) -> str:
-    return (
-        f"backward() ran on {minibatches} minibatches of session.shard, and session.step() was never called, so "
-        "nothing is trained: call session.step() after backward(); to add up several minibatches in a step, give "
-        "attach(accumulate=...) or run all passes but the last `with session.no_sync()`"
-    )
 
 
 def _cannot_evaluate(run: WorkerRun, optimizer: SessionOptimizer) -> str:

@@ -27,6 +27,24 @@ class Bucket:
     parameters: tuple[int, ...]
 
 
+def cut(grads: Tensor, offsets: Sequence[int], bucket_bytes: int) -> list[Bucket]:
+    """Cut a gradient into buckets of at least `bucket_bytes`; the first is smaller, to start the exchange early.
+
+    The values of parameter i are at `offsets[i]` to `offsets[i + 1]`.
+    """
+    buckets: list[Bucket] = []
+    stop = len(offsets) - 1
+    while stop:
+        room = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
+        start = stop - 1
+        while start and (offsets[stop] - offsets[start]) * grads.element_size() < room:
+            start -= 1
+        where = slice(offsets[start], offsets[stop])
+        buckets.append(Bucket(len(buckets), where, grads[where], tuple(range(start, stop))))
+        stop = start
+    return buckets
+
+
 class FlatModel:
     """The vector view of a model.
 
@@ -81,7 +99,7 @@ class FlatModel:
         self.is_shared = False  # Whether other ranks may write to `params`.
         self.sparse_rows = False  # Whether the strategy can exchange sparse gradients.
         self._rows: dict[int, Tensor] = {}  # By parameter: the rows of the last sparse gradient.
-        self.buckets = self._cut(bucket_bytes)
+        self.buckets = cut(self.grads, self.offsets, bucket_bytes)
         self.bucket_of = {i: b for b in self.buckets for i in b.parameters}
 
     def rebind(self, vector: Tensor, *, is_shared: bool) -> None:
@@ -125,20 +143,6 @@ class FlatModel:
 
     def where(self, index: int) -> slice:
         return slice(self.offsets[index], self.offsets[index + 1])
-
-    def _cut(self, bucket_bytes: int) -> list[Bucket]:
-        """Cut the vector into buckets of at least `bucket_bytes`; the first is smaller, to start the exchange early."""
-        buckets: list[Bucket] = []
-        stop = len(self.parameters)
-        while stop:
-            room = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
-            start = stop - 1
-            while start and (self.offsets[stop] - self.offsets[start]) * self.params.element_size() < room:
-                start -= 1
-            where = slice(self.offsets[start], self.offsets[stop])
-            buckets.append(Bucket(len(buckets), where, self.grads[where], tuple(range(start, stop))))
-            stop = start
-        return buckets
 
     def emit_zeros(self, each: Callable[[Bucket], None] | None) -> None:
         """Set the gradient to zero and emit every bucket: so a worker without data takes part in an exchange."""
