@@ -97,7 +97,6 @@ def attach(
         run = WorkerRun(strategy, endpoint, learner, nonfinite=nonfinite, plan=plan)
         run.replica.cursor.shard = job.rank
         loop = Loop(run, learner, session_optimizer, _guard(job, run, flat, inner), accumulate=accumulate)
-        session_optimizer.on_step = loop.on_step
         loop.start()
         session = Session(job, loop, session_optimizer, strategy)
         on_failure.pop_all()

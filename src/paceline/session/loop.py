@@ -44,6 +44,7 @@ class Loop:
         self.last_own_step = -1  # The last step for which this worker had data.
         self._flat = learner.flat
         self._optimizer = optimizer
+        optimizer.on_step = self.on_step
         self._gradients = Gradients(learner.flat)
         self._driver = StrategyDriver()
         self.guard = guard
