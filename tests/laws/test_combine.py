@@ -25,6 +25,7 @@ from tests.laws.tasks import numbers, same
 SHAPES = [torch.Size(s) for s in [(30, 40), (5,), (), (0, 3), (2000,), (9,), (1203,), (1,)]]
 SIZES = [s.numel() for s in SHAPES]
 NUMEL = sum(SIZES)
+BUCKETS = OneBit(bucket=512)  # Without a bucket its units are the rows of tensors.
 
 INNER: dict[str, Codec] = {
     "fp32": Fp32(),
@@ -62,22 +63,22 @@ def up(nbytes: int) -> int:
 
 def test_each_tensor_is_encoded_separately():
     a, b = numbers(1203, dtype=torch.float32), numbers(2000, seed=1, dtype=torch.float32)
-    data = PerTensor(OneBit()).fitted([a.shape, b.shape]).encode(torch.cat([a, b]))
-    first, second = OneBit().encode(a), OneBit().encode(b)
+    data = PerTensor(BUCKETS).fitted([a.shape, b.shape]).encode(torch.cat([a, b]))
+    first, second = BUCKETS.encode(a), BUCKETS.encode(b)
     padding = torch.zeros(up(first.numel()) - first.numel(), dtype=torch.uint8)
     assert padding.numel() == 1 and same(data, torch.cat([first, padding, second]))
 
 
 def test_small_tensors_are_sent_as_fp32():
     x = numbers(NUMEL, dtype=torch.float32)
-    codec = PerTensor(OneBit(), raw_below=1203).fitted(SHAPES)
+    codec = PerTensor(BUCKETS, raw_below=1203).fitted(SHAPES)
     values = codec.decode(codec.encode(x), NUMEL)
     start = 0
     for n in SIZES:
         part = slice(start, start + n)
-        assert same(values[part], x[part] if n < 1203 else OneBit().decode(OneBit().encode(x[part]), n))
+        assert same(values[part], x[part] if n < 1203 else BUCKETS.decode(BUCKETS.encode(x[part]), n))
         start += n
-    sizes = [4 * n if n < 1203 else OneBit().nbytes(n) for n in SIZES]
+    sizes = [4 * n if n < 1203 else BUCKETS.nbytes(n) for n in SIZES]
     assert codec.nbytes(NUMEL) == sum(map(up, sizes[:-1])) + sizes[-1]
 
 
@@ -245,10 +246,10 @@ def test_the_unit_is_the_chunk():
 @given(a=st.integers(0, NUMEL), b=st.integers(0, NUMEL))
 def test_a_part_has_the_tensors_that_the_slice_has(a: int, b: int):
     a, b = min(a, b), max(a, b)
-    codec = PerTensor(OneBit(), raw_below=7).fitted(SHAPES)
+    codec = PerTensor(BUCKETS, raw_below=7).fitted(SHAPES)
     x = numbers(NUMEL, dtype=torch.float32)
     edges = sorted({a, b, *(e for i in range(len(SIZES)) if a < (e := sum(SIZES[:i])) < b)})
-    wanted = [x[s:e] if e - s < 7 else OneBit().decode(OneBit().encode(x[s:e]), e - s) for s, e in pairwise(edges)]
+    wanted = [x[s:e] if e - s < 7 else BUCKETS.decode(BUCKETS.encode(x[s:e]), e - s) for s, e in pairwise(edges)]
     part = codec.part(slice(a, b))
     assert same(part.decode(part.encode(x[a:b]), b - a), torch.cat([torch.zeros(0), *wanted]))
 

@@ -229,7 +229,8 @@ def test_entropy_sends_and_keeps_what_the_inner_codec_does(inner: Codec):
         assert torch.equal(received(over[0], messages[0], 1030), received(under[0], messages[1], 1030))
         assert torch.equal(Entropy(inner).unwrapped(messages[0], 1030), messages[1])
     assert (
-        Entropy(inner).reduction == inner.reduction
+        # The sum of two compressed messages is no message.
+        Entropy(inner).reduction == ("stripes" if inner.reduction == "sum" else inner.reduction)
         and Entropy(inner).feedback == inner.feedback
         and Entropy(inner).unit == inner.unit
     )

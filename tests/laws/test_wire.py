@@ -43,6 +43,8 @@ BESIDE: dict[tuple[type, str], dict[str, Any]] = {
     (pl.StaleSynchronous, "visible"): {"bound": 0},
     (pl.Strom, "few"): {"few_steps": 3},
     (pl.Strom, "few_steps"): {"few": 2},
+    (pl.OneBitAdam, "eps"): {"betas": (0.9, 0.99)},
+    (pl.OneBitAdam, "weight_decay"): {"betas": (0.9, 0.99)},
     (AdaptiveThreshold, "low"): {"high": 0.5},
     (AdaptiveThreshold, "high"): {"low": 1e-9},
 }
@@ -162,6 +164,6 @@ def test_class_inside_a_class_is_found_and_one_inside_a_function_is_refused():
 
 def test_class_of_an_interactive_session_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Outer.Inner, "__module__", "__main__")
-    monkeypatch.delattr("__main__.__file__")
+    monkeypatch.delattr("__main__.__file__", raising=False)
     with pytest.raises(TypeError, match=r"Outer.Inner, which is defined in an interactive session"):
         registry.to_plain(Outer.Inner())

@@ -21,9 +21,9 @@ from paceline.worker.replica import Replica
 
 @dataclass(frozen=True, kw_only=True)
 class EASGD(Elastic, Strategy):
-    """The synchronous form: all workers meet the centre by one all-reduce, at every step whose number is a multiple of
-    `period`; there is no server.
+    """The synchronous form: at every `period`-th step all workers meet the centre by one all-reduce, without a server.
 
+    They meet at the steps whose number `period` divides, the first one included.
     The centre becomes (1 - beta) * centre + beta * mean of the workers.  Every worker moves by a share alpha = beta/N
     towards the centre before this change.
     """
