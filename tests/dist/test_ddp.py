@@ -12,6 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from paceline.collectives import SyncVote, mean_encoded
 from paceline.engines.job import Job
 from paceline.needs import Needs
 from paceline.op import drive
-from paceline.session.bucket_state import BucketState
+from paceline.session.bucket_state import BucketState, BucketStates
 from paceline.session.ddp import DdpHook
 from paceline.stripes import stripe_of
 from tests.dist import forked
@@ -429,6 +430,28 @@ def test_owner_residuals_are_sent_once_when_buckets_change(hosts):
         unsent += residuals.owner_residual + share * residuals.residual
     assert torch.allclose(unsent[numel // 8 : numel // 4], torch.tensor(float(sum(range(1, len(owners) + 1)))))
     assert not unsent[: numel // 8].any() and not unsent[numel // 4 :].any()
+
+
+def test_residuals_count_as_much_with_another_number_of_ranks():
+    """A rank that had a half of every mean, and now has a quarter, must send twice as much, once."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    bucket: Any = SimpleNamespace(parameters=lambda: [weight], buffer=lambda: torch.zeros(64))
+
+    def states() -> BucketStates:
+        made = BucketStates(pl.codecs.OneBit(bucket=32), "hook")
+        made.set_parameters([("w", weight)])
+        return made
+
+    def residual(of: BucketStates) -> Any:
+        return next(iter(of.states.values())).slots["residuals"]
+
+    two, four = states(), states()
+    two.codec_state(bucket, 0, [[0], [1]])
+    residual(two).residual[:] = 3.0
+    four.load_state_dict(two.state_dict())
+    assert four.state_dict()["share"] == 0.5  # Saved again before the first mean, it is the same state.
+    four.codec_state(bucket, 0, [[0], [1], [2], [3]])
+    assert (residual(four).residual == 6.0).all() and four.state_dict()["share"] == 0.25
 
 
 def test_a_dead_peer_is_an_error_in_this_and_later_steps(tmp_path):

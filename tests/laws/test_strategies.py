@@ -172,7 +172,7 @@ def test_a_slot_of_another_version_and_a_state_of_another_format_are_refused_by_
     task = quadratic(steps=8, batch=4)
     states = simulate(task, ENCODED, Cluster(workers=2), stop_at=5).states
     states[1]["slots"]["codec.residuals"]["version"] = 7
-    with pytest.raises(ValueError, match=r"'codec.residuals' was saved in version 7, and .* reads version 1"):
+    with pytest.raises(ValueError, match=r"'codec.residuals' was saved in version 7, and .* reads version 2"):
         simulate(task, ENCODED, Cluster(workers=2), resume=states)
     states = simulate(task, ENCODED, Cluster(workers=2), stop_at=5).states
     states[1]["slots"]["model"]["version"] = 7
