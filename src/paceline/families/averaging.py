@@ -137,14 +137,13 @@ class SyncRounds:
     async def after_step(self) -> SyncResult | None:
         """To be awaited after every local step; the result of a sync, if one has just been merged."""
         w = self.w
-        m = self._m
-        m.count += 1
+        self._m.count += 1
         if w.batch.samples and w.learner.loss is not None:
             self._own.losses = [self._own.losses[0] + w.learner.loss, self._own.losses[1] + 1]
         if self.samples is not None:
             await self._find_samples_per_step()
         result = None
-        if self._pending is not None and (m.count >= self.method.delay or self._is_due()):
+        if self._pending is not None and (self._m.count >= self.method.delay or self._is_due()):
             result = await self._merge()
         if self._is_due() and not w.cursor.is_over:
             await self._begin()
@@ -290,6 +289,8 @@ class SyncRounds:
             w.batch.undo_sync(pending.fragment, pending.samples)
             self._refuse(pending)
         if bad or result is None:
+            if not (bad or pending.going_on):  # The last sync is empty: no worker has moved since the one before.
+                self._unsent.give_up(w.params, self._m.anchor, self.fragments[pending.fragment])
             return None
         result = replace(result, divergence=divergence, time=time / stages)
         self._move(pending, result)
