@@ -287,7 +287,7 @@ class SyncRounds:
         bad, divergence, time, stages = await w.learner.sum_over_stages([float(bool(pending.bad)), *numbers, 1.0])
         if bad:
             w.batch.undo_sync(pending.fragment, pending.samples)
-            self._refuse(pending)
+            refuse(pending, w.batch.nonfinite)
         if bad or result is None:
             if not (bad or pending.going_on):  # The last sync is empty: no worker has moved since the one before.
                 self._unsent.give_up(w.params, self._m.anchor, self.fragments[pending.fragment])
@@ -322,19 +322,20 @@ class SyncRounds:
             since = None if pending.is_lost else pending.buffers
             w.learner.flat.set_buffers([b for _, b in received], [stats.weight for stats, _ in received], since=since)
 
-    def _refuse(self, pending: PendingSync) -> None:
-        """A worker's parameters, or its delta, could not be sent."""
-        what = (
-            f"{pending.bad or 'another stage'} had parameters with NaN or infinity, or a delta beyond its codec, "
-            f"after step {pending.step}"
-        )
-        if self.w.batch.nonfinite == "stop":
-            raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
-        if pending.complaint:
-            warnings.warn(NonFiniteReplica(f"{what}; there was no sync: {pending.complaint}"), stacklevel=3)
-
 
 def distance_in(params: Tensor, anchor: Tensor, delta: Tensor, start: int, part: slice) -> float:
     """The squared distance to the mean, in a part of the model; the vectors begin at its parameter `start`."""
     inner = slice(part.start - start, part.stop - start)
     return squared_distance(params[inner], anchor[inner], delta[inner])
+
+
+def refuse(pending: PendingSync, nonfinite: str) -> None:
+    """A worker's parameters, or its delta, could not be sent: stop the run, or warn the worker that had them."""
+    what = (
+        f"{pending.bad or 'another stage'} had parameters with NaN or infinity, or a delta beyond its codec, "
+        f"after step {pending.step}"
+    )
+    if nonfinite == "stop":
+        raise FloatingPointError(f"{what}; they were not averaged (nonfinite='stop')")
+    if pending.complaint:
+        warnings.warn(NonFiniteReplica(f"{what}; there was no sync: {pending.complaint}"), stacklevel=4)
