@@ -18,7 +18,9 @@ from tests.laws.tasks import close, numbers, params, quadratic, regression, same
 FOUR = Cluster(workers=4)
 
 
-@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), Entropy(OneBit()), DGC(ratio=0.1, momentum=0.0), PowerSGD(rank=1)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [OneBit(), TopK(0.1), Entropy(OneBit()), DGC(ratio=0.1, momentum=0.0), PowerSGD(rank=1)], ids=str
+)
 @pytest.mark.parametrize("strategy", [PeriodicAveraging(period=4), DiLoCo(period=4, fragments=2)], ids=str)
 def test_a_worker_goes_on_from_the_anchor_and_its_own_residual(strategy: Any, codec: Codec):
     """After each sync, in the part that was exchanged; at the end of the run all workers are equal."""
