@@ -107,7 +107,7 @@ def test_a_strategy_that_needs_the_length_says_how_to_give_it():
     model = nn.Linear(3, 1)
     with pytest.raises(
         ValueError,
-        match=r"AdaptiveAveraging with sampling as a fraction .* must know the steps before the run.*loader=loader, epochs=",
+        match=r"AdaptiveAveraging with sampling as a fraction .* must know the steps .*loader=loader, epochs=",
     ):
         pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AdaptiveAveraging())
     with pytest.raises(ValueError, match=r"attach\(epochs=3\): .* give attach\(loader=\.\.\., epochs=3\)"):
