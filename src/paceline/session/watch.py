@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.worker.flat import FlatModel
+from paceline.worker.tensors import local
 
 WRAPPED = (
     "both would exchange the gradients.  Train by one of the two: leave DistributedDataParallel out, or give "
@@ -28,7 +29,7 @@ class ModelWatch:
         self._optimizer = optimizer
         self._frozen = [(name, p) for name, p in flat.model.named_parameters() if not p.requires_grad]
         # A parameter without values has no place in memory.
-        self._filled = [i for i, p in enumerate(flat.parameters) if p.numel()]
+        self._filled = [i for i, p in enumerate(flat.parameters) if local(p).numel()]
         self._offsets = [flat.offsets[i] * flat.params.element_size() for i in self._filled]
         self._parameters = [flat.parameters[i] for i in self._filled]
         self._held = self._count_held()
@@ -37,7 +38,7 @@ class ModelWatch:
     def check(self) -> None:
         """Raise RuntimeError if a parameter has moved, or has become trainable since `attach`."""
         base = self._flat.params.data_ptr()
-        if [p.data_ptr() - base for p in self._parameters] != self._offsets:
+        if [local(p).data_ptr() - base for p in self._parameters] != self._offsets:
             self._refuse_moved(base)
         for name, p in self._frozen:
             if p.requires_grad:
@@ -80,7 +81,7 @@ class ModelWatch:
 
     def _refuse_moved(self, base: int) -> None:
         for i, p, offset in zip(self._filled, self._parameters, self._offsets, strict=True):
-            if p.data_ptr() - base != offset:
+            if local(p).data_ptr() - base != offset:
                 raise RuntimeError(
                     f"parameter '{self._flat.names[i]}' has other memory than at attach, so the session would no "
                     "longer train it: something replaced its data (`p.data = ...`, or `.to()`, `.half()`, `.cuda()` of "
