@@ -83,7 +83,8 @@ def children() -> dict[int, str]:
     """The processes that this one has started and not yet waited for, with their command lines."""
     multiprocessing.active_children()  # Reaps its own ended processes.
     found: dict[int, str] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # glob fails if a process ends meanwhile.
+        stat = Path("/proc", pid, "stat")
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             command = stat.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()

@@ -115,7 +115,7 @@ def test_attach_with_wrong_types_is_refused_with_one_worker_too():
         "attach(model=function, optimizer=SGD): the model must be": (lambda x: x, optimizer, pl.AllReduceSGD(), {}),
         "attach(model=Linear, optimizer=float): the optimizer must": (model, 0.1, pl.AllReduceSGD(), {}),
         "attach(strategy=AllReduceSGD): AllReduceSGD is a class": (model, optimizer, pl.AllReduceSGD, {}),
-        "attach(strategy=OneBit(bucket=512)): strategy is a strategy": (model, optimizer, pl.codecs.OneBit(), {}),
+        "attach(strategy=OneBit(bucket=512)): strategy is a strategy": (model, optimizer, pl.codecs.OneBit(512), {}),
         "attach(accumulate=1.5): accumulate is an integer": (model, optimizer, "all-reduce-sgd", {"accumulate": 1.5}),
         "attach(timeout_s='5 parsecs'): ": (model, optimizer, "all-reduce-sgd", {"timeout_s": "5 parsecs"}),
     }

@@ -157,7 +157,7 @@ def test_an_error_names_a_killed_server():
 def _servers() -> list[int]:
     """The processes below this one that hold shards."""
     names, parents = dict[int, str](), dict[int, int]()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in (Path("/proc", pid, "stat") for pid in os.listdir("/proc") if pid.isdigit()):
         with suppress(OSError):
             before, _, after = stat.read_text().rpartition(")")
             names[int(stat.parent.name)] = before.partition("(")[2]
