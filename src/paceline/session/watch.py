@@ -6,8 +6,6 @@ and unfrozen again.  But it must stay in its place, and no parameter can join la
 
 from __future__ import annotations
 
-import gc
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +32,7 @@ class ModelWatch:
         self._parameters = [flat.parameters[i] for i in self._filled]
         self._held = self._count_held()
         self._checks = 0
+        self._forward_hook = flat.model.register_forward_pre_hook(self._refuse_wrapped)
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter has moved, or has become trainable since `attach`."""
@@ -54,8 +53,7 @@ class ModelWatch:
             )
         if self._checks & (self._checks - 1) == 0:  # At the first step, and ever more rarely: this takes longer.
             self.check_members()
-        if self._checks == 0 and self._flat.model.training:
-            self._refuse_wrapped()
+        self._forward_hook.remove()  # The forward passes of the first step are enough.
         self._checks += 1
 
     def check_members(self) -> None:
@@ -89,13 +87,15 @@ class ModelWatch:
                     "p.copy_(...)`"
                 )
 
-    def _refuse_wrapped(self) -> None:
-        own = {id(p) for p in self._flat.parameters}
-        for found in gc.get_objects():
-            if issubclass(type(found), DistributedDataParallel) and any(id(p) in own for p in found.parameters()):
-                raise RuntimeError(
-                    f"the attached {type(self._flat.model).__name__} is wrapped in DistributedDataParallel: {WRAPPED}"
-                )
+    def _refuse_wrapped(self, *_: object) -> None:
+        """Before a forward pass: raise RuntimeError if DistributedDataParallel runs it."""
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise RuntimeError(
+                f"the attached {type(self._flat.model).__name__} is wrapped in DistributedDataParallel: {WRAPPED}"
+            )
+
+    def close(self) -> None:
+        self._forward_hook.remove()
 
 
 def refuse_wrapped(model: nn.Module) -> None:
