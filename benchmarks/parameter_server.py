@@ -63,7 +63,7 @@ class Model:
         self.cursor = SimpleNamespace(step=0, shard=None)
         self.learner = SimpleNamespace(has_global_data=True, stage=0, stages=1)
 
-    def codec_state(self, codec: Any) -> None:
+    def codec_state(self, codec: Any, *, knows_tensors: bool = True) -> None:
         return None
 
 
