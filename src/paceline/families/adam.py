@@ -1,4 +1,4 @@
-"""Adam's arithmetic on the flat vector, for strategies that take its steps themselves; and who should not use a codec.
+"""Adam's arithmetic on the flat vector, for strategies that take its steps themselves; and a warning of coarse codecs.
 
 An optimizer with second moments divides each value by the root of its variance.  A codec that sends only signs, or few
 values, makes the variance of most values wrong.

@@ -6,8 +6,11 @@ own roster.  A worker that replaces a dead one says so to all peers, and starts 
 What peers exchange is the task of services: see `BroadcastLog`, `Pairing` and `RunEnd`.
 """
 
+# ruff: noqa: B027 (a service handles only the events that it needs)
+
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from typing import ClassVar
@@ -50,15 +53,15 @@ class NotAPeer(Message):
     """The sender has declared the receiver dead and continues without it."""
 
 
-class Service:
+class Service(ABC):
     """A protocol between peers.  `Peers` passes it the messages of its `types` and the changes of the membership."""
 
     types: ClassVar[tuple[type[Message], ...]] = ()
     needs_model: ClassVar[bool] = True  # Messages are kept until this worker has a model.
 
+    @abstractmethod
     async def handle(self, message: Message) -> None:
         """Handle a message of one of the `types`."""
-        raise NotImplementedError
 
     async def handled(self, src: int) -> None:
         """Another service has handled a message from a peer."""

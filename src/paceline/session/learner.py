@@ -106,7 +106,7 @@ class LoopLearner:
         return not self.has_ended
 
     def rate(self, step: int) -> float:
-        """The current learning rate over that at the beginning, which must have changed alike in all groups."""
+        """The current learning rate divided by the first one.  It must be the same number for all groups."""
         groups = self.optimizer.param_groups
         now = [float(group["lr"]) for group in groups]
         factors = [lr / first for lr, first in zip(now, self._first_rates, strict=True) if first]
