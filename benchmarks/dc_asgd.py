@@ -2,8 +2,11 @@
 
 DC-ASGD's paper (Zheng et al., ICML 2017) trains ResNet-20 for 160 epochs with minibatches of 128 on every worker, at a
 rate of 0.5 that falls to a tenth after half and after three quarters of the run. This script does the same in the
-simulator, with 4 and 8 workers whose gradients take unequal times. Rates on shards follow the schedule. On a GPU give
-`--device cuda`. A smaller network, fewer images and fewer epochs make it possible on a CPU; the table says what ran.
+simulator, with 4 and 8 workers whose gradients take unequal times. But the rate rises during the first epochs: with 0.5
+from the start, runs with 8 workers learnt nothing in two epochs. Rates on shards follow the schedule.
+
+On a GPU give `--device cuda`; a replica's passes are CUDA graphs there. `--half` computes in bfloat16, with parameters
+in float32. A smaller network, fewer images and fewer epochs make it possible on a CPU; the table says what ran.
 
 The images are an .npz file of encoded images with the arrays data (all bytes), offsets, labels and split (0: train, 1:
 test). Decoding needs Pillow. Runs that are already in the --json file do not run again.
@@ -13,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -28,11 +33,18 @@ import paceline as pl
 from benchmarks._frame import as_code, markdown, read_runs, show, spread, table, worked, write_runs
 
 MINIBATCH = 128  # Samples of one gradient.
-METHODS = {
-    "ParameterServer(rule=Sgd(lr=RATE))": lambda rate: pl.ParameterServer(rule=pl.rules.Sgd(lr=rate)),
-    "DelayCompensated(lr=RATE)": lambda rate: pl.DelayCompensated(lr=rate),
-    "DelayCompensated(lr=RATE, adaptive=True)": lambda rate: pl.DelayCompensated(lr=rate, adaptive=True),
+DECAY = 1e-4  # Of the weights, as for He et al.'s networks.
+METHODS: dict[str, Callable[[float], pl.Strategy]] = {
+    "ParameterServer(rule=Sgd(lr=RATE))": lambda rate: pl.ParameterServer(
+        rule=pl.rules.Sgd(lr=rate, weight_decay=DECAY)
+    ),
+    "DelayCompensated(lr=RATE)": lambda rate: pl.DelayCompensated(lr=rate, weight_decay=DECAY),
+    "DelayCompensated(lr=RATE, adaptive=True)": lambda rate: pl.DelayCompensated(
+        lr=rate, adaptive=True, weight_decay=DECAY
+    ),
 }
+SHORT = dict(zip(("plain", "constant", "adaptive"), METHODS, strict=True))  # The names for --methods.
+GRAPHED: WeakSet[nn.Module] = WeakSet()
 
 
 class Block(nn.Module):
@@ -53,7 +65,17 @@ class Block(nn.Module):
         return F.relu(y + F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added)))
 
 
-def residual_network(depth: int, width: int, device: str) -> nn.Module:
+class Network(nn.Sequential):
+    """Layers that compute in bfloat16 if `half`; what they return is float32."""
+
+    half = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(input.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
+            return super().forward(input).float()
+
+
+def residual_network(depth: int, width: int, device: str, half: bool) -> nn.Module:
     """He et al.'s network for CIFAR-10, with 6n + 2 layers; ResNet-20 has depth 20 and width 16."""
     blocks: list[nn.Module] = []
     inner = width
@@ -62,25 +84,43 @@ def residual_network(depth: int, width: int, device: str) -> nn.Module:
             blocks.append(Block(inner, outer, 2 if i and not j else 1))
             inner = outer
     first = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    model = nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inner, 10))
+    model = Network(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inner, 10))
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight)
+    model.half = half
     return model.to(device)
 
 
 def augmented(images: Tensor) -> Tensor:
-    """Each image moved by up to 4 pixels, and every second one mirrored."""
-    padded = F.pad(images, (4, 4, 4, 4))
-    left, top = torch.randint(9, (2,)).tolist()
-    moved = padded[:, :, top : top + 32, left : left + 32]
-    mirrored = torch.rand(len(images)).to(images.device) < 0.5
-    return torch.where(mirrored[:, None, None, None], moved.flip(3), moved)
+    """Each image moved by up to 4 pixels, and about half of them mirrored."""
+    samples, size = len(images), images.shape[-1]
+    top, left = torch.randint(9, (2, samples, 1))
+    step = torch.where(torch.rand(samples, 1) < 0.5, -1, 1)
+    at = torch.arange(size)
+    rows = top + at
+    columns = left + torch.where(step > 0, at, size - 1 - at)
+    index = torch.stack([rows, columns]).to(images.device)
+    padded = F.pad(images, (4, 4, 4, 4)).permute(0, 2, 3, 1)
+    chosen = torch.arange(samples, device=images.device)[:, None, None]
+    return padded[chosen, index[0, :, :, None], index[1, :, None, :]].permute(0, 3, 1, 2)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     images, labels = batch
-    return F.cross_entropy(model(augmented(images)), labels)
+    images = augmented(images)
+    if images.is_cuda and model not in GRAPHED:
+        capture(model, images)
+    return F.cross_entropy(model(images), labels)
+
+
+def capture(model: nn.Module, images: Tensor) -> None:
+    """Make CUDA graphs of the model's passes over minibatches of this size, while it trains."""
+    before = [b.clone() for b in model.buffers()]
+    torch.cuda.make_graphed_callables(model, (images,))  # It warms up, which changes the statistics.
+    for b, value in zip(model.buffers(), before, strict=True):
+        b.copy_(value)
+    GRAPHED.add(model)
 
 
 def read_images(path: Path, limit: int | None, device: str) -> dict[str, tuple[Tensor, Tensor]]:
@@ -102,28 +142,36 @@ def read_images(path: Path, limit: int | None, device: str) -> dict[str, tuple[T
     return found
 
 
-def error_of(images: Tensor, labels: Tensor, model: nn.Module) -> dict[str, float]:
+def error_of(images: Tensor, labels: Tensor, name: str, model: nn.Module) -> dict[str, float]:
     parts = zip(images.split(500), labels.split(500), strict=True)
     right = sum(int((model(x).argmax(1) == y).sum()) for x, y in parts)
-    return {"error": 100 * (1 - right / len(labels))}
+    error = 100 * (1 - right / len(labels))
+    print(f"{name}: {error:.2f} %", file=sys.stderr, flush=True)
+    return {"error": error}
 
 
 def run(args: argparse.Namespace, method: str, workers: int, seed: int) -> dict[str, Any]:
+    torch.backends.cudnn.benchmark = True
     parts = read_images(args.images, args.limit, args.device)
     images, labels = parts["train"]
     batch = MINIBATCH * workers
     kept = len(labels) // batch * batch  # Every gradient is of a whole minibatch.
     steps = round(args.epochs * kept / batch)
+    rise = round(args.warmup * kept / batch)
+
+    def rate_of(step: int) -> float:
+        return min(1.0, (step + 1) / (rise + 1)) * 0.1 ** ((step >= steps / 2) + (step >= 3 * steps / 4))
+
     task = pl.Task(
-        model=partial(residual_network, args.depth, args.width, args.device),
+        model=partial(residual_network, args.depth, args.width, args.device, args.half),
         loss=loss,
         data=(images[:kept], labels[:kept]),
         batch=batch,
         optimizer=partial(torch.optim.SGD, lr=args.rate),
         steps=steps,
-        schedule=lambda step: 0.1 ** ((step >= steps / 2) + (step >= 3 * steps / 4)),
-        evaluate=partial(error_of, *parts["test"]),
-        evaluate_every=steps,
+        schedule=rate_of,
+        evaluate=partial(error_of, *parts["test"], f"{method}, {workers} workers, seed {seed}"),
+        evaluate_every=max(1, steps // 16),
         seed=seed,
     )
     cluster = pl.Cluster(workers=workers, compute=pl.LogNormal("50ms", sigma=0.3), seed=seed)
@@ -134,7 +182,8 @@ def run(args: argparse.Namespace, method: str, workers: int, seed: int) -> dict[
         "method": method,
         "workers": workers,
         "seed": seed,
-        "error": result.final["error"],
+        "error": round(result.final["error"], 2),
+        "errors": [round(e.values["error"], 2) for e in result.trace.evaluations],
         "staleness": sum(stale) / max(1, len(stale)),
         "seconds": round(time.perf_counter() - began),
     }
@@ -161,21 +210,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="use only this many images for training")
     parser.add_argument("--epochs", type=float, default=160)
     parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--warmup", type=float, default=5, help="epochs in which the rate rises")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--half", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--methods", choices=SHORT, nargs="+", default=list(SHORT))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--json", type=Path, default=Path("docs/results/dc-asgd.json"), help="where to keep the runs")
     args = parser.parse_args(arguments)
-    settings = {name: getattr(args, name) for name in ("depth", "width", "limit", "epochs", "rate")}
+    settings = {name: getattr(args, name) for name in ("depth", "width", "limit", "epochs", "rate", "warmup", "half")}
     runs = read_runs(args.json, **settings)
     have = {(r["method"], r["workers"], r["seed"]) for r in runs}
-    first, *_ = METHODS
+    chosen = [SHORT[name] for name in args.methods]
     cases = [
         (args, method, workers, seed)
-        for seed in range(args.seeds)
+        for seed in args.seeds
         for workers in args.workers
-        for method in (METHODS if workers > 1 else [first])  # One worker is never stale: all methods are the same.
+        for method in (chosen if workers > 1 else chosen[:1])  # One worker is never stale: all methods are the same.
         if (method, workers, seed) not in have
     ]
     for result in worked(run, cases, args.processes):
