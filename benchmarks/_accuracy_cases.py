@@ -44,7 +44,7 @@ def sweep() -> list[Case]:
     """The rates that `sweep` tries for each kind of method."""
     tried: list[tuple[str, str, tuple[float, ...]]] = [
         ("AllReduceSGD()", "SGD", (0.03, 0.05, 0.1, 0.2)),
-        ("AllReduceSGD(OneBit(bucket=512))", "SGD", (0.01, 0.02, 0.03, 0.05)),
+        ("AllReduceSGD(OneBit(512, 'zero'))", "SGD", (0.01, 0.02, 0.03, 0.05)),
         ("PeriodicAveraging(period=8)", "SGD", (0.03, 0.05, 0.1, 0.2)),
         ("BlockMomentum(period=16)", "SGD", (0.005, 0.01, 0.02, 0.05)),
         ("PeriodicAveraging(period=8)", "AdamW", (0.002, 0.005, 0.01, 0.02)),
@@ -69,16 +69,19 @@ GROUPS: dict[str, list[Case]] = {
         *cases("AllReduceSGD()", rate=PLAIN_RATE),
         *cases(
             "AllReduceSGD(OneBit())",
-            "AllReduceSGD(OneBit(bucket=512))",
-            "AllReduceSGD(OneBit(bucket=64))",
+            "AllReduceSGD(OneBit(threshold='zero'))",
+            "AllReduceSGD(OneBit(512, 'zero'))",
+            "AllReduceSGD(OneBit(64, 'zero'))",
+            "Then(AllReduceSGD(), AllReduceSGD(OneBit()), epochs=3)",
+            "Then(AllReduceSGD(), AllReduceSGD(OneBit(64, 'zero')), epochs=3)",
             rate=ONE_BIT_RATE,
         ),
-        *cases("Then(AllReduceSGD(), AllReduceSGD(OneBit(bucket=64)), epochs=3)", rate=ONE_BIT_RATE),
         *cases(
             "AllReduceSGD()",
             "AllReduceSGD(OneBit())",
-            "AllReduceSGD(OneBit(bucket=512))",
-            "AllReduceSGD(OneBit(bucket=64))",
+            "AllReduceSGD(OneBit(threshold='zero'))",
+            "AllReduceSGD(OneBit(512, 'zero'))",
+            "AllReduceSGD(OneBit(64, 'zero'))",
             rate=LOW_RATE,
         ),
     ],
@@ -86,8 +89,8 @@ GROUPS: dict[str, list[Case]] = {
         *cases("PeriodicAveraging(period=8)", "PeriodicAveraging(period=16)"),
         *cases("AdaptiveAveraging()", "AdaptiveAveraging(period=6, warmup=25)"),
         *cases("DecreasingAveraging((20, 5))", f"AdaComm(period=16, steps={EPOCH})"),
-        *cases("PeriodicAveraging(period=8, codec=OneBit(bucket=512))", "PeriodicAveraging(period=8, codec=QSGD())"),
-        *cases("AdaptiveAveraging(codec=OneBit(bucket=512))", "PeriodicAveraging(period=8, delay=4)"),
+        *cases("PeriodicAveraging(period=8, codec=OneBit())", "PeriodicAveraging(period=8, codec=QSGD())"),
+        *cases("AdaptiveAveraging(codec=OneBit())", "PeriodicAveraging(period=8, delay=4)"),
     ],
     "blocks": [
         *cases(
@@ -99,8 +102,8 @@ GROUPS: dict[str, list[Case]] = {
         ),
         *cases("BlockMomentum(period=16, nesterov=False)", "BlockMomentum(period=16, form='cntk')", rate=BLOCK_RATE),
         *cases(
-            "BlockMomentum(period=16, codec=OneBit(bucket=512))",
-            "DiLoCo(period=16, codec=OneBit(bucket=512))",
+            "BlockMomentum(period=16, codec=OneBit())",
+            "DiLoCo(period=16, codec=OneBit())",
             rate=BLOCK_RATE,
         ),
         *cases("BlockMomentum(period=16, delay=8)", "DiLoCo(period=16, fragments=4, delay=2)", rate=BLOCK_RATE),

@@ -43,13 +43,13 @@ WORKERS = 2
 BATCH = 64  # Of one worker.
 BUCKET_MB = 0.004  # Small, so that a small model has several buckets.
 PLAIN = "fp32, no hook"
-AFTER = "OneBit(bucket=512), after 1 epoch"
+AFTER = "OneBit(), after 1 epoch"
 METHODS: dict[str, Codec | None] = {
     PLAIN: None,
     "OneBit()": OneBit(),
-    "OneBit(bucket=512)": OneBit(bucket=512),
-    AFTER: OneBit(bucket=512),
-    "PerTensor(OneBit(bucket=512))": PerTensor(OneBit(bucket=512)),
+    "OneBit(512, 'zero')": OneBit(512, "zero"),
+    AFTER: OneBit(),
+    "PerTensor(OneBit())": PerTensor(OneBit()),
     "PowerSGD(rank=4)": PowerSGD(rank=4),
     "QSGD()": QSGD(),
     "Fp8()": Fp8(),

@@ -84,6 +84,7 @@ CODECS: dict[str, Codec] = {
     "fp16": Fp16(),
     "one-bit": OneBit(),
     "one-bit of 64": OneBit(bucket=64),
+    "one-bit by zero": OneBit(threshold="zero"),
     "2 bits": NBit(bits=2),
     "4 bits": NBit(),
     "8 bits of 64": NBit(bits=8, bucket=64),

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 SMALL: dict[str, Codec] = {
     "one-bit of 32": OneBit(32),
     "one-bit of 96": OneBit(96),
+    "one-bit of 96, zero": OneBit(96, "zero"),
     "4-bit of 64": NBit(4, 64),
     "qsgd of 64": QSGD(127, 64),
     "qsgd of 64, max": QSGD(7, 64, "max"),
@@ -43,6 +44,7 @@ SMALL: dict[str, Codec] = {
 WHOLE: dict[str, Codec] = {
     "one-bit": OneBit(),
     "one-bit of 1056": OneBit(1056),  # More than is kept in registers.
+    "one-bit of 1056, zero": OneBit(1056, "zero"),
     "2-bit": NBit(2),
     "16-bit of 1056": NBit(16, 1056),
     "qsgd": QSGD(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -75,17 +76,21 @@ def test_a_row_that_a_part_leaves_whole_stays_one_unit():
     assert units_of(rows_within(rows, 150, 407)).starts.tolist() == [0, 50, 150, 250, 257]
 
 
+@pytest.mark.parametrize("threshold", ["mean", "zero"])
 @every_model
-def test_each_value_is_decoded_as_the_mean_of_its_sign_in_its_unit(name: str):
-    """Compared with numpy in double precision, unit by unit."""
+def test_each_value_is_decoded_as_the_mean_of_its_side_of_the_threshold_in_its_unit(name: str, threshold: str):
+    """Compared with numpy in double precision, unit by unit; all values of some units are positive."""
     codec, numel = fitted(name)
+    codec = replace(codec, threshold=threshold)
     x = numbers(numel, dtype=torch.float32)
+    x[: numel // 2].add_(5.0)
     data = codec.encode(x)
     decoded = codec.decode(data, numel).double().numpy()
     values = x.double().numpy()
     for start, stop in bounds(MODELS[name], slice(0, numel)):
         unit = values[start:stop]
-        for side in (unit >= 0, unit < 0):
+        least = 0.0 if threshold == "zero" else unit.mean()
+        for side in (unit >= least, unit < least):
             if side.any():
                 np.testing.assert_allclose(decoded[start:stop][side], unit[side].mean(), rtol=1e-6)
 

@@ -1,15 +1,15 @@
-"""1-bit SGD's quantiser (Seide et al., Interspeech 2014), in CNTK's zero-threshold form.
+"""1-bit SGD's quantiser (Seide et al., Interspeech 2014).
 
-Only the sign of each value is sent.  The receiver reads a unit's negative values as their mean, and the others as
-theirs.  A unit is an output row of a tensor, or a bucket of the vector.  Use it with ErrorFeedback: alone it loses
-accuracy.  For a unit of values in {-x, +x} it is exact.
+Of each value only this is sent: whether it is below the threshold of its unit.  The receiver reads a unit's values
+below it as their mean, and the others as theirs.  A unit is an output row of a tensor, or a bucket of the vector.  Use
+it with ErrorFeedback: alone it loses accuracy.  For a unit of two different values it is exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,9 +28,13 @@ class OneBit(Codec):
 
     By default a unit is an output row of a tensor, if the codec is fitted to tensors.  `bucket` makes each bucket of
     this many values a unit.  A vector of unknown tensors has buckets of 512.
+
+    The threshold is the "mean" of the unit, or "zero" as in CNTK.  The gradients of one row are often all of one sign,
+    since the activations of a ReLU are; then zero tells none of them apart.
     """
 
     bucket: int | None = None
+    threshold: Literal["mean", "zero"] = "mean"
     # The rows of the tensors; None: not fitted, or `bucket` was given.
     rows: Rows | None = field(default=None, repr=False, kw_only=True)
 
@@ -39,6 +43,8 @@ class OneBit(Codec):
     def __post_init__(self) -> None:
         if self.bucket is not None:
             check_bucket(self, self.bucket)
+        if self.threshold not in ("mean", "zero"):
+            raise ValueError(f"OneBit(threshold={self.threshold!r}): the threshold of a unit is 'mean' or 'zero'")
         if self.rows is not None:
             object.__setattr__(self, "rows", tuple((int(count), int(length)) for count, length in self.rows))
 
@@ -89,15 +95,16 @@ class OneBit(Codec):
 
     def _encode_buckets(self, x: Tensor) -> Tensor:
         rows = bucketed(x, self.bucket_size)
-        positive = rows >= 0
-        zero = rows.new_zeros(())
-        above = row_sums(torch.where(positive, rows, zero))
-        below = row_sums(torch.where(positive, zero, rows))
         real = reals(x.numel(), self.bucket_size, x.device)
-        # Padding is zero, so it is non-negative, but must not be counted.
-        positives = positive.sum(1) - (self.bucket_size - real)
-        means = self._means(x, above, below, positives, real - positives)
-        return torch.cat([means, packed(positive, 1, x.numel())])
+        zero = rows.new_zeros(())
+        threshold = row_sums(rows) / real if self.threshold == "mean" else zero.expand(len(rows))
+        upper = rows >= threshold[:, None]
+        above = row_sums(torch.where(upper, rows, zero))
+        below = row_sums(torch.where(upper, zero, rows))
+        # Padding is zero.  It must not be counted.
+        uppers = upper.sum(1) - (self.bucket_size - real) * (threshold <= 0)
+        means = self._means(x, above, below, uppers, real - uppers)
+        return torch.cat([means, packed(upper, 1, x.numel())])
 
     def _encode_rows(self, x: Tensor, units: Units) -> Tensor:
         place, first = _places(units, x.device)
@@ -105,19 +112,20 @@ class OneBit(Codec):
         words[place] = x.detach().to(torch.float32).reshape(-1)
         real = torch.zeros_like(words, dtype=torch.bool)
         real[place] = True
-        positive = (words >= 0) & real
-        zero = words.new_zeros(())
-        above = _unit_sums(torch.where(positive, words, zero), first)
-        below = _unit_sums(torch.where(positive, zero, words), first)
-        positives = F.pad(positive.view(-1, LANES).sum(1).cumsum(0), (1, 0))[first].diff()
         lengths = torch.from_numpy(units.starts).to(x.device).diff()
-        means = self._means(x, above, below, positives, lengths - positives)
-        return torch.cat([means, packed(positive, 1, positive.numel())])
+        zero = words.new_zeros(())
+        mean = _unit_sums(words, first) / lengths if self.threshold == "mean" else zero.expand(units.count)
+        upper = (words >= mean.repeat_interleave(LANES * first.diff())) & real
+        above = _unit_sums(torch.where(upper, words, zero), first)
+        below = _unit_sums(torch.where(upper, zero, words), first)
+        uppers = F.pad(upper.view(-1, LANES).sum(1).cumsum(0), (1, 0))[first].diff()
+        means = self._means(x, above, below, uppers, lengths - uppers)
+        return torch.cat([means, packed(upper, 1, upper.numel())])
 
-    def _means(self, x: Tensor, above: Tensor, below: Tensor, positives: Tensor, negatives: Tensor) -> Tensor:
+    def _means(self, x: Tensor, above: Tensor, below: Tensor, uppers: Tensor, lowers: Tensor) -> Tensor:
         if not (above.isfinite().all() and below.isfinite().all()):
             self.refuse(x.reshape(-1), "their sum is beyond float32")
-        means = torch.stack([below / negatives.clamp(min=1), above / positives.clamp(min=1)], dim=1)
+        means = torch.stack([below / lowers.clamp(min=1), above / uppers.clamp(min=1)], dim=1)
         return means.view(-1).view(torch.uint8)
 
     def decode(self, data: Tensor, numel: int) -> Tensor:
@@ -126,14 +134,14 @@ class OneBit(Codec):
         scales = self.scales(numel)
         means = data[: 8 * scales].view(torch.float32).view(-1, 2)
         shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
-        positive = ((data[8 * scales :, None] >> shifts) & 1).view(-1).bool()
+        upper = ((data[8 * scales :, None] >> shifts) & 1).view(-1).bool()
         units = self.units(numel)
         if units is None:
             low, high = means.repeat_interleave(self.bucket_size, dim=0)[:numel].unbind(1)
-            return torch.where(positive[:numel], high, low)
+            return torch.where(upper[:numel], high, low)
         lengths = torch.from_numpy(units.starts).to(data.device).diff()
         low, high = means.repeat_interleave(lengths, dim=0).unbind(1)
-        return torch.where(positive[_places(units, data.device)[0]], high, low)
+        return torch.where(upper[_places(units, data.device)[0]], high, low)
 
     def check(self, data: Tensor, numel: int) -> None:
         super().check(data, numel)

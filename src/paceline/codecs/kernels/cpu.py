@@ -23,30 +23,38 @@ if TYPE_CHECKING:
 
 @compiled
 def one_bit_encode(
-    x: Any, residual: Any, bucket: int, real: int, means: Any, words: Any, first: int, last: int
+    x: Any, residual: Any, by_mean: bool, bucket: int, real: int, means: Any, words: Any, first: int, last: int
 ) -> bool:
     is_good = True
     zero = full(ZERO)
     for b in range(first, last):
+        threshold = ZERO
+        if by_mean:
+            total = zero
+            for at in range(b * bucket, (b + 1) * bucket, LANES):
+                total = total + wanted(x, residual, at)
+            threshold = add_up(total) / np.float32(real)
+        least = full(threshold)
         above = zero
         below = zero
-        positives = 0
+        uppers = 0
         for at in range(b * bucket, (b + 1) * bucket, LANES):
             u = wanted(x, residual, at)
-            mask = at_least(u, zero)
+            mask = at_least(u, least)
             words[at // LANES] = mask
-            positives += count(mask)
+            uppers += count(mask)
             above = above + select(mask, u, zero)
             below = below + select(mask, zero, u)
-        positives -= bucket - real  # Padding is zero, and so non-negative.
+        if threshold <= ZERO:
+            uppers -= bucket - real  # Padding is zero.
         high = add_up(above)
         low = add_up(below)
         if not (np.isfinite(high) and np.isfinite(low)):
             means[2 * b] = means[2 * b + 1] = NAN
             is_good = False
             continue
-        high = high / np.float32(max(positives, 1))
-        low = low / np.float32(max(real - positives, 1))
+        high = high / np.float32(max(uppers, 1))
+        low = low / np.float32(max(real - uppers, 1))
         means[2 * b] = low
         means[2 * b + 1] = high
         if residual is not None:
@@ -78,6 +86,7 @@ def encode_one_bit(
     codec = cast(OneBit, codec)
     if (units := codec.units(x.numel())) is not None:
         return one_bit_rows.encode(codec, units, x, residual, out)
+    by_mean = codec.threshold == "mean"
     bucket = codec.bucket_size
     data = buffer_for(codec, x, out)
     buckets = codec.scales(x.numel())
@@ -85,7 +94,8 @@ def encode_one_bit(
     bits = data[8 * buckets :]
 
     def run(values: Any, rest: Any, some: Any, begin: int, real: int, first: int, last: int) -> bool:
-        return one_bit_encode(values, rest, bucket, real, means[2 * (begin // bucket) :], as_words(some), first, last)
+        scales = means[2 * (begin // bucket) :]
+        return one_bit_encode(values, rest, by_mean, bucket, real, scales, as_words(some), first, last)
 
     is_good = in_buckets(bucket, 1, x, residual, bits, run, packs=True)
     return put(data, out), is_good

@@ -39,23 +39,30 @@ def shape_of(rows: int, width: int, feedback: bool) -> tuple[int, int, int]:
 
 
 @triton.jit
-def sum_row(u, lane, above, below, positives):
+def sum_row(u, least, lane, above, below, uppers):
     """32 values of each bucket: their bits, and the sums including them."""
-    positive = u >= 0
-    word = tl.sum(positive.to(tl.int32) << lane, axis=1, keep_dims=True)
+    upper = u >= least
+    word = tl.sum(upper.to(tl.int32) << lane, axis=1, keep_dims=True)
     return (
         word,
-        above + tl.where(positive, u, 0.0),
-        below + tl.where(positive, 0.0, u),
-        positives + positive.to(tl.int32),
+        above + tl.where(upper, u, 0.0),
+        below + tl.where(upper, 0.0, u),
+        uppers + upper.to(tl.int32),
     )
 
 
 @triton.jit
-def means_of(above, below, positives, real, BUCKET: tl.constexpr, B: tl.constexpr):
-    """The means of the negative and of the other values; NaN for a bucket where they are not finite."""
+def mean_of(sums, real, B: tl.constexpr):
+    """The mean of each bucket; buckets that are not there have no values."""
+    return tl.div_rn(halved(sums, B), tl.maximum(real, 1).to(tl.float32))
+
+
+@triton.jit
+def means_of(above, below, uppers, least, real, BUCKET: tl.constexpr, B: tl.constexpr):
+    """The means of the values below the threshold and of the others; NaN for a bucket where they are not finite."""
     high, low = halved(above, B), halved(below, B)
-    count = tl.sum(positives, axis=1, keep_dims=True) - (BUCKET - real)  # Padding is zero, and so non-negative.
+    # Padding is zero.
+    count = tl.sum(uppers, axis=1, keep_dims=True) - tl.where(least <= 0, BUCKET - real, 0)
     is_good = is_finite(high) & is_finite(low)
     high = tl.where(is_good, tl.div_rn(high, tl.maximum(count, 1).to(tl.float32)), float("nan"))
     low = tl.where(is_good, tl.div_rn(low, tl.maximum(real - count, 1).to(tl.float32)), float("nan"))
@@ -70,20 +77,24 @@ def store_means(means, flag, b, low, high, is_good, real):
 
 
 @triton.jit
-def encode_kept(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.constexpr):
+def encode_kept(x, residual, means, bits, flag, full, BY_MEAN: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr):
     """`B` buckets, or `full` if that is less, each read once and kept in registers until its means are known."""
     b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
     real = tl.where(b < full, 32 * ROWS, 0)
     at = b * (32 * ROWS) + lane
+    sums = tl.zeros((B, 32), tl.float32)
     above = tl.zeros((B, 32), tl.float32)
     below = tl.zeros((B, 32), tl.float32)
-    positives = tl.zeros((B, 32), tl.int32)
+    uppers = tl.zeros((B, 32), tl.int32)
     words = tl.zeros((B, 32), tl.int32)
     kept = ()
     for j in tl.static_range(ROWS):
         u = wanted(x, residual, at + 32 * j, real > 0)
         kept = kept + (u,)  # noqa: RUF005
-        word, above, below, positives = sum_row(u, lane, above, below, positives)
+        sums += u
+    least = mean_of(sums, real, B) if BY_MEAN else tl.zeros((B, 1), tl.float32)
+    for j in tl.static_range(ROWS):
+        word, above, below, uppers = sum_row(kept[j], least, lane, above, below, uppers)
         words = tl.where(lane == j % 32, word, words)
         if j % 32 == 31 or j == ROWS - 1:
             first = j - j % 32
@@ -92,36 +103,54 @@ def encode_kept(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.
                 words,
                 mask=(real > 0) & (first + lane < ROWS),
             )
-    low, high, is_good = means_of(above, below, positives, real, 32 * ROWS, B)
+    low, high, is_good = means_of(above, below, uppers, least, real, 32 * ROWS, B)
     store_means(means, flag, b, low, high, is_good, real)
     if residual is not None:
         for j in tl.static_range(ROWS):
             u = kept[j]
-            tl.store(residual + (at + 32 * j), u - tl.where(u >= 0, high, low), mask=(real > 0) & is_good)
+            tl.store(residual + (at + 32 * j), u - tl.where(u >= least, high, low), mask=(real > 0) & is_good)
 
 
 @triton.jit
-def encode_twice_read(
-    x, residual, means, bits, flag, left, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr
+def encode_reread(
+    x,
+    residual,
+    means,
+    bits,
+    flag,
+    left,
+    BY_MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    B: tl.constexpr,
+    UNROLL: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """`B` buckets with at most `left` values: too large for registers, or the last one, which is not full."""
     b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
     at = b * (32 * ROWS)
     real = tl.minimum(tl.maximum(left - at, 0), 32 * ROWS)
+    least = tl.zeros((B, 1), tl.float32)
+    if BY_MEAN:
+        sums = tl.zeros((B, 32), tl.float32)
+        for i in range(0, ROWS, UNROLL):
+            for k in tl.static_range(UNROLL):
+                j = i + k
+                sums += wanted(x, residual, at + (32 * j + lane), (32 * j + lane < real) if TAIL else (real > 0))
+        least = mean_of(sums, real, B)
     above = tl.zeros((B, 32), tl.float32)
     below = tl.zeros((B, 32), tl.float32)
-    positives = tl.zeros((B, 32), tl.int32)
+    uppers = tl.zeros((B, 32), tl.int32)
     for i in range(0, ROWS, UNROLL):
         for k in tl.static_range(UNROLL):
             j = i + k
             u = wanted(x, residual, at + (32 * j + lane), (32 * j + lane < real) if TAIL else (real > 0))
-            word, above, below, positives = sum_row(u, lane, above, below, positives)
+            word, above, below, uppers = sum_row(u, least, lane, above, below, uppers)
             if TAIL:  # The message may end inside a word.
                 byte = tl.arange(0, 4)[None, :]
                 tl.store(bits + (4 * j + byte), (word >> (8 * byte)).to(tl.uint8), mask=32 * j + 8 * byte < real)
             else:
                 tl.store(bits.to(tl.pointer_type(tl.int32)) + (ROWS * b + j), word, mask=real > 0)
-    low, high, is_good = means_of(above, below, positives, real, 32 * ROWS, B)
+    low, high, is_good = means_of(above, below, uppers, least, real, 32 * ROWS, B)
     store_means(means, flag, b, low, high, is_good, real)
     if residual is not None:
         for i in range(0, ROWS, UNROLL):
@@ -129,20 +158,40 @@ def encode_twice_read(
                 there = at + (32 * (i + k) + lane)
                 mask = (32 * (i + k) + lane < real) if TAIL else (real > 0)
                 u = wanted(x, residual, there, mask)
-                tl.store(residual + there, u - tl.where(u >= 0, high, low), mask=mask & is_good)
+                tl.store(residual + there, u - tl.where(u >= least, high, low), mask=mask & is_good)
 
 
 @triton.jit
-def encode_full(x, residual, means, bits, flag, full, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr):
+def encode_full(
+    x,
+    residual,
+    means,
+    bits,
+    flag,
+    full,
+    BY_MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    B: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     if UNROLL == ROWS:
-        encode_kept(x, residual, means, bits, flag, full, ROWS, B)
+        encode_kept(x, residual, means, bits, flag, full, BY_MEAN, ROWS, B)
     else:
-        encode_twice_read(x, residual, means, bits, flag, full * (32 * ROWS), ROWS, B, UNROLL, False)
+        encode_reread(x, residual, means, bits, flag, full * (32 * ROWS), BY_MEAN, ROWS, B, UNROLL, False)
 
 
 @triton.jit(do_not_specialize=["numel"])
 def one_bit_encode(
-    x, residual, data, flag, numel, ROWS: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, TAIL: tl.constexpr
+    x,
+    residual,
+    data,
+    flag,
+    numel,
+    BY_MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    B: tl.constexpr,
+    UNROLL: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """`B` buckets per program, in registers if all rows are unrolled; if TAIL, the last has the partial bucket."""
     BUCKET: tl.constexpr = 32 * ROWS
@@ -160,11 +209,12 @@ def one_bit_encode(
     if TAIL:
         # A partial bucket has its own program: with masks that can end anywhere, no program could read whole words.
         if is_last:
-            encode_twice_read(x, residual, means, bits, flag, (numel - full * BUCKET).to(tl.int32), ROWS, 1, 1, True)
+            left = (numel - full * BUCKET).to(tl.int32)
+            encode_reread(x, residual, means, bits, flag, left, BY_MEAN, ROWS, 1, 1, True)
         else:
-            encode_full(x, residual, means, bits, flag, here, ROWS, B, UNROLL)
+            encode_full(x, residual, means, bits, flag, here, BY_MEAN, ROWS, B, UNROLL)
     else:
-        encode_full(x, residual, means, bits, flag, here, ROWS, B, UNROLL)
+        encode_full(x, residual, means, bits, flag, here, BY_MEAN, ROWS, B, UNROLL)
 
 
 @triton.jit
@@ -223,7 +273,10 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
     programs = triton.cdiv(numel // bucket, at_once) + extras
     with on(x):
         one_bit_encode[programs,](
-            x, residual, data, flag, numel, rows, at_once, unroll, extras, num_warps=warps, **LAUNCH
+            *(x, residual, data, flag, numel),
+            *(codec.threshold == "mean", rows, at_once, unroll, extras),
+            num_warps=warps,
+            **LAUNCH,
         )
         return put(data, out), flags.is_unset(flag, x)
 

@@ -1,4 +1,5 @@
-"""OneBit on a GPU, if its units are the rows of tensors: one program for each unit, with a warp that reads it twice."""
+"""OneBit on a GPU, if its units are the rows of tensors: one program for each unit, with a warp that reads it again for
+every pass over it."""
 
 # Triton's language has Python's syntax but not its types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
@@ -28,7 +29,7 @@ def place_of(starts, words, b):
 
 
 @triton.jit
-def encode_rows(x, residual, data, starts, words, flag, units):
+def encode_rows(x, residual, data, starts, words, flag, units, BY_MEAN: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     start, real, word = place_of(starts, words, b)
     x += start
@@ -40,18 +41,24 @@ def encode_rows(x, residual, data, starts, words, flag, units):
     one = tl.zeros((1, 1), tl.int64)
     above = tl.zeros((1, 32), tl.float32)
     below = tl.zeros((1, 32), tl.float32)
-    positives = tl.zeros((1, 32), tl.int32)
+    uppers = tl.zeros((1, 32), tl.int32)
+    least = tl.zeros((1, 1), tl.float32)
+    if BY_MEAN:
+        sums = tl.zeros((1, 32), tl.float32)
+        for at in range(0, real, 32):
+            sums += wanted(x, residual, at + lane, at + lane < real)
+        least = tl.div_rn(halved(sums, 1), real.to(tl.float32))
     for at in range(0, real, 32):
         is_real = at + lane < real
         u = wanted(x, residual, at + lane, is_real)
-        positive = (u >= 0) & is_real
-        tl.store(bits + (one + at // 32), tl.sum(positive.to(tl.int32) << lane, axis=1, keep_dims=True))
-        above += tl.where(positive, u, 0.0)
-        below += tl.where(positive, 0.0, u)
-        positives += positive.to(tl.int32)
+        upper = (u >= least) & is_real
+        tl.store(bits + (one + at // 32), tl.sum(upper.to(tl.int32) << lane, axis=1, keep_dims=True))
+        above += tl.where(upper, u, 0.0)
+        below += tl.where(upper, 0.0, u)
+        uppers += upper.to(tl.int32)
     high = halved(above, 1)
     low = halved(below, 1)
-    count = tl.sum(positives, axis=1, keep_dims=True)
+    count = tl.sum(uppers, axis=1, keep_dims=True)
     is_good = is_finite(high) & is_finite(low)
     high = tl.where(is_good, tl.div_rn(high, tl.maximum(count, 1).to(tl.float32)), float("nan"))
     low = tl.where(is_good, tl.div_rn(low, tl.maximum(real - count, 1).to(tl.float32)), float("nan"))
@@ -62,7 +69,7 @@ def encode_rows(x, residual, data, starts, words, flag, units):
         for at in range(0, real, 32):
             is_real = at + lane < real
             u = wanted(x, residual, at + lane, is_real)
-            tl.store(residual + (at + lane), u - tl.where(u >= 0, high, low), mask=is_real & is_good)
+            tl.store(residual + (at + lane), u - tl.where(u >= least, high, low), mask=is_real & is_good)
 
 
 @triton.jit
@@ -99,7 +106,8 @@ def encode(codec: OneBit, x: Tensor, residual: Tensor | None, out: Tensor | None
     flag = flags.get(x)
     with on(x):
         starts, words = on_device(codec.rows, x.device)
-        encode_rows[units,](x, residual, data, starts, words, flag, units, num_warps=1, **LAUNCH)
+        by_mean = codec.threshold == "mean"
+        encode_rows[units,](x, residual, data, starts, words, flag, units, by_mean, num_warps=1, **LAUNCH)
         return put(data, out), flags.is_unset(flag, x)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paceline.codecs.codec import Codec
 from paceline.codecs.kernels.cpu_parts import NAN, ZERO, as_array, compiled, share_out, wanted, wanted_some
 from paceline.codecs.kernels.lanes import (
     LANES,
@@ -22,6 +21,7 @@ from paceline.codecs.kernels.lanes import (
     store_some,
 )
 from paceline.codecs.layout import aligned, buffer_for, put
+from paceline.codecs.one_bit import OneBit
 from paceline.codecs.rows import Units
 
 
@@ -33,7 +33,15 @@ def mask_of(lanes: int) -> Any:
 
 @compiled
 def encode_rows(
-    x: Any, residual: Any, starts: Any, first_words: Any, means: Any, words: Any, first: int, last: int
+    x: Any,
+    residual: Any,
+    by_mean: bool,
+    starts: Any,
+    first_words: Any,
+    means: Any,
+    words: Any,
+    first: int,
+    last: int,
 ) -> bool:
     is_good = True
     zero = full(ZERO)
@@ -43,22 +51,30 @@ def encode_rows(
         whole = start + real // LANES * LANES
         word = first_words[b]
         tail = mask_of(real % LANES)
+        least = zero
+        if by_mean:
+            total = zero
+            for at in range(start, whole, LANES):
+                total = total + wanted(x, residual, at)
+            if tail:
+                total = total + wanted_some(x, residual, whole, tail)
+            least = full(add_up(total) / np.float32(real))
         above = zero
         below = zero
-        positives = 0
+        uppers = 0
         for at in range(start, whole, LANES):
             u = wanted(x, residual, at)
-            mask = at_least(u, zero)
+            mask = at_least(u, least)
             words[word] = mask
             word += 1
-            positives += count(mask)
+            uppers += count(mask)
             above = above + select(mask, u, zero)
             below = below + select(mask, zero, u)
         if tail:
             u = wanted_some(x, residual, whole, tail)
-            mask = np.uint32(at_least(u, zero) & tail)
+            mask = np.uint32(at_least(u, least) & tail)
             words[word] = mask
-            positives += count(mask)
+            uppers += count(mask)
             above = above + select(mask, u, zero)
             below = below + select(mask, zero, u)
         high = add_up(above)
@@ -67,8 +83,8 @@ def encode_rows(
             means[2 * b] = means[2 * b + 1] = NAN
             is_good = False
             continue
-        high = high / np.float32(max(positives, 1))
-        low = low / np.float32(max(real - positives, 1))
+        high = high / np.float32(max(uppers, 1))
+        low = low / np.float32(max(real - uppers, 1))
         means[2 * b] = low
         means[2 * b + 1] = high
         if residual is not None:
@@ -104,14 +120,15 @@ def add_rows(
     return True
 
 
-def encode(codec: Codec, units: Units, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Tensor, bool]:
+def encode(codec: OneBit, units: Units, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Tensor, bool]:
     data = buffer_for(codec, x, out)
     means, words = _parts(data, units)
     values = as_array(x)
     rest = None if residual is None else as_array(residual)
+    by_mean = codec.threshold == "mean"
 
     def run(first: int, last: int) -> bool:
-        return encode_rows(values, rest, units.starts, units.words, means, words, first, last)
+        return encode_rows(values, rest, by_mean, units.starts, units.words, means, words, first, last)
 
     is_good = share_out(run, units.count, x.numel())
     return put(data, out), is_good
