@@ -14,10 +14,11 @@ import pytest
 
 import paceline
 from paceline import Replica
+from tests.in_turn import in_turn
 
 PACKAGE = Path(paceline.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-every_source = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE.parent)))
+every_source = in_turn(path=SOURCES)
 
 # A room may import only the rooms before it.  docs/architecture.md says what each is for.
 ROOMS = [
