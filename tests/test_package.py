@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paceline
 from paceline import Replica
+from tests.in_turn import in_turn
 
 PACKAGE = Path(paceline.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-every_source = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE.parent)))
+every_source = in_turn(path=SOURCES)
 
 # A room may import only the rooms before it.  docs/architecture.md says what each is for.
 ROOMS = [
@@ -86,11 +90,29 @@ def test_nothing_is_unpickled_or_evaluated(path: Path):
             assert not (called == "load" and ast.unparse(node.func) == "torch.load"), f"{path.name}:{node.lineno}"
 
 
+# A newer torch, from before the package is imported; then the names that import nearly all of it.
+PROGRAM = """
+import json, sys, torch, warnings
+torch.__version__ = "2.99.0+cpu"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import paceline as pl
+    early = len(caught)
+    pl.attach, pl.train, pl.ddp_hook
+print(json.dumps({"early": early, "said": [str(w.message) for w in caught], "modules": list(sys.modules)}))
+"""
+
+
+@cache
+def fresh_interpreter() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=100)
+    return json.loads(done.stdout)
+
+
 def test_importing_the_package_needs_only_torch_numpy_and_msgspec():
-    others = ("zmq", "typer", "rich", "jinja2", "vl_convert", "numba", "llvmlite", "triton")
-    code = f"import sys, paceline; paceline.attach, paceline.train; print([m for m in {others!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    others = {"zmq", "typer", "rich", "jinja2", "vl_convert", "numba", "llvmlite", "triton"}
+    assert "paceline.session.attach" in fresh_interpreter()["modules"]
+    assert not others & set(fresh_interpreter()["modules"])
 
 
 def test_every_public_name_exists_and_is_documented():
@@ -202,18 +224,9 @@ def test_a_worker_is_one_small_page_to_the_author_of_a_method():
 
 
 def test_newer_torch_than_the_supported_one_is_warned_about_once():
-    program = """
-import torch, warnings
-torch.__version__ = "2.99.0+cpu"
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import paceline as pl
-    assert not caught
-    pl.attach, pl.train, pl.ddp_hook
-said = [str(w.message) for w in caught if "newest" in str(w.message)]
-assert len(said) == 1 and said[0].startswith("torch 2.99.0+cpu is newer than 2.13, the newest"), said
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    said = [text for text in fresh_interpreter()["said"] if "newest" in text]
+    assert not fresh_interpreter()["early"]
+    assert len(said) == 1 and said[0].startswith("torch 2.99.0+cpu is newer than 2.13, the newest"), said
 
 
 def test_supported_torch_is_what_the_project_file_says():

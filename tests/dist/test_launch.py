@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import torch
 
 import paceline as pl
 from paceline import cli
-from paceline.engines import entry
+from paceline.engines import entry, supervisor
 from paceline.engines import launch as launching
 from tests.dist import forked
 from tests.dist.test_attach import ORDERED, task
@@ -79,7 +80,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "through", "workers"), [("paceline", "gloo", 3), ("torchrun", "shared memory", 4)]
+    ("launcher", "through", "workers"), [("paceline", "gloo", 3), ("torchrun", "shared memory", 2)]
 )
 def test_the_same_script_gives_the_simulators_bits_under_both_launchers(launcher, through, workers, tmp_path):
     script, out = tmp_path / "train.py", tmp_path / "out.json"
@@ -177,20 +178,22 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
 def test_a_signal_to_the_launcher_stops_all_workers(number, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FAILING.replace("step == 20", "False"))
-    environment = {**os.environ, "PYTHONPATH": SOURCES, "PACELINE_TEST": str(tmp_path)}
-    command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", str(script), "never", "parameter-server"]
-    launcher = subprocess.Popen([*command, str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
+    arguments = ["paceline", "run", "-n", "2", str(script), "never", "parameter-server", str(tmp_path)]
+    files = {"folder": tmp_path, "out": tmp_path / "out", "err": tmp_path / "err"}
+    launcher = forked.start(cli.main, arguments, **files, environment=variables(tmp_path))
     try:
         deadline = time.monotonic() + 100
         while not all((tmp_path / f"pid-{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < deadline and launcher.poll() is None
+            assert time.monotonic() < deadline and launcher.is_alive(), files["err"].read_text()
             time.sleep(0.05)
-        launcher.send_signal(number)
-        said = launcher.communicate(timeout=60)[1]
+        assert launcher.pid is not None
+        os.kill(launcher.pid, number)
+        launcher.join(60)
     finally:
         launcher.kill()
-        launcher.wait()
-    assert launcher.returncode == 1
+        launcher.join()
+    assert launcher.exitcode == 1
+    said = files["err"].read_text()
     assert said.strip().endswith(f"paceline: paceline run got {number.name}; all workers were stopped")
     assert not _left_of(tmp_path)
 
@@ -295,6 +298,30 @@ def test_workers_are_fresh_interpreters_where_a_fork_could_break_a_gpu(tmp_path,
     with pytest.raises(pl.ClusterError, match=r"^rank 1 \(process \d+\) failed: ValueError: only the first time$"):
         launching.launch([str(script), str(tmp_path)], 2)
     assert _left_of(tmp_path) == []
+
+
+def test_the_rank_that_failed_first_is_named_though_it_ends_last(tmp_path, monkeypatch):
+    """Its report is there before the others notice that it is gone; its exit handlers take longer than they do."""
+    monkeypatch.setattr(supervisor, "CAUSE_S", 0.3)
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            supervisor.write_report(tmp_path / "1.json", ValueError("a mistake of my own"))
+            signal.pause()
+        while not (tmp_path / "1.json").exists():
+            os.sched_yield()
+        supervisor.write_report(tmp_path / "0.json", pl.ClusterError("rank 1 is gone"))
+        os._exit(1)
+
+    def start(rank: int) -> supervisor.Worker:
+        process = multiprocessing.get_context("fork").Process(target=work, args=(rank,))
+        process.start()
+        assert process.pid is not None
+        return supervisor.Worker(process.pid, lambda: process.exitcode)
+
+    watch = supervisor.Supervisor(2, start, lambda rank: tmp_path / f"{rank}.json")
+    with pytest.raises(pl.ClusterError, match=r"^rank 1 \(process \d+\) failed: ValueError: a mistake of my own$"):
+        watch.run()
 
 
 def test_a_port_in_use_is_reported_at_once(tmp_path):

@@ -17,21 +17,34 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.server import Adagrad, RoundRobin
 from tests.dist.test_pipeline import stumbling, task, whole
-from tests.laws.tasks import close, numbers, squared_error
+from tests.laws.tasks import close, numbers, same, squared_error, vector
 
 pytestmark = pytest.mark.dist
 
+
+def warmed(step: int) -> float:
+    """A warm-up, and a drop to a third from step 20 on."""
+    return min(1.0, (step + 1) / 4) / (3 if step >= 20 else 1)
+
+
 # With fewer pushes than steps, the last push happens when a replica has no more work.
-ALONE: dict[str, pl.Strategy] = {
-    "downpour, seldom": pl.Downpour(servers=3, push=3, fetch=2, local_lr=0.02),
-    "asgd, pipelined": pl.ASGD(period=3, pipeline=True),
+ALONE: dict[str, tuple[pl.Strategy, dict[str, Any]]] = {
+    "downpour, seldom, scheduled": (
+        pl.Downpour(servers=3, push=3, fetch=2, local_lr=0.02, rule=Adagrad(lr=0.1)),
+        {"steps": 23, "schedule": warmed},
+    ),
+    "asgd, pipelined": (pl.ASGD(period=3, pipeline=True), {}),
 }
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_one_replica_of_two_stages_equals_one_worker(name: str):
-    split, other = pl.train(task(), ALONE[name], 1, stages=2), whole(task(), ALONE[name], 1)
+    strategy, more = ALONE[name]
+    split, other = pl.train(task(**more), strategy, 1, stages=2), whole(task(**more), strategy, 1)
     assert close(split.params, other.params)
+    if "schedule" in more:
+        constant = whole(task(**more | {"schedule": None}), strategy, 1)
+        assert not close(split.params, constant.params, rtol=1e-2), "the schedule has an effect"
     assert sorted(p.loss for p in split.trace.points if p.loss) == pytest.approx(
         sorted(p.loss for p in other.trace.points if p.loss)
     )
@@ -56,21 +69,24 @@ def test_nan_in_one_stage_voids_the_push_of_all_stages_of_a_replica():
     )
 
 
-def test_two_replicas_of_two_stages_train_by_downpour():
+def test_two_replicas_of_two_stages_train_by_downpour_with_a_schedule():
     """Each part of each minibatch is computed by one replica, and each replica pushes once for it, to every shard."""
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"loss": float(squared_error(model, task().data))}
 
-    job = task(steps=40, evaluate=evaluate)
+    strategy = pl.Downpour(servers=3, rule=Adagrad(lr=0.1), local_lr=0.02)
+    job = task(steps=40, schedule=warmed, evaluate=evaluate)
     with torch.no_grad():
         before = evaluate(job.build())["loss"]
-    run = pl.train(job, pl.Downpour(servers=3, rule=Adagrad(lr=0.1), local_lr=0.0), 2, stages=2)
+    run = pl.train(job, strategy, 2, stages=2)
     assert run.final["loss"] < 0.8 * before
     steps = Counter(p.step for p in run.trace.points if p.loss is not None)
     assert steps == dict.fromkeys(range(40), 2)
     pushes = Counter(p.rank for p in run.trace.points if p.staleness is not None)
     assert pushes == dict.fromkeys((4, 5, 6), 80)
+    still = pl.train(task(steps=4, schedule=lambda step: 0.0), strategy, 2, stages=2)
+    assert same(still.params, vector(job.build())), "the schedule reaches every replica, stage and shard"
 
 
 def test_sandblaster_with_two_replicas_of_two_stages_equals_the_whole_model():

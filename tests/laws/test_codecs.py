@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline import codecs
 from paceline.codecs import Codec, ErrorFeedback, Fp16, Fp32, OneBit
 from paceline.server import RULES as KNOWN_RULES
+from tests.in_turn import in_turn
 from tests.laws.every import CODECS, RULES, SETTLES
 from tests.laws.slots import Slots
 from tests.laws.tasks import numbers, same
@@ -27,7 +28,7 @@ SETTLING = {name: (CODECS[name], steps) for name, steps in SETTLES.items() if st
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 every_settling_codec = pytest.mark.parametrize(("codec", "steps"), SETTLING.values(), ids=SETTLING)
-every_size = pytest.mark.parametrize("numel", SIZES)
+every_size = in_turn(numel=SIZES)
 
 
 few_examples = settings(max_examples=20)  # Of every codec.
@@ -94,9 +95,7 @@ def test_zeros_are_sent_as_zeros_and_leave_no_residual(codec: Codec, numel: int)
 
 
 @every_codec
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("at", [0, 517, 1029])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@in_turn(dtype=[torch.float32, torch.float64], at=[0, 517, 1029], bad=[math.nan, math.inf, -math.inf])
 def test_a_nonfinite_value_survives_or_raises_an_error_with_its_index(
     codec: Codec, bad: float, at: int, dtype: torch.dtype
 ):
@@ -154,7 +153,7 @@ def test_memory_layout_does_not_matter(codec: Codec, numel: int):
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn(dtype=DTYPES)
 def test_any_floating_point_dtype_is_accepted_and_not_modified(codec: Codec, dtype: torch.dtype):
     x = numbers(1023, dtype=dtype)
     before = x.clone()
@@ -170,7 +169,7 @@ def test_any_floating_point_dtype_is_accepted_and_not_modified(codec: Codec, dty
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn(dtype=DTYPES)
 def test_encoded_bytes_do_not_change_when_the_values_change(codec: Codec, dtype: torch.dtype):
     x = numbers(1023, dtype=dtype)
     data = codec.encode(x, random())
@@ -189,8 +188,7 @@ def test_a_tensor_that_requires_grad_can_be_encoded(codec: Codec):
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("numel", [1, 9, 1023])
+@in_turn(numel=[1, 9, 1023], dtype=[torch.float32, torch.float64])
 def test_sent_values_plus_residual_equal_the_given_values(codec: Codec, dtype: torch.dtype, numel: int):
     """Each of the T steps rounds twice, in u = g + r and in r = u - D(q), by half an ulp of the largest u."""
     codec_state, steps = feedback(codec, numel, dtype), 30

@@ -19,6 +19,7 @@ from paceline.codecs.power_sgd import PowerSGD
 from paceline.codecs.qsgd import QSGD, TernGrad
 from paceline.codecs.threshold import AdaptiveThreshold, Threshold
 from paceline.codecs.top_k import TopK
+from tests.in_turn import in_turn
 from tests.laws.slots import Slots
 from tests.laws.tasks import numbers, same
 
@@ -114,8 +115,7 @@ def test_encoded_length_equals_nbytes(codec: Codec):
 
 
 @every_one
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_residual", [True, False])
+@in_turn(dtype=[torch.float32, torch.float16, torch.bfloat16], with_residual=[True, False])
 def test_kernels_equal_the_definition_to_the_bit(codec: Codec, dtype: torch.dtype, with_residual: bool):
     x, residual = numbers(NUMEL, dtype=dtype), numbers(NUMEL, seed=1, dtype=torch.float32)
     rests = [residual.clone() if with_residual else None for _ in range(2)]
@@ -132,7 +132,7 @@ def test_kernels_equal_the_definition_to_the_bit(codec: Codec, dtype: torch.dtyp
 
 
 @every_one
-@pytest.mark.parametrize("shift", [0, 1, 8])
+@in_turn(shift=[0, 1, 8])
 def test_a_message_is_written_into_the_given_buffer_only(codec: Codec, shift: int):
     x = numbers(NUMEL, dtype=torch.float32)
     data = kernels.encode(codec, x, None, random())
@@ -160,8 +160,7 @@ def test_pieces_draw_different_random_numbers():
 
 
 @every_one
-@pytest.mark.parametrize("at", [0, 1200, 1202, 3207, NUMEL - 1])
-@pytest.mark.parametrize("plain", [True, False])
+@in_turn(plain=[True, False], at=[0, 1200, 1202, 3207, NUMEL - 1])
 def test_a_nonfinite_value_raises_an_error_with_its_index_and_is_not_in_the_residual(
     codec: Codec, at: int, plain: bool
 ):

@@ -206,11 +206,14 @@ def small_last(**more: Any) -> Task:
     return replace(task, loss=slope)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("codec", [OneBit(), DGC(ratio=0.05, momentum=0.0)], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "workers"),
+    [(OneBit(), 2), (OneBit(), 3), (OneBit(), 4), (DGC(ratio=0.05, momentum=0.0), 3)],
+    ids=str,
+)
 def test_synchronous_sgd_loses_nothing_in_a_small_last_minibatch(codec: Codec, workers: int):
     """The model has moved by lr times all gradients, except for what is remembered."""
-    task = small_last(steps=25, bucket_bytes=3000)
+    task = small_last(steps=13, bucket_bytes=5000)
     run = simulate(task, AllReduceSGD(codec=codec), Cluster(workers=workers))
     assert close(run.params - 0.05 * owed(run.states), trained_alone(task), rtol=1e-9)
     assert not close(run.params, trained_alone(task), rtol=1e-3)

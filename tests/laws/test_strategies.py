@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from paceline import (
 from paceline.codecs import Fp16, OneBit
 from paceline.strategy import Strategy
 from paceline.task import Task
+from tests.in_turn import in_turn
 from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
 from tests.laws.pairs import pairwise
 from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, values
@@ -69,7 +69,7 @@ def test_every_strategy_is_in_the_list():
 
 
 @pytest.mark.parametrize("case", ALONE.values(), ids=ALONE)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@in_turn(optimizer=list(OPTIMIZERS))
 def test_one_worker_equals_plain_training(case: Case, optimizer: str):
     task = regression(steps=23, batch=5, samples=22, optimizer=OPTIMIZERS[optimizer], bucket_bytes=200)
     run = simulate(task, case.strategy, Cluster(workers=1))
@@ -112,18 +112,12 @@ def interrupted() -> Task:
     return regression(steps=14, batch=9, samples=33, model=restless, bucket_bytes=100)
 
 
-@cache
-def uninterrupted(strategy: Strategy) -> Run:
-    return simulate(interrupted(), strategy, Cluster(workers=3))
-
-
 @every_ordered_case
-@pytest.mark.parametrize("breaks", [(4,), (6,), (1, 3, 4, 6, 8, 13)], ids=str)
-def test_a_stopped_and_resumed_run_equals_the_unbroken_one(case: Case, breaks: tuple[int, ...]):
-    """The run stops at a synchronisation, between two, and several times. Each part starts from the state that the part
-    before it saved."""
-    whole, parts = uninterrupted(case.strategy), list[Run]()
-    for stop_at in (*breaks, None):
+def test_a_stopped_and_resumed_run_equals_the_unbroken_one(case: Case):
+    """The run stops at the first and the last step, at synchronisations and between two. Each part starts from the
+    state that the part before it saved."""
+    whole, parts = simulate(interrupted(), case.strategy, Cluster(workers=3)), list[Run]()
+    for stop_at in (1, 3, 4, 6, 8, 13, None):
         resume = parts[-1].states if parts else None
         parts.append(simulate(interrupted(), case.strategy, Cluster(workers=3), resume=resume, stop_at=stop_at))
         if stop_at is not None:
@@ -231,9 +225,7 @@ def test_a_run_with_unequal_data_ends_cleanly(case: Case, batch: int, samples: i
 
 
 @pytest.mark.parametrize("case", SIZED.values(), ids=SIZED)
-@pytest.mark.parametrize("steps", [4, 7])
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("numel", [40, 2047])
+@in_turn(numel=[40, 2047], workers=[2, 3], steps=[4, 7])
 def test_every_element_is_exchanged_exactly_once(case: Case, steps: int, workers: int, numel: int):
     """The bytes in the trace equal those of the formulas. Each mean carries a vote of 32 bytes."""
     assert case.nbytes is not None

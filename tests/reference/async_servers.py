@@ -27,40 +27,81 @@ def finished(seconds: Sequence[float], steps: int) -> Iterator[tuple[int, int]]:
     return ((j, k) for _, j, k in ends)
 
 
-def sgd(
-    w: Vector, gradient: Gradient, seconds: Sequence[float], steps: int, *, lr: float, rate: Rate = constant
+def served(
+    w: Vector,
+    gradient: Gradient,
+    seconds: Sequence[float],
+    steps: int,
+    *,
+    optimizer: Callable[[], Any],
+    rate: Rate = constant,
 ) -> Vector:
-    """Plain asynchronous SGD: push the gradient, pull the model."""
+    """Asynchronous SGD: push the gradient, which the server's only optimizer applies at once; pull the model."""
+    of_server = optimizer()
     read = [w for _ in seconds]
     for j, k in finished(seconds, steps):
-        w = w - lr * rate(k) * gradient(read[j], j, k)
+        w = of_server.step(w, gradient(read[j], j, k), rate(k))
         read[j] = w
     return w
 
 
-def momentum(
+def in_turns(
+    w: Vector, gradient: Gradient, seconds: Sequence[float], steps: int, *, lr: float, rate: Rate = constant
+) -> Vector:
+    """The server applies one gradient of each worker after the other, in a fixed order."""
+    read = [w for _ in seconds]
+    for k in range(steps):
+        for j in range(len(seconds)):
+            w = w - lr * rate(k) * gradient(read[j], j, k)
+            read[j] = w
+    return w
+
+
+def by_clock(
+    w: Vector, gradient: Gradient, seconds: Sequence[float], steps: int, *, lr: float, rate: Rate = constant
+) -> Vector:
+    """Updates become visible when every worker has sent its own: synchronous SGD."""
+    for k in range(steps):
+        w = w - lr * rate(k) * np.mean([gradient(w, j, k) for j in range(len(seconds))], axis=0)
+    return w
+
+
+def coded(
     w: Vector,
     gradient: Gradient,
     seconds: Sequence[float],
     steps: int,
     *,
     lr: float,
-    mu: float,
-    decay: float = 0.0,
+    code: Callable[[Vector], Vector],
     rate: Rate = constant,
 ) -> Vector:
-    """Async MSGD: one velocity on the server."""
-    read = [w for _ in seconds]
-    v = np.zeros_like(w)
+    """Pushes are gradient + residual, encoded; a pull is the encoded difference to what the worker knows."""
+    known = [w for _ in seconds]
+    residual = [np.zeros_like(w) for _ in seconds]
     for j, k in finished(seconds, steps):
-        v = mu * v + gradient(read[j], j, k) + decay * w
-        w = w - lr * rate(k) * v
-        read[j] = w
+        u = gradient(known[j], j, k) + residual[j]
+        sent = code(u)
+        residual[j] = u - sent
+        w = w - lr * rate(k) * sent
+        known[j] = known[j] + code(w - known[j])
     return w
 
 
+def from_one(staleness: int) -> float:
+    return 1 / max(1, staleness)
+
+
 def softsync(
-    w: Vector, gradient: Gradient, seconds: Sequence[float], steps: int, *, lr: float, s: int, rate: Rate = constant
+    w: Vector,
+    gradient: Gradient,
+    seconds: Sequence[float],
+    steps: int,
+    *,
+    lr: float,
+    s: int,
+    scale: Callable[[int], float] = from_one,
+    rate: Rate = constant,
 ) -> Vector:
     """Zhang et al. 2016: the mean of every s gradients, each divided by its staleness from a staleness of 1 on.
 
@@ -72,7 +113,7 @@ def softsync(
     factors: list[float] = []
     for j, k in finished(seconds, steps):
         value, at = read[j]
-        held.append(gradient(value, j, k) / max(1, version - at))
+        held.append(gradient(value, j, k) * scale(version - at))
         factors.append(rate(k))
         if len(held) == s:
             w = w - lr * float(np.mean(factors)) * np.mean(held, axis=0)
@@ -225,20 +266,121 @@ def hogwild(
 
 
 def strom(
-    w: Vector, gradient: Gradient, seconds: Sequence[float], steps: int, *, lr: float, tau: float, rate: Rate = constant
+    w: Vector,
+    gradient: Gradient,
+    seconds: Sequence[float],
+    steps: int,
+    *,
+    lr: float,
+    tau: float,
+    mu: float | None = None,
+    rate: Rate = constant,
 ) -> Vector:
-    """Strom 2015: every worker sends the values of gradient plus residual that reach tau, as +tau or -tau, to all."""
+    """Strom 2015: every worker sends the values of gradient plus residual that reach tau, as +tau or -tau, to all.
+
+    With `mu` it sends its own momentum steps instead, which contain the learning rate.
+    """
     x = [w for _ in seconds]
+    v = [np.zeros_like(w) for _ in seconds]
     residual = [np.zeros_like(w) for _ in seconds]
     inbox: list[list[Vector]] = [[] for _ in seconds]
     for j, k in finished(seconds, steps):
-        residual[j] = residual[j] + gradient(x[j], j, k)
+        update = gradient(x[j], j, k)
+        factor = lr * rate(k)
+        if mu is not None:
+            v[j] = mu * v[j] + update
+            update = factor * v[j]
+            factor = 1.0
+        residual[j] = residual[j] + update
         sent = tau * np.sign(residual[j]) * (np.abs(residual[j]) >= tau)
         residual[j] = residual[j] - sent
-        step = lr * rate(k) * sent
         for i in range(len(seconds)):
-            inbox[i].append(step)
+            inbox[i].append(factor * sent)
         for step in inbox[j]:
             x[j] = x[j] - step
         inbox[j] = []
     return x[0] - sum(inbox[0], np.zeros_like(w))
+
+
+def ad_psgd(
+    w: Vector, gradient: Gradient, seconds: Sequence[float], steps: int, *, lr: float, rate: Rate = constant
+) -> Vector:
+    """Lian et al. 2018, two workers: after a step a worker offers a copy of its model, and goes on.
+
+    The other answers when its own step ends: it moves by half of the difference, and the first worker adds the other
+    half to its model, whatever that is by then.  One offer of each is open at a time.  At the end the mean of both.
+    """
+    x = [w, w]
+    inbox: list[list[tuple[str, Vector]]] = [[], []]
+    is_open = [False, False]
+    has_ended = [False, False]
+
+    def read(j: int) -> None:
+        for kind, values in inbox[j]:
+            if kind == "offer":
+                half = (x[j] - values) / 2
+                x[j] = x[j] - half
+                inbox[1 - j].append(("answer", half))
+            else:
+                x[j] = x[j] + values
+                is_open[j] = False
+        inbox[j] = []
+
+    for j, k in finished(seconds, steps):
+        x[j] = x[j] - lr * rate(k) * gradient(x[j], j, k)
+        read(j)
+        if not is_open[j]:
+            is_open[j] = True
+            inbox[1 - j].append(("offer", x[j]))
+        has_ended[j] = k + 1 == steps
+        while any(ended and box for ended, box in zip(has_ended, inbox, strict=True)):
+            for i in (0, 1):
+                if has_ended[i]:
+                    read(i)
+    return (x[0] + x[1]) / 2
+
+
+def async_diloco(
+    w: Vector,
+    gradient: Gradient,
+    seconds: Sequence[float],
+    steps: int,
+    *,
+    lr: float,
+    period: int,
+    outer: Callable[[], Any],
+    quorum: int,
+    grace: float,
+) -> Vector:
+    """Decoupled DiLoCo, 2026: a worker pushes what `period` local steps have changed, and waits for the answer.
+
+    The server waits for a quorum and then some time more, or for all that still train.  The mean is the gradient of the
+    outer optimizer's step; then all that have pushed get the model.
+    """
+    of_server = outer()
+    base = [w for _ in seconds]
+    done = [0 for _ in seconds]
+    ends = {j: period * s for j, s in enumerate(seconds)}  # Of the blocks of steps of the workers that train.
+    held: dict[int, Vector] = {}
+    until = np.inf
+    while ends or held:
+        now = min(until, *ends.values()) if ends else until
+        if now < until:
+            j = min(ends, key=lambda j: ends[j])
+            del ends[j]
+            x = base[j]
+            for k in range(done[j], done[j] + period):
+                x = x - lr * gradient(x, j, k)
+            done[j] += period
+            held[j] = base[j] - x
+            if len(held) >= min(quorum, len(held) + len(ends)):
+                until = min(until, now + grace)
+        if now == until or not ends:
+            w = of_server.step(w, np.mean(list(held.values()), axis=0))
+            for j in held:
+                base[j] = w
+                if done[j] < steps:
+                    ends[j] = now + period * seconds[j]
+            held = {}
+            until = np.inf
+    return w

@@ -79,3 +79,47 @@ def one_by_one(
             v[j] = mu * v[j] - eta(k) * gradient(x[j] + mu * v[j], j, k)
             x[j] = x[j] + v[j] - force
     return w
+
+
+def in_changing_groups(
+    w: Vector,
+    gradient: Gradient,
+    seconds: Sequence[float],
+    steps: int,
+    *,
+    groups_at: Callable[[int], Sequence[Sequence[int]]],
+    regroup: int,
+    eta: Number,
+    alpha: Number,
+    period: int,
+) -> Vector:
+    """EA-wild in groups that are drawn anew every `regroup` steps; their members begin with the mean of their models.
+
+    A group is as fast as its slowest member, and begins when all members have ended their step before.
+    """
+    x = [w for _ in seconds]
+    ends = [0.0 for _ in seconds]
+
+    def begin(group: Sequence[int]) -> float:
+        return max(ends[j] for j in group)
+
+    groups = groups_at(0)
+    for k in range(steps):
+        if k % regroup == 0:
+            groups = groups_at(k)
+            for group in groups:
+                mean = sum((x[j] for j in group), 0.0 * w) / len(group)
+                for j in group:
+                    x[j] = mean
+        for group in sorted(groups, key=begin):
+            model = x[group[0]]
+            force = alpha(k) * (model - w) if k > 0 and k % period == 0 else 0.0 * w
+            w = w + force
+            mean = sum((gradient(model, j, k) for j in group), 0.0 * w) / len(group)
+            end = begin(group) + max(seconds[j] for j in group)
+            for j in group:
+                x[j] = model - eta(k) * mean - force
+                ends[j] = end
+    for group in sorted(groups, key=begin):
+        w = w + alpha(steps - 1) * (x[group[0]] - w)
+    return w

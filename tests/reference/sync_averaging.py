@@ -48,14 +48,57 @@ class Workers:
                 optimizer.reset()
 
 
-def model_averaging(w, batches, gradient, optimizer, period):
-    """The average is after every `period` steps, and at the end."""
+def model_averaging(w, batches, gradient, optimizer, period, *, of_state=False):
+    """The average is after every `period` steps, and at the end; with `of_state` also of the optimizers' momenta."""
     workers = Workers(w, len(batches[0]), gradient, optimizer)
     for k, parts in enumerate(batches):
         workers.step(parts)
         if (k + 1) % period == 0 or k + 1 == len(batches):
+            if of_state:
+                v = weighted_mean([own.v for own in workers.optimizers], workers.counts)
+                for own in workers.optimizers:
+                    own.v = v
             workers.restart(workers.mean())
-    return workers.mean() if any(workers.counts) else workers.w[0]
+    return workers.w[0]
+
+
+def delayed_averaging(w, batches, gradient, optimizer, period, delay):
+    """The mean of the models after every `period` steps arrives `delay` steps later; the steps since then are kept."""
+    workers = Workers(w, len(batches[0]), gradient, optimizer)
+    mean = w
+    sent = [w for _ in workers.w]
+    for k, parts in enumerate(batches):
+        workers.step(parts)
+        if k >= period and (k + 1) % period == delay:
+            workers.w = [mean + v - old for v, old in zip(workers.w, sent, strict=True)]
+        if (k + 1) % period == 0:
+            sent = list(workers.w)
+            mean = workers.mean()
+    return mean
+
+
+def coded_averaging(w, batches, gradient, optimizer, period, code, *, rate=1.0, momentum=0.0):
+    """Workers send their displacements by a code with feedback on two levels.
+
+    A worker starts from the common model plus its own residual, so its next displacement contains the residual once.
+    The mean moves the common model, by an outer Nesterov step if there is a momentum.
+    """
+    workers = Workers(w, len(batches[0]), gradient, optimizer)
+    of_owners = np.zeros_like(w)
+    u = np.zeros_like(w)
+    for k, parts in enumerate(batches):
+        workers.step(parts)
+        if (k + 1) % period == 0:
+            wanted = [v - w for v in workers.w]
+            sent = [code(d) for d in wanted]
+            mean = weighted_mean(sent, workers.counts) + of_owners
+            delta = code(mean)
+            of_owners = mean - delta
+            u = momentum * u + delta
+            w = w + rate * (delta + momentum * u)
+            workers.restart(w)
+            workers.w = [w + d - s for d, s in zip(wanted, sent, strict=True)]
+    return w
 
 
 def by_schedule(w, batches, gradient, optimizer, period_at):
@@ -101,17 +144,40 @@ def bmuf(
     return model
 
 
-def outer_nesterov(w, batches, gradient, optimizer, *, period, rate, momentum):
-    """DiLoCo: the mean of the workers' displacements is the gradient of an outer Nesterov step."""
+def outer_step(w, mean, u, *, rate, momentum, nesterov=True):
+    """DiLoCo: the mean displacement of the workers is the gradient of an outer momentum step."""
+    delta = w - mean
+    u = momentum * u + delta
+    return w - rate * (delta + momentum * u if nesterov else u), u
+
+
+def diloco(w, batches, gradient, optimizer, *, period, **outer):
     workers = Workers(w, len(batches[0]), gradient, optimizer)
     u = np.zeros_like(w)
     for k, parts in enumerate(batches):
         workers.step(parts)
         if (k + 1) % period == 0 or k + 1 == len(batches):
-            delta = w - workers.mean()
-            u = momentum * u + delta
-            w = w - rate * (delta + momentum * u)
+            w, u = outer_step(w, workers.mean(), u, **outer)
             workers.restart(w)
+    return w
+
+
+def streaming_diloco(w, batches, gradient, optimizer, *, period, fragments, **outer):
+    """Each fragment has its own outer step every `period` steps, one after the other; at the end all have one."""
+    workers = Workers(w, len(batches[0]), gradient, optimizer)
+    parts_of_model = np.array_split(np.arange(len(w)), fragments)
+    w = w.copy()
+    u = np.zeros_like(w)
+    due = 0
+    for k, parts in enumerate(batches):
+        workers.step(parts)
+        if (k + 1) % (period // fragments) == 0:
+            for _ in range(1 if k + 1 < len(batches) else fragments):
+                f = parts_of_model[due % fragments]
+                due += 1
+                w[f], u[f] = outer_step(w[f], workers.mean()[f], u[f], **outer)
+                for v in workers.w:
+                    v[f] = w[f]
     return w
 
 
@@ -193,15 +259,16 @@ def ada_comm(w, batches, gradient, optimizer, loss, *, period, steps, lr, factor
     return workers.w[0], syncs
 
 
-def d_psgd(w, batches, gradient, optimizer, partner):
-    """Decentralised SGD in pairs: after every step each worker averages with its partner, if it has one; the mean of
-    all at the end.  The partners of a step are partner(i, n, k)."""
+def d_psgd(w, batches, gradient, optimizer, partner, *, period=1, rounds=1):
+    """Decentralised SGD in pairs: after every `period` steps each worker averages with one partner after the other, in
+    `rounds` rounds; the mean of all at the end.  The partner in a round r is partner(i, n, r)."""
     n = len(batches[0])
     workers = Workers(w, n, gradient, optimizer)
     for k, parts in enumerate(batches):
         workers.step(parts)
-        peers = [partner(i, n, k) for i in range(n)]
-        workers.w = [v if j is None else (v + workers.w[j]) / 2 for v, j in zip(workers.w, peers, strict=True)]
+        for r in range(rounds if (k + 1) % period == 0 else 0):
+            peers = [partner(i, n, k // period * rounds + r) for i in range(n)]
+            workers.w = [(v + workers.w[j]) / 2 for v, j in zip(workers.w, peers, strict=True)]
     return sum(workers.w) / n
 
 

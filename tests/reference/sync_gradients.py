@@ -1,13 +1,14 @@
 """Methods that exchange gradients at every step: plain sums, sums by groups, and compressed ones.
 
-Sources: CNTK's manual and Seide et al. 2014 (1-bit, two levels), Lin et al. 2018 (DGC), Vogels et al. 2019 (PowerSGD),
-Alistarh et al. 2017 (QSGD), Wen et al. 2017 (TernGrad).
+Sources: CNTK's manual and Seide et al. 2014 (1-bit, two levels), Strom 2015 and DL4J (thresholds), Lin et al. 2018
+(DGC), Vogels et al. 2019 (PowerSGD), Tang et al. 2021 (1-bit Adam).  What a message decodes to is in sync_codes.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from tests.reference.sync_codes import largest_of, only, threshold
 from tests.reference.sync_problem import weighted_mean
 
 
@@ -40,23 +41,19 @@ def hierarchical_sgd(w, batches, gradient, optimizer, group):
     return w
 
 
-def one_bit(u):
-    """The decoded bits of one bucket: the mean of the values from 0 on, and the mean of those below.  Both are sent in
-    single precision."""
-    high = u >= 0
-    up = np.float32(u[high].mean()) if high.any() else 0.0
-    down = np.float32(u[~high].mean()) if (~high).any() else 0.0
-    return np.where(high, float(up), float(down))
+def clipped_sgd(w, batches, gradient, optimizer, clip):
+    """The mean gradient is scaled down to a norm of `clip`."""
+    for parts in batches:
+        g = weighted_mean([gradient(w, x, y) for x, y in parts], [len(x) for x, _ in parts])
+        w = optimizer.step(w, g * min(1.0, clip / (np.linalg.norm(g) + 1e-6)))
+    return w
 
 
-def by_buckets(code, u, bucket):
-    return np.concatenate([code(u[i : i + bucket]) for i in range(0, len(u), bucket)])
+def two_levels(w, batches, gradient, optimizer, code):
+    """Workers quantise gradient + residual; the owner of a stripe quantises the mean, plus its own residual.
 
-
-def one_bit_sgd(w, batches, gradient, optimizer, bucket):
-    """Workers quantise gradient + residual; the owner of a stripe of buckets quantises the mean, plus its own residual.
-
-    A stripe is whole buckets, so all stripes together are one vector here, and so are the owners' residuals.
+    `code(u)` is what a message with the values u decodes to.  A stripe is whole units of the code, so all stripes
+    together are one vector here, and so are the owners' residuals.
     """
     residuals = [np.zeros_like(w) for _ in batches[0]]
     of_owners = np.zeros_like(w)
@@ -64,37 +61,89 @@ def one_bit_sgd(w, batches, gradient, optimizer, bucket):
         decoded = []
         for i, (x, y) in enumerate(parts):
             u = gradient(w, x, y) + residuals[i]
-            decoded.append(by_buckets(one_bit, u, bucket))
+            decoded.append(code(u))
             residuals[i] = u - decoded[i]
         u = weighted_mean(decoded, [len(x) for x, _ in parts]) + of_owners
-        sent = by_buckets(one_bit, u, bucket)
+        sent = code(u)
         of_owners = u - sent
         w = optimizer.step(w, sent)
     return w
 
 
-def largest(u, k):
-    """The k largest values, sent in single precision, and zeros."""
-    kept = np.argsort(-np.abs(u), kind="stable")[:k]
-    sent = np.zeros_like(u)
-    sent[kept] = np.float32(u[kept])
-    return sent, kept
-
-
-def top_k_sgd(w, batches, gradient, optimizer, ratio):
+def gathered(w, batches, gradient, optimizer, code):
+    """Every worker sends gradient + residual, encoded once, to all others."""
     residuals = [np.zeros_like(w) for _ in batches[0]]
-    k = max(1, int(ratio * len(w)))
     for parts in batches:
         messages = []
         for i, (x, y) in enumerate(parts):
             u = gradient(w, x, y) + residuals[i]
-            messages.append(largest(u, k)[0])
+            messages.append(code(u))
             residuals[i] = u - messages[i]
         w = optimizer.step(w, weighted_mean(messages, [len(x) for x, _ in parts]))
     return w
 
 
-def dgc(w, batches, gradient, *, lr, ratio, momentum, nesterov=False, clip=None, ratios=()):
+def summed(w, batches, gradient, optimizer, half):
+    """Every worker rounds its share of the mean to 16 bits, and the sums are rounded to 16 bits too.
+
+    Powers of two only move the values into the range of the format.
+    """
+    for parts in batches:
+        total = sum(len(x) for x, _ in parts)
+        k = np.ceil(np.log2(total))
+        sent = [half(gradient(w, x, y) * (len(x) / 2**k)) for x, y in parts]
+        added = sent[0]
+        for values in sent[1:]:
+            added = half(added + values)
+        w = optimizer.step(w, added * (2**k / total))
+    return w
+
+
+def strom_adaptive(w, batches, gradient, optimizer, *, tau, low, high, decay):
+    """Strom 2015, with the threshold of each worker following the share of values that it sends, as in DL4J."""
+    residuals = [np.zeros_like(w) for _ in batches[0]]
+    taus = [tau for _ in batches[0]]
+    for parts in batches:
+        messages = []
+        for i, (x, y) in enumerate(parts):
+            u = gradient(w, x, y) + residuals[i]
+            messages.append(threshold(u, taus[i]))
+            residuals[i] = u - messages[i]
+            share = np.count_nonzero(messages[i]) / len(u)
+            taus[i] *= decay if share < low else 1 / decay if share > high else 1.0
+        w = optimizer.step(w, weighted_mean(messages, [len(x) for x, _ in parts]))
+    return w
+
+
+def one_bit_adam(w, batches, gradient, *, lr, betas, eps, decay, warmup, code, factor_at):
+    """Tang et al. 2021: AdamW for `warmup` steps; then the variance stays, and workers exchange their momentum by a
+    code with feedback on two levels."""
+    b1, b2 = betas
+    m = np.zeros_like(w)
+    v = np.zeros_like(w)
+    residuals = [np.zeros_like(w) for _ in batches[0]]
+    of_owners = np.zeros_like(w)
+    for k, parts in enumerate(batches):
+        counts = [len(x) for x, _ in parts]
+        gradients = [gradient(w, x, y) for x, y in parts]
+        if k < warmup:
+            g = weighted_mean(gradients, counts)
+            m = b1 * m + (1 - b1) * g
+            v = b2 * v + (1 - b2) * g * g
+            settled = v / (1 - b2 ** (k + 1))
+        else:
+            wanted = [b1 * m + (1 - b1) * g + r for g, r in zip(gradients, residuals, strict=True)]
+            sent = [code(u) for u in wanted]
+            residuals = [u - s for u, s in zip(wanted, sent, strict=True)]
+            u = weighted_mean(sent, counts) + of_owners
+            m = code(u)
+            of_owners = u - m
+        rate = lr * factor_at(k)
+        w = w * (1 - rate * decay) - rate * (m / (1 - b1 ** (k + 1))) / (np.sqrt(settled) + eps)
+    return w
+
+
+def dgc(w, batches, gradient, *, lr, ratio, momentum, nesterov=False, masking=True, clip=None, ratios=()):
     """Momentum correction, masking, local clipping, and a warm-up with other ratios for the first messages."""
     workers = len(batches[0])
     u = [np.zeros_like(w) for _ in range(workers)]
@@ -112,10 +161,12 @@ def dgc(w, batches, gradient, *, lr, ratio, momentum, nesterov=False, clip=None,
             else:
                 u[i] = momentum * u[i] + g
                 v[i] = v[i] + u[i]
-            sent, kept = largest(v[i], k)
+            kept = largest_of(v[i], k)
+            sent = only(v[i], kept)
             messages.append(sent)
             v[i] = v[i] - sent
-            u[i][kept] = 0.0
+            if masking:
+                u[i][kept] = 0.0
         w = w - lr * weighted_mean(messages, [len(x) for x, _ in parts])
     return w
 
@@ -137,19 +188,3 @@ def power_sgd(w, batches, gradient, optimizer, shape, q):
         rest = weighted_mean([g[rows * columns :] for g in gradients], counts)
         w = optimizer.step(w, np.concatenate([(p @ q.T).ravel(), rest]))
     return w
-
-
-def qsgd_moments(v, levels, norm):
-    """The mean and the variance of what a random rounding to `levels` levels of the norm decodes to."""
-    scale = np.abs(v).max() if norm == "max" else np.linalg.norm(v)
-    part = levels * np.abs(v) / scale % 1
-    return v, (scale / levels) ** 2 * part * (1 - part)
-
-
-def terngrad_moments(g, clip):
-    """Values are -s, 0 or s with the right mean; s is the largest value, after clipping to `clip` deviations from 0."""
-    if clip is not None:
-        bound = clip * np.sqrt((g**2).mean())
-        g = np.clip(g, -bound, bound)
-    s = np.abs(g).max()
-    return g, s * np.abs(g) - g**2

@@ -50,18 +50,35 @@ class Sgd:
         self.v = None
 
 
-class AdamW:
-    """Loshchilov and Hutter 2019, with torch's place for eps."""
+class Adagrad:
+    """Duchi et al. 2011: the rate of each value falls with the sum of its squared gradients."""
 
-    def __init__(self, lr, betas=(0.9, 0.999), eps=1e-8, decay=0.01):
+    def __init__(self, lr, eps=1e-10, decay=0.0):
+        self.lr = lr
+        self.eps = eps
+        self.decay = decay
+        self.squares = 0.0
+
+    def step(self, w, g, factor=1.0):
+        g = g + self.decay * w
+        self.squares = self.squares + g * g
+        return w - factor * self.lr * g / (np.sqrt(self.squares) + self.eps)
+
+
+class AdamW:
+    """Loshchilov and Hutter 2019, with torch's place for eps; with `l2` the decay of Adam, a part of the gradient."""
+
+    def __init__(self, lr, betas=(0.9, 0.999), eps=1e-8, decay=0.01, l2=0.0):
         self.lr = lr
         self.betas = betas
         self.eps = eps
         self.decay = decay
+        self.l2 = l2
         self.reset()
 
     def step(self, w, g, factor=1.0):
         self.t += 1
+        g = g + self.l2 * w
         b1, b2 = self.betas
         self.m = b1 * self.m + (1 - b1) * g
         self.s = b2 * self.s + (1 - b2) * g * g

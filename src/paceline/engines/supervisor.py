@@ -158,6 +158,7 @@ class Supervisor:
                     raise WorkersFailed(self._first_cause(Failure(rank, worker.pid, code, self._report(rank))))
                 elif self._replacements and not has_finished:
                     self._replacements -= 1
+                    self._report_path(rank).unlink(missing_ok=True)  # The next one has not failed.
                     self._on_replacement(rank, code)
                     self._running[rank] = self._start(rank)
             self._every_tick()
@@ -197,6 +198,10 @@ class Supervisor:
                     failures.append(Failure(rank, worker.pid, code, self._report(rank)))
                     if not failures[-1].is_consequence:
                         deadline = min(deadline, time.monotonic() + SAME_S)
+        # A rank reports its error before it ends, and its end can take longer: exit handlers, a slow machine.
+        for rank, worker in self._running.items():
+            if (report := self._report(rank)) is not None:
+                failures.append(Failure(rank, worker.pid, 1, report))
         return describe(failures, with_traceback=self._with_traceback)
 
     def _report(self, rank: int) -> Report | None:
