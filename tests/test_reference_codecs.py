@@ -69,6 +69,11 @@ def _(strategy: pl.Strategy) -> float:
 
 TWO_LEVELS: dict[str, tuple[Codec, Any, str]] = {
     "single precision": (Fp32(), codes.single, "IEEE 754"),
+    "1 bit, threshold at zero": (
+        OneBit(bucket=64, threshold="zero"),
+        by_buckets(codes.one_bit, threshold=0.0),
+        "CNTK manual",
+    ),
     "1 bit, coded once more": (Entropy(OneBit(bucket=64)), by_buckets(codes.one_bit), "lossless: Duda 2009"),
     "4 bits of 64": (NBit(bits=4, bucket=64), by_buckets(codes.n_bit, bits=4), "CNTK manual"),
     "2 bits of 64": (NBit(bits=2, bucket=64), by_buckets(codes.n_bit, bits=2), "CNTK manual"),

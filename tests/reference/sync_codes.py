@@ -13,9 +13,9 @@ def single(u):
     return np.float32(u).astype(np.float64)
 
 
-def one_bit(u):
-    """The mean of the values from 0 on, and the mean of those below."""
-    high = u >= 0
+def one_bit(u, threshold=None):
+    """The mean of the values from the threshold on, which is the mean of all or, in CNTK, 0; and of those below."""
+    high = u >= (u.mean() if threshold is None else threshold)
     up = single(u[high].mean()) if high.any() else 0.0
     down = single(u[~high].mean()) if (~high).any() else 0.0
     return np.where(high, up, down)
