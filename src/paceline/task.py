@@ -205,6 +205,7 @@ class Trainee:
         """Within this block a gradient is computed, from zero and with this worker's own random numbers."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self._rng)
+        self.flat.publish()
         for p in self.flat.parameters:
             p.grad = None
         try:
@@ -212,6 +213,7 @@ class Trainee:
         finally:
             self._rng = torch.get_rng_state()
             torch.set_rng_state(outside)
+            self.flat.refresh()
 
     def step(self, g: Tensor, by: Callable[[Tensor], None] | None = None) -> None:
         """A step of the optimizer, with `g` as the gradient; or by a function in place of the optimizer."""
@@ -219,18 +221,18 @@ class Trainee:
             by(g)
             return
         self.flat.expose_all(g)
+        self.local_step()
+
+    def local_step(self) -> None:
+        """A step of the optimizer, with the gradient that is in `.grad`."""
+        self.flat.publish()
         self.optimizer.step()
+        self.flat.refresh()
 
     def evaluate(self, vector: Tensor | None) -> dict[str, float]:
         """The task's metrics of the model, or of another vector put in its place."""
-        before = None
-        if vector is not None:
-            before = self.flat.params.clone()
-            self.flat.params.copy_(vector)
-        metrics = self.task.evaluated(self.flat.model)
-        if before is not None:
-            self.flat.params.copy_(before)
-        return metrics
+        with self.flat.showing(vector):
+            return self.task.evaluated(self.flat.model)
 
     def bind_state(self, states: StateStore) -> None:
         """Declare what outlives a step here: the optimizer's state and the random numbers."""

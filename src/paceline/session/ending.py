@@ -26,6 +26,7 @@ def end_with_same_model(endpoint: Endpoint, flat: FlatModel, settings: GroupSett
     A rank whose data ended first cannot take the steps of the others: their clipping, scaling and schedules ran in
     their own loops.
     """
+    flat.refresh()  # The user's code may have changed parameters after the last step.
     mine = torch.tensor([float(last_step), settings.digest(), _fingerprint(flat)], dtype=torch.float64)
     found = dict(zip(endpoint.ranks, (t.tolist() for t in endpoint.all_gather(mine).wait()), strict=True))
     most = max(step for step, _, _ in found.values())
@@ -63,6 +64,7 @@ def _unite(endpoint: Endpoint, flat: FlatModel, source: int, settings: str | Non
         DifferentRanks(f"the ranks' models differed by rounding: all ranks took that of rank {source}"), stacklevel=5
     )
     flat.params.copy_(theirs)
+    flat.publish()
 
 
 def _fingerprint(flat: FlatModel) -> float:

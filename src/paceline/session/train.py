@@ -74,7 +74,7 @@ class ProcessLearner(TaskLearner):
 
     def _local_step(self, replica: Replica) -> None:
         if self._backward(replica, None) and replica.batch.accept(self.flat.first_nonfinite_grad):
-            self.trainee.optimizer.step()
+            self.trainee.local_step()
 
     def evaluated(self, vector: Tensor | None) -> dict[str, float]:
         return self.trainee.evaluate(vector)

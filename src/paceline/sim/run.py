@@ -146,10 +146,11 @@ class Simulation:
         first = self._first_alive()
         if first is not self.workers[0]:
             self._evaluate(self.task.total_steps)
-        params = first.replica.params.clone()
         states = [worker.run.state_dict() for worker in self.workers]
-        untie(first.trainee.flat.parameters)
-        return Run(first.trainee.flat.model, params, self.simulator.trace, states, self.simulator.waits)
+        flat = first.trainee.flat
+        params = flat.round(flat.params.clone())
+        untie(flat.parameters)
+        return Run(flat.model, params, self.simulator.trace, states, self.simulator.waits)
 
     def _roles(self) -> dict[int, Coroutine[Op[Any], Any, Any]]:
         """The coroutine of every rank that starts at time 0."""
