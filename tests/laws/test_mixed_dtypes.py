@@ -1,19 +1,21 @@
-"""Models with parameters of several dtypes train as they do in torch: under every strategy, with any number of workers."""
+"""Models with parameters of several dtypes train as they do in torch, under every strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import AllReduceSGD, Cluster, Hogwild, PeriodicAveraging, Run, Task, simulate
+from paceline import ASGD, AllReduceSGD, Cluster, Hogwild, PeriodicAveraging, Replica, Run, Strom, Task, simulate
 from paceline.codecs import Fp16, Fp32, OneBit
 from paceline.strategy import Strategy
 from paceline.worker.flat import FlatModel
+from paceline.worker.learner import optimizer_vectors, set_optimizer_vectors
 from tests.laws.every import ALONE, ORDERED, STRATEGIES, Case
-from tests.laws.tasks import OPTIMIZERS, close, mixed_regression, params, same, trained_alone, values
+from tests.laws.tasks import OPTIMIZERS, close, mixed_regression, params, same, trained_alone
 
 STEPS_ALONE = {name: case for name, case in ALONE.items() if case.plain is None}
 # Those whose rule is plain SGD at 0.05: on shards, or applied by every worker itself.
@@ -37,7 +39,7 @@ def test_one_worker_equals_plain_training(case: Case):
 
 
 def stepped_in_the_vector(task: Task, *, keeps: bool) -> Tensor:
-    """SGD at 0.05 in float32.  It `keeps` the values that the narrower parameters round, or loses them at every step."""
+    """SGD at 0.05 in float32.  It `keeps` what the narrower parameters round, or loses it at every step."""
     model = task.build()
     kept = [p.detach().float().clone() for p in model.parameters()]
     for k in range(task.total_steps):
@@ -151,6 +153,8 @@ def test_a_stopped_and_resumed_run_equals_the_unbroken_one(case: Case):
         parts.append(
             simulate(mixed_regression(steps=7), case.strategy, Cluster(workers=2), resume=resume, stop_at=stop_at)
         )
+        model = parts[-1].model
+        assert same(parts[-1].params, torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]))
     whole = simulate(mixed_regression(steps=7), case.strategy, Cluster(workers=2))
     assert all(same(a, b) for a, b in zip(params(parts[-1]), params(whole), strict=True))
     assert same(parts[-1].params, whole.params)
@@ -180,6 +184,62 @@ def test_codecs_train_as_well_as_none(codec):
         return task.loss(model, task.part(0, 0, 1)).item()
 
     assert loss(AllReduceSGD(codec=codec)) == pytest.approx(loss(AllReduceSGD()), rel=0.1)
+
+
+class Tug(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        self.b = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "strategy", [ASGD(period=1, servers=1), Strom(None), Hogwild()], ids=lambda strategy: type(strategy).__name__
+)
+def test_what_a_parameter_rounds_is_no_step_that_workers_exchange(strategy: Strategy):
+    """In the first step one worker moves a parameter of 1 by 2**-7, and the other by -2**-8; after that, none.
+
+    Their sum is 1 + 2**-8, between two values of bfloat16.  If each worker sent the difference to its rounded
+    parameter, they would move what they share by twice that.
+    """
+    task = Task(
+        Tug,
+        lambda model, batch: (model.a.float() * batch[0].mean()).sum() + model.b.sum(),
+        [torch.tensor([-(2.0**-7), 2.0**-8])],
+        batch=2,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        steps=5,
+        schedule=lambda step: float(step == 0),
+    )
+    run = simulate(task, strategy, Cluster(workers=2, compute=[1.0, 1.3]))
+    # Strom's receivers add one update after the other, and round twice.
+    assert run.model.a.item() in ([1.0, 1.0078125] if isinstance(strategy, Strom) else [1.0])
+
+
+@dataclass(frozen=True)
+class Halving(Strategy):
+    """Changes the parameters between a gradient and the step."""
+
+    async def worker(self, w: Replica) -> None:
+        for _ in w.steps_alone():
+            g = await w.gradient()
+            w.params.mul_(0.5)
+            await w.step(g)
+
+
+def test_a_step_starts_from_what_the_strategy_has_written():
+    task = mixed_regression(steps=5, optimizer=OPTIMIZERS["sgd"])
+    model = task.build()
+    optimizer = task.optimizer(model.parameters())
+    for k in range(task.total_steps):
+        optimizer.zero_grad()
+        task.loss(model, task.part(k, 0, 1)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        optimizer.step()
+    expected = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert same(simulate(task, Halving(), Cluster(workers=1)).params, expected)
 
 
 # The vector and its parameters.
@@ -271,11 +331,13 @@ def test_what_cannot_be_one_vector_is_refused_by_name(expected: str):
 
 def test_the_optimizer_state_has_one_dtype_whichever_parameters_had_a_gradient():
     """Otherwise the workers of a sync would send vectors of different types."""
-    run = simulate(
-        mixed_regression(steps=5, batch=3),
-        PeriodicAveraging(period=2, optimizer_state="average"),
-        Cluster(workers=3),
-    )
-    assert all(same(p, run.params) for p in params(run))
-    momenta = [values(state, "optimizer")["state"] for state in run.states]
-    assert {s["momentum_buffer"].dtype for state in momenta for s in state.values()} == {torch.bfloat16, torch.float32}
+    for reached in (0, 1):
+        model, flat = mixed(torch.ones(2), torch.ones(3, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model[reached].sum().backward()
+        optimizer.step()
+        vectors = optimizer_vectors(flat, optimizer)
+        assert vectors["momentum_buffer"].dtype == torch.float32
+        assert vectors["momentum_buffer"].tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]][reached]
+        set_optimizer_vectors(flat, optimizer, {"momentum_buffer": torch.full((5,), 3.0)})
+        assert optimizer.state[model[reached]]["momentum_buffer"].dtype == model[reached].dtype

@@ -235,5 +235,4 @@ def _start_from_same_model(
         if initial == "broadcast":
             for _, values in named_tensors(flat.model):
                 endpoint.broadcast(values, endpoint.ranks[0]).wait()
-            flat.refresh()
         check_same_model(endpoint, flat, job.store)

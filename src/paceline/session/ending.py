@@ -26,7 +26,6 @@ def end_with_same_model(endpoint: Endpoint, flat: FlatModel, settings: GroupSett
     A rank whose data ended first cannot take the steps of the others: their clipping, scaling and schedules ran in
     their own loops.
     """
-    flat.refresh()  # The user's code may have changed parameters after the last step.
     mine = torch.tensor([float(last_step), settings.digest(), _fingerprint(flat)], dtype=torch.float64)
     found = dict(zip(endpoint.ranks, (t.tolist() for t in endpoint.all_gather(mine).wait()), strict=True))
     most = max(step for step, _, _ in found.values())

@@ -25,8 +25,8 @@ class Hogwild(Strategy):
     """All workers update one parameter vector in their host's shared memory, each with its own optimizer.
 
     Sparse gradients (nn.Embedding(sparse=True), with SGD or another optimizer that supports them) touch only their
-    rows.  Workers with their models on GPUs, or with parameters of several dtypes, copy the vector before each step, and
-    add the step's change to it.
+    rows.  Workers with their models on GPUs, or with parameters of several dtypes, copy the vector before each step,
+    and add the step's change to it.
     """
 
     needs: ClassVar[Needs] = Needs(shared_memory=True)
