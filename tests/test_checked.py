@@ -271,5 +271,6 @@ def test_right_arguments_of_all_kinds_are_taken():
     assert task(data=lambda rank, workers: [X]).has_own_data
     cluster = pl.Cluster(workers=2, compute=[0.1, "5ms"], bandwidth="10B/s", bus=1e6, stages=["2"])
     assert cluster.link(0, 1).bandwidth == 10
-    with pl.attach(nn.Linear(2, 1).requires_grad_(), None, "parameter-server", timeout_s="5s", loader=[X], epochs=1):
+    model = nn.Linear(2, 1)
+    with pl.attach(model, torch.optim.SGD(model.parameters()), "all-reduce-sgd", timeout_s="5s", loader=[X], epochs=1):
         pass

@@ -23,6 +23,13 @@ SGD = {name: case for name, case in ALONE.items() if case.plain is not None and 
 SGD = {name: case for name, case in SGD.items() if name != "async-momentum"}
 BY_SHARDS = {name: case for name, case in SGD.items() if case.strategy.servers}
 BY_WORKERS = {name: case for name, case in SGD.items() if not case.strategy.servers}
+# One case of every ordered strategy, and all that overlap with the next steps or hold a residual.
+DISTINCT = {type(case.strategy): name for name, case in reversed(ORDERED.items())}
+SAVED = {
+    name: case
+    for name, case in ORDERED.items()
+    if name in DISTINCT.values() or any(word in name for word in ("delayed", "one-bit", "streaming"))
+}
 AGREEING = {name: case for name, case in STRATEGIES.items() if case.agrees}
 
 
@@ -144,7 +151,7 @@ def test_all_ranks_agree_after_the_last_synchronisation(case: Case):
     assert same(run.params, torch.cat([p.detach().float().reshape(-1) for p in run.model.parameters()]))
 
 
-@pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)
+@pytest.mark.parametrize("case", SAVED.values(), ids=SAVED)
 def test_a_stopped_and_resumed_run_equals_the_unbroken_one(case: Case):
     """It stops between two synchronisations, and right after one."""
     parts = list[Run]()
@@ -160,7 +167,7 @@ def test_a_stopped_and_resumed_run_equals_the_unbroken_one(case: Case):
     assert same(parts[-1].params, whole.params)
 
 
-@pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)
+@pytest.mark.parametrize("case", SAVED.values(), ids=SAVED)
 def test_evaluations_show_rounded_parameters_and_change_nothing(case: Case):
     shown: list[Tensor] = []
 
@@ -179,8 +186,8 @@ def test_evaluations_show_rounded_parameters_and_change_nothing(case: Case):
 @pytest.mark.parametrize("codec", [OneBit(), Fp16()], ids=str)
 def test_codecs_train_as_well_as_none(codec):
     def loss(strategy: Strategy) -> float:
-        model = simulate(mixed_regression(steps=60, samples=18), strategy, Cluster(workers=2)).model
-        task = mixed_regression(steps=60, samples=18)
+        model = simulate(mixed_regression(steps=40, samples=18), strategy, Cluster(workers=2)).model
+        task = mixed_regression(steps=40, samples=18)
         return task.loss(model, task.part(0, 0, 1)).item()
 
     assert loss(AllReduceSGD(codec=codec)) == pytest.approx(loss(AllReduceSGD()), rel=0.1)
