@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -77,11 +77,16 @@ def test_numbers_of_numpy_and_lists_become_plain_values():
     assert hash(pl.rules.Adam(betas=[0.9, 0.99])) == hash(pl.rules.Adam(betas=(0.9, 0.99)))
 
 
+class Measure(Protocol):
+    def __call__(self, x: float) -> float: ...
+
+
 def test_settings_of_users_classes_are_checked_too():
     @dataclasses.dataclass(frozen=True)
     class Mine(pl.AllReduceSGD):
         often: int = 1
         unknown: Missing | None = None  # noqa: F821 (a name that only a type checker knows)
+        measure: Measure = abs
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -266,7 +266,10 @@ def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
     if origin is Callable:
         return callable(value), value
     of: Any = origin or kind  # Of Mapping[K, V] and the like only the class is checked.
-    return not isinstance(of, type) or isinstance(value, of), value
+    try:
+        return not isinstance(of, type) or isinstance(value, of), value
+    except TypeError:  # A Protocol that is not to be checked.
+        return True, value
 
 
 def _fit_items(value: Any, kinds: Sequence[Any]) -> tuple[bool, Any]:
