@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.checked import checked_seconds
@@ -75,11 +77,16 @@ def test_numbers_of_numpy_and_lists_become_plain_values():
     assert hash(pl.rules.Adam(betas=[0.9, 0.99])) == hash(pl.rules.Adam(betas=(0.9, 0.99)))
 
 
+class Measure(Protocol):
+    def __call__(self, x: float) -> float: ...
+
+
 def test_settings_of_users_classes_are_checked_too():
     @dataclasses.dataclass(frozen=True)
     class Mine(pl.AllReduceSGD):
         often: int = 1
         unknown: Missing | None = None  # noqa: F821 (a name that only a type checker knows)
+        measure: Measure = abs
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -107,21 +114,168 @@ def test_durations_have_units():
         assert str(error.value).startswith(expected)
 
 
-def test_attach_with_wrong_types_is_refused_with_one_worker_too():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cases = {
-        "attach(model=SGD, optimizer=Linear): the two are swapped": (optimizer, model, pl.AllReduceSGD(), {}),
-        "attach(model=function, optimizer=SGD): the model must be": (lambda x: x, optimizer, pl.AllReduceSGD(), {}),
-        "attach(model=Linear, optimizer=float): the optimizer must": (model, 0.1, pl.AllReduceSGD(), {}),
-        "attach(strategy=AllReduceSGD): AllReduceSGD is a class": (model, optimizer, pl.AllReduceSGD, {}),
-        "attach(strategy=OneBit(bucket=512)): strategy is a strategy": (model, optimizer, pl.codecs.OneBit(512), {}),
-        "attach(accumulate=1.5): accumulate is an integer": (model, optimizer, "all-reduce-sgd", {"accumulate": 1.5}),
-        "attach(timeout_s='5 parsecs'): ": (model, optimizer, "all-reduce-sgd", {"timeout_s": "5 parsecs"}),
+def test_seconds_are_quoted_once():
+    with pytest.raises(ValueError, match=r"^attach\(timeout_s='5 parsecs'\): '5 parsecs' is not a duration"):
+        checked_seconds("attach", "timeout_s", "5 parsecs")
+
+
+NET = nn.Linear(2, 1)
+SGD = torch.optim.SGD(NET.parameters(), lr=0.1)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(SGD, 1)
+X = torch.zeros(4, 2)
+
+
+def task(**more: Any) -> pl.Task:
+    settings: dict[str, Any] = {
+        "model": lambda: nn.Linear(2, 1),
+        "loss": lambda model, batch: model(batch[0]).sum(),
+        "data": [X],
+        "batch": 2,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "steps": 2,
     }
-    for expected, (first, second, strategy, more) in cases.items():
-        with pytest.raises(ValueError) as error:
-            pl.attach(first, second, strategy, **more)
-        assert str(error.value).startswith(expected)
-    with pl.attach(model, optimizer, "all-reduce-sgd", timeout_s="5s"):
+    return pl.Task(**settings | more)
+
+
+def attach(*given: Any, **more: Any) -> object:
+    return pl.attach(*given, **more)
+
+
+def simulate(*given: Any, **more: Any) -> object:
+    return pl.simulate(*given, **more)
+
+
+def train(*given: Any, **more: Any) -> object:
+    return pl.train(*given, **more)
+
+
+LINEAR = "Linear(in_features=2, out_features=1, bias=True)"
+AVERAGING = pl.PeriodicAveraging(4)
+FOUR = pl.Cluster(workers=4)
+
+CALLS: dict[str, Callable[[], object]] = {
+    # The task.
+    f"Task(model={LINEAR}): model is a function that builds": lambda: task(model=NET),
+    "Task(model=3): model is a function": lambda: task(model=3),
+    "Task(model=...): the function must return Module, and it returned None": lambda: task(model=lambda: None).build(),
+    "Task(loss=0.5): loss is a function": lambda: task(loss=0.5),
+    "Task(loss=MSELoss()): loss is a function of the model and a minibatch": lambda: task(loss=nn.MSELoss()),
+    "Task(loss=MSELoss): loss is a function of the model and a minibatch": lambda: task(loss=nn.MSELoss),
+    "Task(loss=...): the function must return Tensor, and it returned 1.5": lambda: simulate(
+        task(loss=lambda model, batch: 1.5), AVERAGING, FOUR
+    ),
+    "Task(optimizer=<SGD>): optimizer is a function that makes": lambda: task(optimizer=SGD),
+    "Task(optimizer=0.1): optimizer is a function": lambda: task(optimizer=0.1),
+    "Task(optimizer=...): the function must return Optimizer, and it returned (": lambda: simulate(
+        task(optimizer=lambda parameters: (1, 2)), AVERAGING, FOUR
+    ),
+    "Task(schedule=<StepLR>): schedule is a function from a step": lambda: task(schedule=SCHEDULER),
+    "Task(schedule=StepLR): schedule is a function from a step": lambda: task(schedule=torch.optim.lr_scheduler.StepLR),
+    "Task(data=<Tensor>): data is a sequence of equally long tensors": lambda: task(data=X),
+    "Task(data=<TensorDataset>): data is a sequence of equally long": lambda: task(data=TensorDataset(X)),
+    "Task(data=<DataLoader>): data is a sequence of equally long": lambda: task(data=DataLoader(TensorDataset(X))),
+    "Task(data=[[1, 2], [3, 4]]): data is a sequence of Tensors or a function; item 0 is [1, 2]": lambda: task(
+        data=[[1, 2], [3, 4]]
+    ),
+    "Task(data=<list>): data is a sequence of Tensors or a function; item 1 is <ndarray>": lambda: task(
+        data=[X, np.zeros((4, 40))]
+    ),
+    "Task(batch=2): the data is []; it needs at least one tensor": lambda: task(data=()),
+    "Task(batch=2): the data is [Tensor of shape [4, 2], Tensor of shape []]; it needs": lambda: task(
+        data=[X, torch.tensor(1.0)]
+    ),
+    "Task(data of worker 0 of 1): the data is [list of shape []]; it needs": lambda: task(
+        data=lambda rank, workers: [[1]]
+    ).part(0, 0, 1),
+    "Task(batch=2): the data has the lengths [4, 3]": lambda: task(data=[X, X[:3]]),
+    "Task(batch='64'): batch is an integer": lambda: task(batch="64"),
+    "Task(epochs='3'): epochs is a number or None": lambda: task(steps=None, epochs="3"),
+    "Task(steps=2.5): steps is an integer or None": lambda: task(steps=2.5),
+    "Task(seed=1.5): seed is an integer": lambda: task(seed=1.5),
+    "Task(evaluate={'loss': 1}): evaluate is a function or None": lambda: task(evaluate={"loss": 1}),
+    "Task(evaluate_every=0): it counts steps": lambda: task(evaluate_every=0),
+    "Task(accumulate=True): accumulate is an integer": lambda: task(accumulate=True),
+    # The cluster.
+    "Cluster(workers='8'): workers is an integer": lambda: pl.Cluster(workers="8"),
+    "Cluster(workers=8.0): workers is an integer": lambda: pl.Cluster(workers=8.0),
+    "Cluster(bandwidth=10): a number counts bytes a second; write a unit, as in '10Gbit/s' or": lambda: pl.Cluster(
+        workers=2, bandwidth=10
+    ),
+    "Cluster(bandwidth='10'): '10' is not a bandwidth": lambda: pl.Cluster(workers=2, bandwidth="10"),
+    "Cluster(bandwidth=None): bandwidth is a number or text": lambda: pl.Cluster(workers=2, bandwidth=None),
+    "Cluster(bus=0): it must be positive": lambda: pl.Cluster(workers=2, bus=0),
+    "Cluster(latency='1'): '1' is not a duration": lambda: pl.Cluster(workers=2, latency="1"),
+    "Cluster(compute='fast'): 'fast' is not a duration": lambda: pl.Cluster(workers=2, compute="fast"),
+    "Cluster(compute=LogNormal): compute is": lambda: pl.Cluster(workers=2, compute=pl.LogNormal),
+    "Cluster(links=[(0, 1)]): links is a Mapping": lambda: pl.Cluster(workers=2, links=[(0, 1)]),
+    "Cluster(stages='2'): stages is an integer or a sequence of texts": lambda: pl.Cluster(workers=2, stages="2"),
+    "Cluster(stage_link='1Gbit/s'): stage_link is a Link or None": lambda: pl.Cluster(workers=2, stage_link="1Gbit/s"),
+    # The drivers.
+    "simulate(task=AllReduceSGD(codec=None, group=None, clip=None), strategy=<Task>): these are in another order; give "
+    "simulate(task, strategy)": lambda: simulate(pl.AllReduceSGD(), task(), FOUR),
+    "simulate(strategy=PeriodicAveraging): PeriodicAveraging is a class; give an instance": lambda: simulate(
+        task(), pl.PeriodicAveraging, FOUR
+    ),
+    "simulate(strategy='averag'): there is no strategy 'averag'": lambda: simulate(task(), "averag", FOUR),
+    "simulate(cluster=4): cluster is a Cluster; give Cluster(workers=...)": lambda: simulate(task(), AVERAGING, 4),
+    "simulate(task=<function>): task is a Task": lambda: simulate(task, AVERAGING, FOUR),
+    "simulate(strict='no'): strict is True or False": lambda: simulate(task(), AVERAGING, FOUR, strict="no"),
+    "simulate(stop_at='2'): stop_at is an integer or None": lambda: simulate(task(), AVERAGING, FOUR, stop_at="2"),
+    "simulate(resume={'step': 1}): resume is a sequence of dicts": lambda: simulate(
+        task(), AVERAGING, FOUR, resume={"step": 1}
+    ),
+    "simulate(faults=0.5): faults is a Faults": lambda: simulate(task(), AVERAGING, FOUR, faults=0.5),
+    "simulate(nonfinite=None): nonfinite is one of 'skip', 'stop', 'pass'": lambda: simulate(
+        task(), AVERAGING, FOUR, nonfinite=None
+    ),
+    "train(task=PeriodicAveraging(": lambda: train(AVERAGING, task(), 2),
+    "train(strategy=PeriodicAveraging): PeriodicAveraging is a class": lambda: train(task(), pl.PeriodicAveraging, 2),
+    "train(workers='2'): workers is an integer or None": lambda: train(task(), AVERAGING, "2"),
+    "train(workers=<Cluster>): workers is an integer or None": lambda: train(task(), AVERAGING, FOUR),
+    "train(ordered=1): ordered is True or False": lambda: train(task(), AVERAGING, 2, ordered=1),
+    "train(replacements=1.5): replacements is an integer": lambda: train(task(), AVERAGING, 2, replacements=1.5),
+    "train(silent_s='5'): '5' is not a duration": lambda: train(task(), AVERAGING, 2, silent_s="5"),
+    "train(stages='head'): stages is an integer or a sequence of texts": lambda: train(
+        task(), AVERAGING, 2, stages="head"
+    ),
+    f"attach(model=<SGD>, optimizer={LINEAR}): these are in another order; give attach(model, optimizer)": lambda: (
+        attach(SGD, NET, AVERAGING)
+    ),
+    "attach(optimizer=PeriodicAveraging(": lambda: attach(NET, AVERAGING, SGD),
+    "attach(model=<function>): model is a Module": lambda: attach(lambda x: x, SGD, AVERAGING),
+    "attach(model=Linear): model is a torch.nn.Module; give an instance": lambda: attach(nn.Linear, SGD, AVERAGING),
+    "attach(optimizer=0.1): optimizer is an Optimizer or None": lambda: attach(NET, 0.1, AVERAGING),
+    "attach(optimizer=SGD): optimizer is an instance, or None": lambda: attach(NET, torch.optim.SGD, AVERAGING),
+    "attach(strategy=AllReduceSGD): AllReduceSGD is a class": lambda: attach(NET, SGD, pl.AllReduceSGD),
+    "attach(strategy=OneBit(bucket=512)): strategy is a strategy": lambda: attach(NET, SGD, pl.codecs.OneBit(512)),
+    "attach(accumulate=1.5): accumulate is an integer": lambda: attach(NET, SGD, AVERAGING, accumulate=1.5),
+    "attach(bucket_bytes='8MB'): bucket_bytes is an integer": lambda: attach(NET, SGD, AVERAGING, bucket_bytes="8MB"),
+    "attach(timeout_s='5 parsecs'): ": lambda: attach(NET, SGD, AVERAGING, timeout_s="5 parsecs"),
+    "attach(epochs='3'): epochs is a number or None": lambda: attach(NET, SGD, AVERAGING, loader=[X], epochs="3"),
+    "attach(loader=100): loader is the loader": lambda: attach(NET, SGD, AVERAGING, loader=100),
+    "attach(initial=True): give 'equal' if": lambda: attach(NET, SGD, AVERAGING, initial=True),
+    "attach(nonfinite='ignore'): nonfinite is one of 'skip', 'stop', 'pass'": lambda: attach(
+        NET, SGD, AVERAGING, nonfinite="ignore"
+    ),
+    "ddp_hook(codec=OneBit): OneBit is a class": lambda: pl.ddp_hook(pl.codecs.OneBit),
+    "ddp_hook(codec=None): codec is a codec": lambda: pl.ddp_hook(None),
+    f"ddp_hook(model={LINEAR}): model is the DistributedDataParallel itself": lambda: pl.ddp_hook("one-bit", NET),
+    "ddp_hook(start='1'): start is an integer": lambda: pl.ddp_hook("one-bit", start="1"),
+}
+
+
+@pytest.mark.parametrize("expected", CALLS)
+def test_a_wrong_argument_is_refused_with_the_call_quoted(expected: str):
+    with pytest.raises(ValueError) as error:
+        CALLS[expected]()
+    assert str(error.value).startswith(expected)
+
+
+def test_right_arguments_of_all_kinds_are_taken():
+    assert task(data=(X, X), batch=np.int64(2), epochs=0.5, steps=None).batch == 2
+    assert task(data=lambda rank, workers: [X]).has_own_data
+    cluster = pl.Cluster(workers=2, compute=[0.1, "5ms"], bandwidth="10B/s", bus=1e6, stages=["2"])
+    assert cluster.link(0, 1).bandwidth == 10
+    model = nn.Linear(2, 1)
+    with pl.attach(model, torch.optim.SGD(model.parameters()), "all-reduce-sgd", timeout_s="5s", loader=[X], epochs=1):
         pass

@@ -31,14 +31,6 @@ def test_parameters_become_views_of_one_vector_and_keep_their_values():
     assert flat.params[flat.where(3)].tolist() == [7.0]
 
 
-def test_a_model_with_mixed_types_is_refused_with_the_parameters_name():
-    model = nn.ModuleDict({"wide": nn.Linear(2, 2), "narrow": nn.Linear(2, 2).half()})
-    with pytest.raises(
-        ValueError, match=r"'narrow.weight' is torch.float16 on cpu, but 'wide.weight' is torch.float32 on cpu"
-    ):
-        FlatModel(model)
-
-
 def test_frozen_parameters_of_any_type_are_not_changed():
     model = nn.ModuleDict({"frozen": nn.Linear(2, 2).half().requires_grad_(False), "free": nn.Linear(2, 2)})
     assert FlatModel(model).names == ["free.weight", "free.bias"]

@@ -2,7 +2,8 @@
 
 Strategies, codecs, rules and gates are frozen dataclasses.  Each setting is checked once, before the class's own
 `__post_init__`, so that a wrong type gets as clear an error as a wrong value.  A codec, rule, gate or strategy can be
-given by its name: `AllReduceSGD(codec="one-bit")`.
+given by its name: `AllReduceSGD(codec="one-bit")`.  Other dataclasses and functions call `check_settings` and
+`check_arguments` themselves.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import re
 import sys
 import types
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from inspect import get_annotations, isabstract
+from itertools import permutations
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from paceline import aliases
@@ -24,6 +28,8 @@ from paceline.units import seconds
 
 C = TypeVar("C")
 K = TypeVar("K", bound="Checked")
+Instead = Mapping[str, tuple[type | tuple[type, ...], str]]
+"""By setting: what is often given for it, and what to give instead."""
 _WORDS: dict[object, str] = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
 
 
@@ -72,20 +78,18 @@ class Checked(ABC):
     """A base class of frozen dataclasses: it checks the types of their settings."""
 
     KIND: ClassVar[str]  # What an instance is, in errors: "codec".
-    _checks: ClassVar[dict[str, Any] | None] = None  # By setting: its type; found when the first instance is made.
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        cls._checks = None
         own = cast("Callable[[Any], None]", cls.__post_init__)
 
         @wraps(own)
         def post_init(self: Checked) -> None:
             if type(self).__post_init__ is not post_init:  # Called by a subclass, which has checked the settings.
                 return own(self)
-            _check_settings(self)
+            check_settings(self)
             own(self)
-            _check_choices(self)
+            _check_choices(type(self).__name__, vars(self), _types(type(self)))
 
         cls.__post_init__ = post_init
 
@@ -93,44 +97,70 @@ class Checked(ABC):
         """For the checks of values; the types are right here."""
 
 
-def _check_settings(settings: Checked) -> None:
-    """Check every setting's type; names become what they name, and lists become tuples, which can be hashed."""
+def check_settings(settings: object, instead: Instead = MappingProxyType({})) -> None:
+    """Check the type of every setting of a dataclass.
+
+    Names become what they name, and lists become tuples, which can be hashed.
+    """
+    call = type(settings).__name__
     for name, kind in _types(type(settings)).items():
         value = getattr(settings, name)
-        found = checked(type(settings).__name__, name, value, kind)
+        _refuse(call, name, value, instead)
+        found = checked(call, name, value, kind)
         if found is not value:
             object.__setattr__(settings, name, found)
 
 
-def _check_choices(settings: Checked) -> None:
-    """Check the settings with a few possible values, unless the class's own check has refused them in its words."""
-    for name, kind in _types(type(settings)).items():
+def check_arguments(
+    function: Callable[..., Any], given: Mapping[str, Any], instead: Instead = MappingProxyType({})
+) -> None:
+    """Check the types of a function's arguments, which are its `locals()` at its start."""
+    call = function.__name__
+    kinds = {name: _type_of(function, name, get_annotations(function)[name]) for name in given}
+    wrong = [name for name, kind in kinds.items() if not _fits(given[name], kind)]
+    for order in permutations(wrong):
+        if len(wrong) > 1 and all(_fits(given[theirs], kinds[name]) for name, theirs in zip(wrong, order, strict=True)):
+            said = ", ".join(f"{name}={_quoted(given[name])}" for name in wrong)
+            right = list(kinds)[: 1 + max(map(list(kinds).index, wrong))]
+            raise ValueError(f"{call}({said}): these are in another order; give {call}({', '.join(right)})")
+    for name in wrong:
+        _refuse(call, name, given[name], instead)
+        checked(call, name, given[name], kinds[name])
+    _check_choices(call, given, kinds)
+
+
+def _refuse(call: str, name: str, value: object, instead: Instead) -> None:
+    of, text = instead.get(name, ((), ""))
+    if isinstance(value, of):
+        raise ValueError(f"{call}({name}={_quoted(value)}): {text}")
+
+
+def _check_choices(call: str, given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Check what has a few possible values, unless the caller's own check has refused it in its words."""
+    for name, kind in kinds.items():
         choices = [c for option in _options(kind) if get_origin(option) is Literal for c in get_args(option)]
-        value = getattr(settings, name)
-        if choices and value is not None and isinstance(value, str) and value not in choices:
-            raise _wrong(type(settings).__name__, name, value, kind)
+        if choices and isinstance(given[name], str) and given[name] not in choices:
+            raise _wrong(call, name, given[name], kind)
 
 
-def _types(cls: type[Checked]) -> dict[str, Any]:
-    found = cls._checks  # pyright: ignore[reportPrivateUsage]
-    if found is None:
-        found = {f.name: _resolved(cls, f) for f in dataclasses.fields(cls) if f.init}  # pyright: ignore
-        cls._checks = found  # pyright: ignore[reportPrivateUsage]
+@cache
+def _types(cls: type) -> dict[str, Any]:
+    """The type of every setting of a dataclass; found when its first instance is made."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        owner = next((owner for owner in cls.__mro__ if field.name in get_annotations(owner)), cls)
+        if field.init:
+            found[field.name] = _type_of(owner, field.name, field.type)
     return found
 
 
-def _resolved(cls: type, field: dataclasses.Field[Any]) -> Any:
-    """The type that a field's annotation means; Any if it cannot be found."""
-    for owner in cls.__mro__:
-        if field.name in get_annotations(owner):
-            alone = type(
-                "Alone", (), {"__annotations__": {field.name: field.type}}
-            )  # One unknown name spoils no other.
-            try:
-                return get_type_hints(alone, vars(sys.modules[owner.__module__]))[field.name]
-            except (NameError, KeyError, TypeError):
-                return Any
-    return Any
+def _type_of(owner: Any, name: str, annotation: Any) -> Any:
+    """The type that an annotation in a class or function means; Any if it cannot be found."""
+    alone = type("Alone", (), {"__annotations__": {name: annotation}})  # One unknown name spoils no other.
+    try:
+        return get_type_hints(alone, vars(sys.modules[owner.__module__]))[name]
+    except (NameError, KeyError, TypeError):
+        return Any
 
 
 def checked(call: str, name: str, value: Any, kind: Any) -> Any:
@@ -164,16 +194,25 @@ def instance_of(call: str, name: str, value: K | str, base: type[K]) -> K:
     return checked(call, name, value, base)
 
 
+@contextmanager
+def quoting(call: str, name: str, value: object) -> Generator[None]:
+    """A ValueError in this block quotes the call."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith(call):
+            raise
+        raise ValueError(f"{call}({name}={_quoted(value)}): {error}") from None
+
+
 def checked_seconds(call: str, name: str, value: float | str) -> float:
     """A duration in seconds, given as a number or as text with a unit.
 
     >>> checked_seconds("attach", "timeout_s", "2min")
     120.0
     """
-    try:
+    with quoting(call, name, value):
         found = seconds(checked(call, name, value, float | str))
-    except ValueError as error:
-        raise error if str(error).startswith(call) else ValueError(f"{call}({name}={value!r}): {error}") from None
     if not found > 0:
         raise ValueError(f"{call}({name}={value!r}): a duration must be above 0")
     return found
@@ -202,6 +241,10 @@ def _options(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
+def _fits(value: Any, kind: Any) -> bool:
+    return any(_fit(value, option)[0] for option in _options(kind))
+
+
 def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
     """Whether a value is of a kind, and the value as the settings hold it."""
     origin = get_origin(kind)
@@ -218,25 +261,43 @@ def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
         return True, value if isinstance(value, (int, float)) else kind(cast("Any", value))
     if origin is Literal:
         return any(isinstance(value, type(choice)) for choice in get_args(kind)), value
-    if origin in (tuple, Sequence):
+    if origin in (tuple, list, Sequence):
         return _fit_items(value, [k for k in get_args(kind) if k is not Ellipsis])
-    if isinstance(kind, type):
-        return isinstance(value, kind), value
-    return origin is not Callable or callable(value), value
+    if origin is Callable:
+        return callable(value), value
+    of: Any = origin or kind  # Of Mapping[K, V] and the like only the class is checked.
+    try:
+        return not isinstance(of, type) or isinstance(value, of), value
+    except TypeError:  # A Protocol that is not to be checked.
+        return True, value
 
 
 def _fit_items(value: Any, kinds: Sequence[Any]) -> tuple[bool, Any]:
     if not isinstance(value, (list, tuple)):
         return False, value
     items = cast("Sequence[Any]", value)
-    if not all(any(_fit(item, k)[0] for kind in kinds for k in _options(kind)) for item in items):
+    if not all(any(_fits(item, kind) for kind in kinds) for item in items):
         return False, value
     return True, tuple(items)
 
 
 def _wrong(call: str, name: str, value: Any, kind: Any) -> ValueError:
-    given = value.__name__ if isinstance(value, type) else repr(value)
-    return ValueError(f"{call}({name}={given}): {name} is {' or '.join(_word(option) for option in _options(kind))}")
+    text = f"{call}({name}={_quoted(value)}): {name} is {' or '.join(_word(option) for option in _options(kind))}"
+    for option in _options(kind):
+        if get_origin(option) in (tuple, list, Sequence) and isinstance(value, (list, tuple)):
+            items = cast("Sequence[Any]", value)
+            bad = next(i for i, item in enumerate(items) if not _fit_items([item], get_args(option))[0])
+            text += f"; item {bad} is {_quoted(items[bad])}"
+    return ValueError(text)
+
+
+def _quoted(value: object) -> str:
+    """A value as the user wrote it, as far as that is short."""
+    if isinstance(value, type):
+        return value.__name__
+    text = repr(value)
+    is_short = len(text) <= 100 and "\n" not in text and not text.startswith("<")
+    return text if is_short else f"<{type(value).__name__}>"
 
 
 def _word(kind: Any) -> str:
@@ -247,9 +308,12 @@ def _word(kind: Any) -> str:
         return _WORDS[kind]
     if origin is Literal:
         return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
-    if origin in (tuple, Sequence):
+    if origin in (tuple, list, Sequence):
         words = dict.fromkeys(_word(k).split(" ", 1)[-1] for k in get_args(kind) if k is not Ellipsis)
         return "a sequence of " + " and ".join(f"{word}s" for word in words)
     if isinstance(kind, type) and issubclass(kind, Checked):
         return f"a {kind.KIND}, such as {_concrete(kind)[0].__name__}()"
-    return "a function" if origin is Callable else f"a {getattr(kind, '__name__', kind)}"
+    if origin is Callable:
+        return "a function"
+    name = getattr(origin or kind, "__name__", str(kind))
+    return f"an {name}" if name[0] in "AEIO" else f"a {name}"

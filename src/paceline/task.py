@@ -8,17 +8,43 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, nan
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from paceline.checked import check_settings
 from paceline.state import Resize, StateStore, resize_rule
 from paceline.stripes import stripe_of
 from paceline.worker.data import Batch, DataOfWorker, GlobalData, OwnData
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.learner import bind_optimizer
 from paceline.worker.plan import Plan
+
+T = TypeVar("T")
+
+# What is often given for a setting, and what to give instead.
+INSTEAD = {
+    "model": (nn.Module, "model is a function that builds the model, for each worker its own; give lambda: Net(...)"),
+    "loss": (
+        (nn.modules.loss._Loss, type),  # pyright: ignore[reportPrivateUsage]
+        "loss is a function of the model and a minibatch; give lambda model, batch: f(model(batch[0]), batch[1])",
+    ),
+    "optimizer": (
+        torch.optim.Optimizer,
+        "optimizer is a function that makes the optimizer of each worker's model; give "
+        "lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+    ),
+    "schedule": (
+        (torch.optim.lr_scheduler.LRScheduler, type),
+        "schedule is a function from a step to a factor on the learning rate; give lambda step: 0.99**step",
+    ),
+    "data": (
+        (Tensor, Dataset, DataLoader),
+        "data is a sequence of equally long tensors, one for each part of a sample; give [inputs, targets]",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +70,7 @@ class Task:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_settings(self, INSTEAD)
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
         if (self.steps or 0) < 0 or not (self.epochs or 0) >= 0:
@@ -52,6 +79,8 @@ class Task:
             raise ValueError(f"Task(accumulate={self.accumulate}): a gradient needs at least 1 backward pass")
         if self.batch < 1:
             raise ValueError(f"Task(batch={self.batch}): a step needs at least 1 sample")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise ValueError(f"Task(evaluate_every={self.evaluate_every}): it counts steps and must be at least 1")
         if self.has_own_data and self.steps is None:
             raise ValueError(
                 f"Task(epochs={self.epochs}) with data of each worker's own: epochs differ from worker to worker; "
@@ -101,7 +130,7 @@ class Task:
             devices=list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         ):
             torch.manual_seed(self.seed)
-            return self.model()
+            return _made("model", self.model(), nn.Module)
 
     def part(self, step: int, rank: int, workers: int) -> Batch:
         """Worker `rank`'s part of the minibatch of that step; it may be empty."""
@@ -118,6 +147,14 @@ class Task:
         return values
 
 
+def _made(setting: str, result: T, kind: type[T]) -> T:
+    """What a function of a task has made, if it is of the right type."""
+    if not isinstance(result, kind):
+        given = f"{result!r:.80}"
+        raise ValueError(f"Task({setting}=...): the function must return {kind.__name__}, and it returned {given}")
+    return result
+
+
 class Trainee:
     """A model that one worker trains on a task: its optimizer and its own random numbers."""
 
@@ -127,7 +164,7 @@ class Trainee:
         self.rank = rank
         self.workers = workers
         self.flat = FlatModel(model, bucket_bytes=task.bucket_bytes)
-        self.optimizer = task.optimizer(self.flat.parameters)
+        self.optimizer = _made("optimizer", task.optimizer(self.flat.parameters), torch.optim.Optimizer)
         self.loss: float | None = None
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._reads_full_batches = False
@@ -191,7 +228,8 @@ class Trainee:
         with self.passing():
             for i in range(passes):
                 where = stripe_of(i, samples, passes)
-                loss = self.task.loss(self.flat.model, tuple(t[where] for t in batch) if passes > 1 else batch)
+                part = tuple(t[where] for t in batch) if passes > 1 else batch
+                loss = _made("loss", self.task.loss(self.flat.model, part), Tensor)
                 if passes > 1:
                     loss = loss * ((where.stop - where.start) / samples)
                 if i == passes - 1:
@@ -205,6 +243,7 @@ class Trainee:
         """Within this block a gradient is computed, from zero and with this worker's own random numbers."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self._rng)
+        self.flat.publish()
         for p in self.flat.parameters:
             p.grad = None
         try:
@@ -212,6 +251,7 @@ class Trainee:
         finally:
             self._rng = torch.get_rng_state()
             torch.set_rng_state(outside)
+            self.flat.refresh()
 
     def step(self, g: Tensor, by: Callable[[Tensor], None] | None = None) -> None:
         """A step of the optimizer, with `g` as the gradient; or by a function in place of the optimizer."""
@@ -219,18 +259,18 @@ class Trainee:
             by(g)
             return
         self.flat.expose_all(g)
+        self.local_step()
+
+    def local_step(self) -> None:
+        """A step of the optimizer, with the gradient that is in `.grad`."""
+        self.flat.publish()
         self.optimizer.step()
+        self.flat.refresh()
 
     def evaluate(self, vector: Tensor | None) -> dict[str, float]:
         """The task's metrics of the model, or of another vector put in its place."""
-        before = None
-        if vector is not None:
-            before = self.flat.params.clone()
-            self.flat.params.copy_(vector)
-        metrics = self.task.evaluated(self.flat.model)
-        if before is not None:
-            self.flat.params.copy_(before)
-        return metrics
+        with self.flat.showing(vector):
+            return self.task.evaluated(self.flat.model)
 
     def bind_state(self, states: StateStore) -> None:
         """Declare what outlives a step here: the optimizer's state and the random numbers."""

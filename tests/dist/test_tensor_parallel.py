@@ -68,10 +68,19 @@ def parts(model: Network, mesh: Any) -> nn.Module:
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def trained(strategy: pl.Strategy, mesh: Any) -> list[Any]:
+def narrowed(model: Network) -> None:
+    """One layer, which is cut, has float32 parameters between float64 ones."""
+    model.up.float()
+    model.up.register_forward_pre_hook(lambda module, given: (given[0].float(),))
+    model.up.register_forward_hook(lambda module, given, y: y.double())
+
+
+def trained(strategy: pl.Strategy, mesh: Any, *, mixed: bool = False) -> list[Any]:
     """The parameters after some steps on this worker's half of each minibatch, and the divergences in the trace."""
     torch.manual_seed(0)
     model = Network().double()
+    if mixed:
+        narrowed(model)
     if mesh is not None:
         parts(model, mesh["part"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -83,6 +92,7 @@ def trained(strategy: pl.Strategy, mesh: Any) -> list[Any]:
             session.count(5)
             (model(x) - y).square().mean().backward()
             session.step()
+    assert {p.dtype for p in model.up.parameters()} == {torch.float32 if mixed else torch.float64}
     whole = [p.full_tensor() if mesh is not None and hasattr(p, "full_tensor") else p for p in model.parameters()]
     return [p.detach().flatten().tolist() for p in whole] + [[s.divergence for s in session.trace.syncs]]
 
@@ -139,6 +149,7 @@ def on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
         return {
             "trained": {name: trained(strategy, mesh) for name, strategy in STRATEGIES.items()},
+            "mixed": {name: trained(strategy, mesh, mixed=True) for name, strategy in STRATEGIES.items()},
             "skipped": [skipped(strategy, mesh) for strategy in (pl.AllReduceSGD(), pl.PeriodicAveraging(period=4))],
             "refusals": refusals(mesh),
         }
@@ -156,6 +167,18 @@ def test_two_tensor_parallel_replicas_equal_two_whole_workers(on_four_ranks: lis
             for a, b in zip(found["trained"][name], whole[rank // 2][name], strict=True):
                 assert a == pytest.approx(b, rel=1e-9, abs=1e-12), (name, rank)
     assert on_four_ranks[0]["trained"]["adaptive-averaging"][-1], "it has synchronised"
+
+
+def test_so_do_those_of_several_dtypes(on_four_ranks: list[dict[str, Any]], tmp_path: Path):
+    def work(rank: int) -> dict[str, Any]:
+        return {name: trained(strategy, None, mixed=True) for name, strategy in STRATEGIES.items()}
+
+    whole = forked.run(2, work, tmp_path)
+    for rank, found in enumerate(on_four_ranks):
+        for name in STRATEGIES:
+            for a, b in zip(found["mixed"][name], whole[rank // 2][name], strict=True):
+                assert a == pytest.approx(b, rel=1e-5, abs=1e-6), (name, rank)  # float32 rounds in another order
+    assert on_four_ranks[0]["mixed"] != on_four_ranks[0]["trained"]
 
 
 def test_nan_in_one_part_makes_all_ranks_of_the_replica_skip_the_step(on_four_ranks: list[dict[str, Any]]):

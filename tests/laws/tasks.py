@@ -125,3 +125,26 @@ def instant(workers: int, **more: Any) -> Cluster:
         }
         | more,
     )
+
+
+class Mixed(nn.Module):
+    """A bfloat16 body between float32 layers."""
+
+    def __init__(self, narrow: torch.dtype = torch.bfloat16, wide: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.norm = nn.Linear(6, 6).to(wide)
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9)).to(narrow)
+        self.head = nn.Linear(9, 3).to(wide)
+        self.narrow, self.wide = narrow, wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.norm(x).to(self.narrow)).to(self.wide))
+
+
+def mixed_regression(
+    *, narrow: torch.dtype = torch.bfloat16, wide: torch.dtype = torch.float32, samples: int = 33, **more: Any
+) -> Task:
+    """`regression` with parameters of two dtypes."""
+    data = [numbers(samples, 6, seed=2, dtype=wide), numbers(samples, 3, seed=3, dtype=wide)]
+    settings = {"batch": 9, "optimizer": OPTIMIZERS["momentum"], "bucket_bytes": 100} | more
+    return Task(lambda: Mixed(narrow, wide), squared_error, data, **settings)

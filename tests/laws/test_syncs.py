@@ -21,7 +21,8 @@ from paceline import (
 )
 from paceline.codecs import kernels
 from paceline.codecs.kernels import vectors
-from paceline.worker.flat import FlatModel, carry_over
+from paceline.worker.buffers import carry_over
+from paceline.worker.flat import FlatModel
 from tests.laws.tasks import close, numbers, params, regression, squared_error, values
 
 OTHERS = {

@@ -8,7 +8,7 @@ from paceline import collectives
 from paceline.collectives import SyncVote
 from paceline.endpoint import Endpoint
 from paceline.families.sync import PendingSync, SyncStats
-from paceline.worker.flat import carry_over
+from paceline.worker.buffers import carry_over
 from paceline.worker.learner import Learner, optimizer_vectors, set_optimizer_vectors
 
 

@@ -188,7 +188,7 @@ class StageLearner(TaskLearner):
 
     def _local_step(self, replica: Replica) -> None:
         if self._backward(replica) and replica.batch.accept(lambda: self._bad):
-            self.trainee.optimizer.step()
+            self.trainee.local_step()
 
     def step(self, replica: Replica, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
         return Begun("step", partial(self._step, replica, g, by))
@@ -247,11 +247,8 @@ class StageLearner(TaskLearner):
     def whole(self, vector: Tensor | None = None) -> nn.Module:
         """The whole trained model, on every stage; with `vector`, this stage has these parameters, not its own."""
         model = self.trainee.task.build()
-        kept = self.flat.params.clone()
-        if vector is not None:
-            self.flat.params.copy_(vector)
-        self._group.assemble(self.pipeline.split, model)
-        self.flat.params.copy_(kept)
+        with self.flat.showing(vector):
+            self._group.assemble(self.pipeline.split, model)
         return model
 
 

@@ -7,7 +7,7 @@ GradScaler see the mean of all ranks.  A strategy that exchanges parameters does
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.checked import checked, checked_seconds, instance_of
+from paceline.checked import check_arguments, checked_seconds, instance_of
 from paceline.engines.job import Job
 from paceline.needs import Length, Offers, check
 from paceline.session.guard import LoopGuard
@@ -39,6 +39,14 @@ from paceline.worker.run import WorkerRun
 from paceline.worker.tensors import named_tensors
 
 Initial = Literal["equal", "broadcast"]
+INSTEAD = {
+    "model": (type, "model is a torch.nn.Module; give an instance"),
+    "optimizer": (
+        type,
+        "optimizer is an instance, or None; give one of the model's parameters, SGD(model.parameters(), lr=0.1)",
+    ),
+    "loader": ((int, float), "loader is the loader that session.shard will split; its length is that of an epoch"),
+}
 
 
 def attach(
@@ -66,7 +74,7 @@ def attach(
     number of seconds, or text such as "5min".  If the model is tensor-parallel (torch's DTensor), `mesh` is the
     dimension of the device mesh along which there are replicas.
     """
-    _check_arguments(model, optimizer, accumulate, initial, bucket_bytes)
+    _check_arguments(locals())
     strategy = instance_of("attach", "strategy", strategy, Strategy)
     timeout_s = checked_seconds("attach", "timeout_s", timeout_s)
     plan = _plan(loader, epochs, accumulate)
@@ -126,25 +134,17 @@ def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Opt
     )
 
 
-def _check_arguments(model: object, optimizer: object, accumulate: int, initial: Initial, bucket_bytes: int) -> None:
-    given = f"attach(model={type(model).__name__}, optimizer={type(optimizer).__name__})"
-    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
-        raise ValueError(f"{given}: the two are swapped; give attach(model, optimizer, strategy)")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{given}: the model must be a torch.nn.Module")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"{given}: the optimizer must be a torch.optim.Optimizer, or None")
-    refuse_wrapped(model)
-    refuse_attached(model)
-    checked("attach", "accumulate", accumulate, int)
-    checked("attach", "bucket_bytes", bucket_bytes, int)
-    if accumulate < 1:
-        raise ValueError(f"attach(accumulate={accumulate}): a gradient needs at least 1 backward pass")
-    if initial not in get_args(Initial):
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    if given["initial"] not in get_args(Initial):
         raise ValueError(
-            f"attach(initial={initial!r}): give 'equal' if all ranks start from equal parameters, or 'broadcast' to "
-            "send those of rank 0 to all"
+            f"attach(initial={given['initial']!r}): give 'equal' if all ranks start from equal parameters, or "
+            "'broadcast' to send those of rank 0 to all"
         )
+    check_arguments(attach, given, INSTEAD)
+    refuse_wrapped(given["model"])
+    refuse_attached(given["model"])
+    if given["accumulate"] < 1:
+        raise ValueError(f"attach(accumulate={given['accumulate']}): a gradient needs at least 1 backward pass")
 
 
 def _offers(

@@ -20,7 +20,8 @@ class BucketHooks:
     At the start of a pass `opens` returns the receiver of the buckets, or None for a pass that only adds to the
     gradients.  `closes` is called at the end of a pass whose buckets were handed out.  Each gradient moves from `.grad`
     to the flat vector, and `.grad` becomes a view of that vector.  If a whole model is compiled by `torch.compile`, all
-    hooks run at the end of backward; compile its blocks instead to keep the overlap.
+    hooks run at the end of backward; compile its blocks instead to keep the overlap.  The `.grad` of a narrower
+    parameter than the vector stays in its own memory.
     """
 
     def __init__(self, flat: FlatModel, opens: Callable[[], Each | None], closes: Callable[[], None]) -> None:
@@ -45,7 +46,8 @@ class BucketHooks:
         if self._each is None:
             return
         self.flat.collect(index)
-        self.flat.expose(index)
+        if index not in self.flat.narrow:
+            self.flat.expose(index)
         if not self._full[index]:  # A parameter that is used twice is filled only once.
             self._full[index] = True
             self._missing[self.flat.bucket_of[index].index] -= 1
@@ -72,7 +74,7 @@ class BucketHooks:
         for i, full in enumerate(self._full):
             if not full:  # Backward did not reach it: its gradient is zero, or the sum of earlier passes.
                 self.flat.collect(i)
-                if self.flat.reached[i]:
+                if self.flat.reached[i] and i not in self.flat.narrow:
                     self.flat.expose(i)
         self._missing = [0] * len(self._missing)
         self._hand_out(each)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.checked import checked, checked_seconds, instance_of
+from paceline.checked import check_arguments, checked_seconds, instance_of
 from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import SyncVote, mean, mean_encoded
 from paceline.engines.job import Job
@@ -30,6 +30,7 @@ from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 
 PREFIX = "paceline."  # Of the names that a hook adds to a model's state.
+INSTEAD = {"model": (nn.Module, "model is the DistributedDataParallel itself; give ddp_hook(codec, ddp)")}
 COMMON = ("factors", "count", "adapted", "steps")  # The parts of the state that a rank may take from another rank.
 
 
@@ -43,8 +44,8 @@ def ddp_hook(
     by `register_comm_hook(None, hook)`.  The first `start` steps are exchanged without the codec: coarse codecs work
     best after a model's first, steep phase.  A peer that is silent for `timeout_s` seconds is an error.
     """
+    check_arguments(ddp_hook, locals(), INSTEAD)
     codec = instance_of("ddp_hook", "codec", codec, Codec)
-    checked("ddp_hook", "start", start, int)
     hook = DdpHook(codec, start=start, timeout_s=checked_seconds("ddp_hook", "timeout_s", timeout_s))
     if model is not None:
         hook.register(model)

@@ -63,6 +63,7 @@ def _unite(endpoint: Endpoint, flat: FlatModel, source: int, settings: str | Non
         DifferentRanks(f"the ranks' models differed by rounding: all ranks took that of rank {source}"), stacklevel=5
     )
     flat.params.copy_(theirs)
+    flat.publish()
 
 
 def _fingerprint(flat: FlatModel) -> float:

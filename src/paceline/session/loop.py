@@ -59,7 +59,8 @@ class Loop:
 
     def start(self) -> None:
         """Run the strategy to its first request."""
-        self._driver.start(self.run.run())
+        with self._flat.in_vector():
+            self._driver.start(self.run.run())
         self._prepare()
 
     def close(self) -> None:
@@ -100,6 +101,7 @@ class Loop:
             return None
         self._is_open_pass = True
         self.guard.check_model()
+        self._flat.refresh()
         self.batch.begin()
         self._doing = "in backward()"
         return partial(self._hand_over, request.each)
@@ -153,7 +155,7 @@ class Loop:
                     "scales differ; train in bfloat16, which needs no scaler"
                 )
             if not overflow:
-                self._gradients.unscale(scale)
+                self._gradients.unscale_exposed(scale)
             self._fulfil_step(overflow)
         elif isinstance(request, GradientRequest) and request.each is None:
             self._give_own_gradient(scale, overflow)
@@ -209,7 +211,8 @@ class Loop:
             if request.by is None:
                 self._optimizer.inner_step()
             else:
-                request.by(self._flat.grads)
+                with self._flat.in_vector():
+                    request.by(self._gradients.take_changed())
         self._advance(None)
 
     # The end of the data.
@@ -249,7 +252,7 @@ class Loop:
                 self._advance(self.learner.lr(self.replica.cursor.step))
 
     def _advance(self, value: Tensor | float | None) -> None:
-        with self.guard.during(self._doing):
+        with self.guard.during(self._doing), self._flat.in_vector():
             self._driver.advance(value)
         self._prepare()
 

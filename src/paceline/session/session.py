@@ -108,14 +108,10 @@ class Session:
     def published(self) -> Generator[None]:
         """In this block the model has the parameters to evaluate and save, if the strategy trains at other ones."""
         vector = self.loop.replica.published
-        params = self.loop.replica.params
-        before = params.clone()
-        if vector is not None:
-            params.copy_(vector)
-        try:
+        flat = self.loop.learner.flat
+        flat.refresh()
+        with flat.showing(flat.params if vector is None else vector):
             yield
-        finally:
-            params.copy_(before)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -145,6 +141,7 @@ class Session:
                 "session.state_dict() of a model of DTensors: save the model and the optimizer by "
                 "torch.distributed.checkpoint"
             )
+        self.loop.learner.flat.refresh()
         drive(self.loop.run.states.before_save())
         return self.loop.run.state_dict()
 

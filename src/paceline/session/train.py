@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.checked import checked_seconds, instance_of
+from paceline.checked import check_arguments, checked_seconds, instance_of
 from paceline.endpoint import Endpoint
 from paceline.engines.job import Job
 from paceline.engines.place import Place, detect
@@ -74,7 +74,7 @@ class ProcessLearner(TaskLearner):
 
     def _local_step(self, replica: Replica) -> None:
         if self._backward(replica, None) and replica.batch.accept(self.flat.first_nonfinite_grad):
-            self.trainee.optimizer.step()
+            self.trainee.local_step()
 
     def evaluated(self, vector: Tensor | None) -> dict[str, float]:
         return self.trainee.evaluate(vector)
@@ -147,13 +147,14 @@ def train(
     With several `stages` (see `split`) each worker is that many processes.  Its minibatches pass through them in
     `microbatches`, by default four a stage, in the order of `pipeline`.
     """
+    if pipeline not in ("1f1b", "gpipe"):
+        raise ValueError(f"train(pipeline={pipeline!r}): microbatches go through the stages by '1f1b' or 'gpipe'")
+    check_arguments(train, locals())
     strategy = instance_of("train", "strategy", strategy, Strategy)
     timeout_s = checked_seconds("train", "timeout_s", timeout_s)
     silent_s = checked_seconds("train", "silent_s", silent_s)
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
     check_stages("train", strategy, stages, microbatches)
-    if pipeline not in ("1f1b", "gpipe"):
-        raise ValueError(f"train(pipeline={pipeline!r}): microbatches go through the stages by '1f1b' or 'gpipe'")
     place = detect()
     # A shell under srun or mpiexec is a job of one process, which can still fork workers.
     is_alone = place is not None and place.world == 1 and not dist.is_initialized()

@@ -26,10 +26,12 @@ class ModelWatch:
         self._flat = flat
         self._optimizer = optimizer
         self._frozen = [(name, p) for name, p in flat.model.named_parameters() if not p.requires_grad]
-        # A parameter without values has no place in memory.
-        self._filled = [i for i, p in enumerate(flat.parameters) if local(p).numel()]
+        # A parameter without values has no place in memory, and a narrower one has a place of its own.
+        filled = [i for i, p in enumerate(flat.parameters) if local(p).numel()]
+        self._filled = [i for i in filled if i not in flat.narrow]
         self._offsets = [flat.offsets[i] * flat.params.element_size() for i in self._filled]
         self._parameters = [flat.parameters[i] for i in self._filled]
+        self._places = {i: local(flat.parameters[i]).data_ptr() for i in filled if i in flat.narrow}
         self._held = self._count_held()
         self._checks = 0
         self._forward_hook = flat.model.register_forward_pre_hook(self._refuse_wrapped)
@@ -39,6 +41,9 @@ class ModelWatch:
         base = self._flat.params.data_ptr()
         if [local(p).data_ptr() - base for p in self._parameters] != self._offsets:
             self._refuse_moved(base)
+        for i, place in self._places.items():
+            if local(self._flat.parameters[i]).data_ptr() != place:
+                raise RuntimeError(self._moved(i))
         for name, p in self._frozen:
             if p.requires_grad:
                 raise RuntimeError(
@@ -80,12 +85,14 @@ class ModelWatch:
     def _refuse_moved(self, base: int) -> None:
         for i, p, offset in zip(self._filled, self._parameters, self._offsets, strict=True):
             if local(p).data_ptr() - base != offset:
-                raise RuntimeError(
-                    f"parameter '{self._flat.names[i]}' has other memory than at attach, so the session would no "
-                    "longer train it: something replaced its data (`p.data = ...`, or `.to()`, `.half()`, `.cuda()` of "
-                    "the model).  Move the model before attach, and change values in place: `with torch.no_grad(): "
-                    "p.copy_(...)`"
-                )
+                raise RuntimeError(self._moved(i))
+
+    def _moved(self, index: int) -> str:
+        return (
+            f"parameter '{self._flat.names[index]}' has other memory than at attach, so the session would no longer "
+            "train it: something replaced its data (`p.data = ...`, or `.to()`, `.half()`, `.cuda()` of the model).  "
+            "Move the model before attach, and change values in place: `with torch.no_grad(): p.copy_(...)`"
+        )
 
     def _refuse_wrapped(self, *_: object) -> None:
         """Before a forward pass: raise RuntimeError if DistributedDataParallel runs it."""

@@ -12,7 +12,10 @@ from math import inf
 from random import Random
 
 from paceline import units
+from paceline.checked import check_settings, quoting
 from paceline.costs import Algorithm, Link
+
+LEAST = 1000  # Bytes a second: in a smaller integer the unit was forgotten.
 
 
 class Compute(ABC):
@@ -98,6 +101,15 @@ class Stragglers(Compute):
             raise ValueError(f"{self}: `chance` must be a probability from 0 to 1, and `factor` finite and at least 0")
 
 
+def _check_bandwidth(name: str, value: float | str) -> None:
+    with quoting("Cluster", name, value):
+        found = units.bytes_per_second(value)
+        if not found > 0:
+            raise ValueError("it must be positive")
+        if found < LEAST and isinstance(value, int):
+            raise ValueError(f"a number counts bytes a second; write a unit, as in '{value}Gbit/s' or '{value}B/s'")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The machines to simulate.  Every rank has one network card.
@@ -132,16 +144,19 @@ class Cluster:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if self.workers < 1:
             raise ValueError(f"Cluster(workers={self.workers}): there must be at least 1 worker")
         if self.collective not in ("ring", "tree", "star"):
             raise ValueError(f"Cluster(collective={self.collective!r}): it must be 'ring', 'tree' or 'star'")
-        self.computing.check(self.workers)
+        with quoting("Cluster", "compute", self.compute):
+            self.computing.check(self.workers)
         for name in ("bandwidth", "codec_bandwidth", "memory_bandwidth", "bus"):
-            if getattr(self, name) is not None and not units.bytes_per_second(getattr(self, name)) > 0:
-                raise ValueError(f"Cluster({name}={getattr(self, name)!r}): it must be positive")
-        if not 0 <= units.seconds(self.latency) < inf:
-            raise ValueError(f"Cluster(latency={self.latency!r}): it must be finite and not negative")
+            if getattr(self, name) is not None:
+                _check_bandwidth(name, getattr(self, name))
+        with quoting("Cluster", "latency", self.latency):
+            if not 0 <= units.seconds(self.latency) < inf:
+                raise ValueError("it must be finite and not negative")
         if not 0 <= self.forward_share <= 1:
             raise ValueError(f"Cluster(forward_share={self.forward_share}): it must be from 0 to 1")
 

@@ -78,9 +78,9 @@ class SimLearner(TaskLearner):
 
     async def _step(self) -> None:
         if self.flat.is_shared:
-            await change(self.endpoint, self.flat.params, self.trainee.optimizer.step)
+            await change(self.endpoint, self.flat.params, self.trainee.local_step)
         else:
-            self.trainee.optimizer.step()
+            self.trainee.local_step()
 
     def _begin(self, replica: Replica) -> Batch | None:
         batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.checked import instance_of
+from paceline.checked import check_arguments, instance_of
 from paceline.endpoint import Layout
 from paceline.needs import Offers, check
 from paceline.op import Op
@@ -52,6 +52,7 @@ def simulate(
     `stop_at` stops the run before that step.  `resume` takes the states of a stopped run; use `resized` if the number
     of workers has changed.  `faults` says which failures happen, and when.
     """
+    check_arguments(simulate, locals(), {"cluster": (int, "cluster is a Cluster; give Cluster(workers=...)")})
     strategy = instance_of("simulate", "strategy", strategy, Strategy)
     is_unbroken = resume is None and stop_at is None
     offers = Offers.of_task("simulate", task)
@@ -146,10 +147,11 @@ class Simulation:
         first = self._first_alive()
         if first is not self.workers[0]:
             self._evaluate(self.task.total_steps)
-        params = first.replica.params.clone()
         states = [worker.run.state_dict() for worker in self.workers]
-        untie(first.trainee.flat.parameters)
-        return Run(first.trainee.flat.model, params, self.simulator.trace, states, self.simulator.waits)
+        flat = first.trainee.flat
+        params = flat.round(flat.params.clone())
+        untie(flat.parameters)
+        return Run(flat.model, params, self.simulator.trace, states, self.simulator.waits)
 
     def _roles(self) -> dict[int, Coroutine[Op[Any], Any, Any]]:
         """The coroutine of every rank that starts at time 0."""

@@ -128,7 +128,7 @@ class DeltaExchange:
         self.strategy = strategy
         self.w = w
         self.store = store
-        self.base = w.params.clone()
+        self.base = w.learner.flat.round(w.params.clone())
         self.in_flight: Op[Tensor] = Ready("pull", self.base)
         self.exchanges = 0
         self._delta = store.send_buffer()
@@ -148,4 +148,4 @@ class DeltaExchange:
             self.in_flight = store.exchange(self._delta, store.unpushed.take())
         else:
             self.base.copy_(await store.exchange(self._delta, store.unpushed.take()))
-        params.copy_(self.base)
+        params.copy_(self.w.learner.flat.round(self.base))

@@ -25,15 +25,15 @@ class Hogwild(Strategy):
     """All workers update one parameter vector in their host's shared memory, each with its own optimizer.
 
     Sparse gradients (nn.Embedding(sparse=True), with SGD or another optimizer that supports them) touch only their
-    rows.  Workers with their models on GPUs read the vector to their GPU before each step, and add the step's change to
-    it.
+    rows.  Workers with their models on GPUs, or with parameters of several dtypes, copy the vector before each step,
+    and add the step's change to it.
     """
 
     needs: ClassVar[Needs] = Needs(shared_memory=True)
 
     async def worker(self, w: Replica) -> None:
         shared = await w.endpoint.shared_vector(w.params)
-        if shared.values.device == w.params.device:
+        if shared.values.device == w.params.device and not w.learner.flat.narrow:
             w.learner.flat.rebind(shared.values, is_shared=True)
             await train_in_place(w, shared)
         else:
@@ -58,7 +58,7 @@ async def train_on_copies(w: Replica, shared: SharedVector) -> None:
     before = torch.empty_like(w.params)
     for _ in w.steps_alone():
         others = shared.writes.of_others()
-        w.params.copy_(await shared.read(before))
+        w.params.copy_(w.learner.flat.round(await shared.read(before)))
         await w.local_step()
         if w.batch.samples:
             await shared.add(torch.sub(w.params, before, out=before))

@@ -88,7 +88,7 @@ class StromWorker:
 
     async def local_update(self) -> Tensor:
         """The step of the local optimizer.  It is not applied yet."""
-        self.before.copy_(self.w.params)
+        self.before.copy_(self.w.learner.flat.round(self.w.params))
         await self.w.local_step()
         update = self.before - self.w.params
         self.w.params.copy_(self.before)

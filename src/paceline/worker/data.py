@@ -19,6 +19,9 @@ DataOfWorker = Callable[[int, int], Sequence[Tensor]]
 
 def check_lengths(data: Sequence[Tensor], call: str) -> None:
     """Raise if these are no tensors of one length above 0."""
+    if not len(data) or not all(isinstance(t, Tensor) and t.dim() for t in data):  # pyright: ignore
+        found = ", ".join(f"{type(t).__name__} of shape {list(getattr(t, 'shape', []))}" for t in data)
+        raise ValueError(f"{call}: the data is [{found}]; it needs at least one tensor, and samples along dimension 0")
     sizes = [len(t) for t in data]
     if len(set(sizes)) != 1 or not sizes[0]:
         raise ValueError(f"{call}: the data has the lengths {sizes}; it needs equally long, non-empty tensors")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from paceline.codecs.layout import is_finite
+from paceline.worker.buffers import read_buffers, set_buffers
+from paceline.worker.narrow import Narrow, common_dtype
 from paceline.worker.rows import rows
 from paceline.worker.tensors import distributed_like, is_distributed, local, local_grad
 
@@ -51,6 +54,9 @@ class FlatModel:
     After construction every trainable parameter is a view into `params`; `grads` has the same layout.  `collect` copies
     a gradient into `grads`, unless backward has already written it there.  Of a DTensor, which is refused unless
     `takes_parts`, the vector has the local part.
+
+    If parameters have several dtypes, the vector has the one that holds all values, and narrower parameters are no
+    views: see `Narrow`.
     """
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, takes_parts: bool = False) -> None:
@@ -60,43 +66,25 @@ class FlatModel:
             raise ValueError(
                 f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
             )
-        first_name, first = named[0]
-        for name, p in named:
-            if is_distributed(p) and not takes_parts:
-                raise ValueError(
-                    f"parameter '{name}' is a DTensor, of which this rank holds a part: give attach(mesh=...) the mesh "
-                    "of the replicas, such as mesh['replica'], or a model without tensor parallelism"
-                )
-            if p.dtype != first.dtype or p.device != first.device:
-                raise ValueError(
-                    f"parameter '{name}' is {p.dtype} on {p.device}, but '{first_name}' is {first.dtype} on "
-                    f"{first.device}: all trainable parameters must share one dtype and device.  Cast the model "
-                    "(model.float(), or model.to(dtype) for all of it) and compute in 16 bits by torch.autocast; or "
-                    "freeze the others"
-                )
-            if not p.dtype.is_floating_point:
-                raise ValueError(
-                    f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be averaged"
-                )
+        _check_together(named, takes_parts=takes_parts)
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.offsets = [0]
         for p in self.parameters:
             self.offsets.append(self.offsets[-1] + local(p).numel())
-        self.params = torch.empty(self.numel, dtype=first.dtype, device=first.device)
+        dtype = common_dtype(named)
+        self.params = torch.empty(self.numel, dtype=dtype, device=named[0][1].device)
         self.grads = torch.zeros_like(self.params)
         self._views: list[Tensor] = []  # Of `grads`, as gradients of the parameters.
         self._set_views()
+        self.narrow = Narrow({i: p for i, p in enumerate(self.parameters) if p.dtype != dtype})
         with torch.no_grad():
-            for i, p in enumerate(self.parameters):
-                mine = local(p)
-                view = self.params[self.where(i)].view(mine.shape)
-                view.copy_(mine)
-                mine.data = view
+            for part, p in zip(self.parts(self.params), self.parameters, strict=True):
+                part.copy_(local(p))
+        self.rebind(self.params, is_shared=False)
         self.repeated: list[slice] = []  # Parts of the vector that another rank of this replica counts.
         self.reached = [True] * len(named)  # Whether a backward pass reached each parameter; see `expose_all`.
         self.late: dict[int, Tensor] = {}  # By parameter: what a codec delivered while no backward pass reached it.
-        self.is_shared = False  # Whether other ranks may write to `params`.
         self.sparse_rows = False  # Whether the strategy can exchange sparse gradients.
         self._rows: dict[int, Tensor] = {}  # By parameter: the rows of the last sparse gradient.
         self.buckets = cut(self.grads, self.offsets, bucket_bytes)
@@ -104,10 +92,56 @@ class FlatModel:
 
     def rebind(self, vector: Tensor, *, is_shared: bool) -> None:
         """Use this memory for `params` from now on, with the values it holds; if shared, others may write to it."""
+        assert not (is_shared and self.narrow), "narrower parameters cannot be views of the shared memory"
         self.params = vector
         self.is_shared = is_shared
+        parts = self.parts(vector)
         for i, p in enumerate(self.parameters):
-            local(p).data = vector[self.where(i)].view(local(p).shape)
+            if i not in self.narrow:
+                local(p).data = parts[i]
+        self.narrow.bind(parts)
+        self.publish()
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        """The part of each parameter in a vector, with its shape."""
+        return [vector[self.where(i)].view(shape) for i, shape in enumerate(self.shapes)]
+
+    def publish(self) -> None:
+        """The model may run now: let parameters that are no views take the vector's values, rounded to their dtype."""
+        self.narrow.publish()
+
+    def refresh(self) -> None:
+        """The model has run: let the vector take the values of parameters that are no views."""
+        self.narrow.refresh()
+
+    def round(self, vector: Tensor) -> Tensor:
+        """Round a vector in place to values that the parameters can hold."""
+        if self.narrow:
+            self.narrow.round(self.parts(vector))
+        return vector
+
+    @contextmanager
+    def in_vector(self) -> Generator[None]:
+        """In this block a strategy runs, and the vector counts; outside of it the parameters do."""
+        self.refresh()
+        try:
+            yield
+        finally:
+            self.publish()
+
+    @contextmanager
+    def showing(self, vector: Tensor | None) -> Generator[None]:
+        """In this block the model may run, with the parameters of another vector, if one is given."""
+        before = None if vector is None else self.params.clone()
+        if vector is not None:
+            self.params.copy_(vector)
+        self.publish()
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.params.copy_(before)
+                self.publish()
 
     def rebind_grads(self, vector: Tensor) -> None:
         """Use this memory for `grads`, from the next gradient on."""
@@ -123,9 +157,8 @@ class FlatModel:
             self.expose(i)
 
     def _set_views(self) -> None:
-        self._views = [
-            distributed_like(self.grads[self.where(i)].view(local(p).shape), p) for i, p in enumerate(self.parameters)
-        ]
+        parts = self.parts(self.grads)
+        self._views = [distributed_like(part, p) for part, p in zip(parts, self.parameters, strict=True)]
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -179,7 +212,7 @@ class FlatModel:
         else:
             view.zero_()
         self._rows[index] = grad.indices()[0]
-        view[self._rows[index]] = grad.values()
+        view[self._rows[index]] = grad.values().to(view.dtype)
 
     def touched_runs(self) -> Tensor:
         """The runs (see `rows`) that may hold nonzero values: touched rows of sparse gradients, and all dense ones."""
@@ -197,8 +230,9 @@ class FlatModel:
             self.collect(i)
 
     def expose(self, index: int) -> None:
-        """Let the optimizer read a parameter's gradient from the vector."""
-        self.parameters[index].grad = self._views[index]
+        """Let the optimizer read a parameter's gradient from the vector; a narrower one gets a rounded copy."""
+        view = self._views[index]
+        self.parameters[index].grad = self.narrow.gradient(index, view) if index in self.narrow else view
 
     def expose_all(self, g: Tensor) -> None:
         """Let the optimizer read `g` from the parameters' `.grad`.
@@ -210,7 +244,14 @@ class FlatModel:
             self.grads.copy_(g)
             self.reached = [True] * len(self.parameters)
         for i, p in enumerate(self.parameters):
-            p.grad = self._views[i] if self.reached[i] or self._views[i].any() else None
+            if self.reached[i] or self._views[i].any():
+                self.expose(i)
+            else:
+                p.grad = None
+
+    def take_changed(self) -> None:
+        """Let the vector have what the user's code has changed in `.grad` since `expose_all`."""
+        self.narrow.take_changed(self._views)
 
     def keep_late(self, parameters: Iterable[int]) -> None:
         """Keep what a codec delivers for parameters that no backward pass reached, until one reaches them.
@@ -228,48 +269,13 @@ class FlatModel:
 
     def buffers(self) -> Tensor:
         """The model's buffers (such as BatchNorm's statistics and counters) as one float64 vector."""
-        found = [b.detach().reshape(-1).to("cpu", torch.float64) for b in self._statistics()]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+        return read_buffers(self.model)
 
     def set_buffers(
         self, from_workers: Sequence[Tensor], weights: Sequence[float], since: Tensor | None = None
     ) -> None:
-        """Set the buffers to the weighted mean of several workers' `buffers()`, and integer ones to the largest value.
-
-        A value that is equal on all workers, such as a mask of infinities, is left as it is.  Values that are not
-        finite are left out of the mean.  `since` holds this worker's buffers at the time when they were collected:
-        their change since then is added to the mean.
-        """
-        if not from_workers[0].numel():
-            return
-        values = torch.stack(list(from_workers))
-        shares = torch.tensor(weights, dtype=torch.float64).unsqueeze(1) * values.isfinite()
-        mean = values.nan_to_num(0.0, 0.0, 0.0).mul_(shares).sum(0) / shares.sum(0)
-        largest = values.amax(0)
-        differs = (values != values[0]).any(0) & (shares.sum(0) > 0)
-        if since is not None:
-            now = self.buffers()
-            mean = carry_over(mean, now, since)
-            largest = largest + (now - since).nan_to_num(0.0, 0.0, 0.0)
-            differs |= now != since
-        start = 0
-        for b in self._statistics():
-            where = slice(start, start + b.numel())
-            chosen = (mean if b.dtype.is_floating_point else largest)[where].view(b.shape)
-            b.copy_(torch.where(differs[where].view(b.shape).to(b.device), chosen.to(b), b))
-            start += b.numel()
-
-    def _statistics(self) -> list[Tensor]:
-        """The buffers to average: all but boolean ones, complex ones, and those not saved with the model."""
-        found = {
-            id(b): b
-            for module in self.model.modules()
-            for name, b in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            and not b.dtype.is_complex
-            and b.dtype != torch.bool
-        }
-        return list(found.values())
+        """Set the buffers to the weighted mean of several workers' `buffers()`; see `paceline.worker.buffers`."""
+        set_buffers(self.model, from_workers, weights, since)
 
     def locate(self, position: int) -> str:
         """The name of the parameter that holds a position of the vector."""
@@ -292,12 +298,22 @@ class FlatModel:
         return next((n for n, g in grads.items() if not is_finite(g)), None)
 
 
-def carry_over(mean: Tensor, now: Tensor, sent: Tensor) -> Tensor:
-    """The mean of the values that were sent, plus the change since then, kept between `mean` and `now`.
-
-    Without these limits a value that decays, such as a variance, could become negative.
-    """
-    return torch.minimum(torch.maximum(mean + (now - sent), torch.minimum(mean, now)), torch.maximum(mean, now))
+def _check_together(named: Sequence[tuple[str, nn.Parameter]], *, takes_parts: bool) -> None:
+    """Raise ValueError if these parameters cannot be parts of one vector."""
+    first_name, first = named[0]
+    for name, p in named:
+        if is_distributed(p) and not takes_parts:
+            raise ValueError(
+                f"parameter '{name}' is a DTensor, of which this rank holds a part: give attach(mesh=...) the mesh "
+                "of the replicas, such as mesh['replica'], or a model without tensor parallelism"
+            )
+        if p.device != first.device:
+            raise ValueError(
+                f"parameter '{name}' is on {p.device}, but '{first_name}' is on {first.device}: all trainable "
+                "parameters must be on one device.  Move the model (model.to(device)), or freeze the others"
+            )
+        if not p.dtype.is_floating_point:
+            raise ValueError(f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be averaged")
 
 
 def untie(parameters: Iterable[nn.Parameter]) -> None:

@@ -143,7 +143,7 @@ class TaskLearner:
 def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state that has one entry for every parameter value, by name, each as one vector (Adam's moments).
 
-    Parameters that have had no gradient yet have zeros.
+    Parameters that have had no gradient yet have zeros.  All workers have the same dtype, whichever parameters had one.
     """
     states = [optimizer.state.get(p, {}) for p in flat.parameters]
     names = {
@@ -152,7 +152,7 @@ def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict
         for n, v in state.items()
         if _is_for_each_value(n, v, p)
     }
-    return {
+    vectors = {
         name: torch.cat(
             [
                 local(state[name]).reshape(-1)
@@ -163,6 +163,10 @@ def optimizer_vectors(flat: FlatModel, optimizer: torch.optim.Optimizer) -> dict
         )
         for name, like in sorted(names.items())
     }
+    if flat.narrow:
+        widest = flat.params.dtype
+        vectors = {name: v.to(torch.promote_types(v.dtype, widest)) for name, v in vectors.items()}
+    return vectors
 
 
 def optimizer_counters(flat: FlatModel, optimizer: torch.optim.Optimizer) -> list[Tensor]:

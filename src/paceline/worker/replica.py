@@ -53,7 +53,10 @@ class Replica:
 
     @property
     def params(self) -> Tensor:
-        """The model as one vector; writing to it changes the model."""
+        """The model as one vector; writing to it changes the model.
+
+        A parameter of a narrower dtype than the vector takes its value, rounded, when the model runs next.
+        """
         return self.learner.flat.params
 
     @property

@@ -55,6 +55,7 @@ class WorkerRun:
     async def run(self) -> bool:
         """The strategy's worker role; False if it was stopped before its end."""
         replica = self.replica
+        flat = replica.learner.flat
         try:
             await self.strategy.worker(replica)
         except MissedEnd:
@@ -63,8 +64,11 @@ class WorkerRun:
             pass
         except Stopped:
             await self.states.before_save()
+            flat.publish()
             return False
         take_published(replica)
+        flat.publish()
+        flat.refresh()
         return True
 
     # State.
@@ -103,6 +107,7 @@ class WorkerRun:
                     f"the saved model has {values['params'].numel()} parameters, and this one has {flat.params.numel()}"
                 )
             flat.params.copy_(values["params"])
+            flat.publish()
             for mine, saved in zip(flat.model.buffers(), values["buffers"], strict=True):
                 mine.copy_(saved)
             flat.late = {flat.names.index(name): late.to(flat.grads) for name, late in values.get("late", {}).items()}
