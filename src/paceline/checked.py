@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import get_annotations, isabstract
+from math import inf
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -174,8 +175,8 @@ def checked_seconds(call: str, name: str, value: float | str) -> float:
         found = seconds(checked(call, name, value, float | str))
     except ValueError as error:
         raise error if str(error).startswith(call) else ValueError(f"{call}({name}={value!r}): {error}") from None
-    if not found > 0:
-        raise ValueError(f"{call}({name}={value!r}): a duration must be above 0")
+    if not 0 < found < inf:
+        raise ValueError(f"{call}({name}={value!r}): a duration must be above 0 and finite")
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
@@ -66,7 +67,7 @@ def attach(
     number of seconds, or text such as "5min".  If the model is tensor-parallel (torch's DTensor), `mesh` is the
     dimension of the device mesh along which there are replicas.
     """
-    _check_arguments(model, optimizer, accumulate, initial, bucket_bytes)
+    _check_arguments(model, optimizer, strategy, accumulate, initial, bucket_bytes, ordered)
     strategy = instance_of("attach", "strategy", strategy, Strategy)
     timeout_s = checked_seconds("attach", "timeout_s", timeout_s)
     plan = _plan(loader, epochs, accumulate)
@@ -126,10 +127,23 @@ def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Opt
     )
 
 
-def _check_arguments(model: object, optimizer: object, accumulate: int, initial: Initial, bucket_bytes: int) -> None:
+def _check_arguments(
+    model: object,
+    optimizer: object,
+    strategy: object,
+    accumulate: int,
+    initial: Initial,
+    bucket_bytes: int,
+    ordered: bool,
+) -> None:
     given = f"attach(model={type(model).__name__}, optimizer={type(optimizer).__name__})"
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
         raise ValueError(f"{given}: the two are swapped; give attach(model, optimizer, strategy)")
+    if isinstance(strategy, torch.optim.Optimizer):
+        raise ValueError(
+            f"{given[:-1]}, strategy={type(strategy).__name__}): the third argument is the strategy; give "
+            "attach(model, optimizer, strategy)"
+        )
     if not isinstance(model, nn.Module):
         raise ValueError(f"{given}: the model must be a torch.nn.Module")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -138,6 +152,9 @@ def _check_arguments(model: object, optimizer: object, accumulate: int, initial:
     refuse_attached(model)
     checked("attach", "accumulate", accumulate, int)
     checked("attach", "bucket_bytes", bucket_bytes, int)
+    checked("attach", "ordered", ordered, bool)
+    if bucket_bytes < 1:
+        raise ValueError(f"attach(bucket_bytes={bucket_bytes}): a bucket has at least 1 byte")
     if accumulate < 1:
         raise ValueError(f"attach(accumulate={accumulate}): a gradient needs at least 1 backward pass")
     if initial not in get_args(Initial):
@@ -169,6 +186,10 @@ def _plan(loader: Iterable[Any] | None, epochs: float | None, accumulate: int) -
                 f"attach(loader=..., epochs={epochs})"
             )
         return Plan()
+    if not isinstance(loader, Iterable) or isinstance(loader, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"attach(loader={loader!r}): give an iterable of minibatches, such as a DataLoader")
+    if not 0 < checked("attach", "epochs", 1 if epochs is None else epochs, float) < inf:
+        raise ValueError(f"attach(epochs={epochs}): the number of epochs is finite and above 0")
     try:
         steps = -(-len(loader) // accumulate)  # pyright: ignore[reportArgumentType]
     except TypeError:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from paceline.codecs.layout import is_finite
 from paceline.worker.rows import rows
-from paceline.worker.tensors import distributed_like, is_distributed, local, local_grad
+from paceline.worker.tensors import (
+    distributed_like,
+    is_distributed,
+    local,
+    local_grad,
+    refuse_shared_memory,
+    refuse_without_values,
+)
 
 BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -62,6 +69,7 @@ class FlatModel:
             )
         first_name, first = named[0]
         for name, p in named:
+            refuse_without_values(name, p)
             if is_distributed(p) and not takes_parts:
                 raise ValueError(
                     f"parameter '{name}' is a DTensor, of which this rank holds a part: give attach(mesh=...) the mesh "
@@ -78,6 +86,7 @@ class FlatModel:
                 raise ValueError(
                     f"parameter '{name}' is {p.dtype}: only real floating-point parameters can be averaged"
                 )
+        refuse_shared_memory(model)
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.offsets = [0]
