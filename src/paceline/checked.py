@@ -43,6 +43,8 @@ def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:
 
     If there is none, a ValueError says what it is called here, or names the most similar one.
     """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"registry.{kind}({name!r}): give the name of a {kind}, as text")
     known = {spelled(c): c for c in classes}
     # Hyphens are optional: in bfloat16 or terngrad their place is not obvious.
     by_letters = {_letters(spelling): cls for spelling, cls in known.items()}
