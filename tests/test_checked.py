@@ -125,3 +125,9 @@ def test_attach_with_wrong_types_is_refused_with_one_worker_too():
         assert str(error.value).startswith(expected)
     with pl.attach(model, optimizer, "all-reduce-sgd", timeout_s="5s"):
         pass
+
+
+def test_a_long_value_is_quoted_by_its_type():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"AllReduceSGD\(codec=<Sequential>\): codec is a codec, such as"):
+        pl.AllReduceSGD(codec=model)  # pyright: ignore[reportArgumentType]

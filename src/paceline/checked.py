@@ -239,6 +239,8 @@ def _fit_items(value: Any, kinds: Sequence[Any]) -> tuple[bool, Any]:
 
 def _wrong(call: str, name: str, value: Any, kind: Any) -> ValueError:
     given = value.__name__ if isinstance(value, type) else repr(value)
+    if "\n" in given or len(given) > 120:  # A model or a data set.
+        given = f"<{type(value).__name__}>"
     return ValueError(f"{call}({name}={given}): {name} is {' or '.join(_word(option) for option in _options(kind))}")
 
 

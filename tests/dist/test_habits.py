@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
+from paceline.session.minibatch import NothingTrained
 from tests.dist import forked
 from tests.dist.test_attach import vector
 
@@ -129,6 +130,27 @@ def test_a_run_may_be_shorter_than_a_period_of_averaging():
         for batch in session.shard(BATCHES):
             backward(model, batch)
             session.step()
+
+
+class Stale(torch.optim.Optimizer):
+    """It steps the memory that the parameters had when it was built."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.memory = [(p, p.data) for p in model.parameters()]
+
+    def step(self, closure: Any = None) -> None:
+        for p, values in self.memory:
+            values.sub_(p.grad, alpha=0.1)
+
+
+def test_a_run_that_changes_no_parameter_gets_a_warning():
+    model = network()
+    session = pl.attach(model, Stale(model), pl.AllReduceSGD())
+    backward(model, BATCHES[0])
+    session.step()
+    with pytest.warns(NothingTrained, match="no parameter has changed in 1 steps: the gradients may"):
+        session.close()
 
 
 # Refusals.

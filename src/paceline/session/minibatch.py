@@ -8,6 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import torch
+
 from paceline.session.learner import LoopLearner
 from paceline.worker.batch import NonFiniteGradient
 from paceline.worker.replica import Replica
@@ -138,11 +140,17 @@ class Minibatch:
         self._learner.loss = None
 
 
+class NothingTrained(RuntimeWarning):
+    """The steps of a session have changed no parameter."""
+
+
 class Tally:
     """Counts the steps of this worker by what became of them."""
 
     def __init__(self, replica: Replica) -> None:
         self._batch = replica.batch
+        self._replica = replica
+        self._start = float(replica.params.sum(dtype=torch.float64))
         self._rank = replica.rank
         self._skipped = 0  # By the replica's count, at the last step.
         self.used = 0
@@ -161,7 +169,20 @@ class Tally:
             self.used += 1
 
     def check(self) -> None:
-        """At the end of the run: raise FloatingPointError if NaN or infinity prevented every step."""
+        """At the end of the run: raise FloatingPointError if NaN or infinity prevented every step.
+
+        Warn if no parameter has changed, although the learning rate was above 0.
+        """
+        is_same = float(self._replica.params.sum(dtype=torch.float64)) == self._start
+        if self.used and is_same and any(group["lr"] for group in self._replica.learner.optimizer.param_groups):
+            warnings.warn(
+                NothingTrained(
+                    f"no parameter has changed in {self.used} steps: the gradients may be 0, the steps too small for "
+                    f"{self._replica.params.dtype}, or the optimizer may hold the memory that the parameters had "
+                    "before attach"
+                ),
+                stacklevel=3,
+            )
         if self.used or not (self.refused or self.overflowed):
             return
         lost = self.refused + self.overflowed
