@@ -174,6 +174,12 @@ def saved_too_early(model: nn.Module, session: pl.Session) -> None:
         session.state_dict()
 
 
+def trained_while_published(model: nn.Module, session: pl.Session) -> None:
+    with session.published():
+        backward(model, BATCHES[0])
+        session.step()
+
+
 def set_gradients(model: nn.Module, session: pl.Session) -> None:
     for p, g in zip(
         model.parameters(), torch.autograd.grad(model(BATCHES[0]).sum(), [*model.parameters()]), strict=True
@@ -186,6 +192,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[nn.Module, pl.Session], Any],
     "unscaled twice": ({}, unscaled_twice, "divided by the scale twice; give session.optimizer to both"),
     "a step before the last pass": ({"accumulate": 3}, stepped_too_early, "1 of 3 backward passes ran"),
     "a state before the step": ({}, saved_too_early, r"session.state_dict\(\) between backward\(\) and session.step"),
+    "a step of published parameters": ({}, trained_while_published, r"session.step\(\) inside session.published\(\)"),
     "a negative count": ({}, lambda m, s: s.count(-4), r"session.count\(-4\): it is the number of samples"),
     "a count that is text": ({}, lambda m, s: s.count("8"), r"session.count\('8'\): it is the number of samples"),
     "a loss that is text": ({}, lambda m, s: s.step("0.3"), "loss is '0.3', and must be one number"),
@@ -268,3 +275,8 @@ def test_an_optimizer_in_the_place_of_the_strategy_is_named():
     model = network()
     with pytest.raises(ValueError, match=r"optimizer=AllReduceSGD, strategy=SGD\): the third argument is the strategy"):
         pl.attach(model, pl.AllReduceSGD(), torch.optim.SGD(model.parameters(), lr=0.1))  # pyright: ignore
+
+
+def test_a_communication_hook_for_a_model_without_ddp_is_refused():
+    with pytest.raises(ValueError, match=r"ddp_hook\(model=Sequential\): the model is a DistributedDataParallel"):
+        pl.ddp_hook("one-bit", network())  # pyright: ignore[reportArgumentType]

@@ -44,6 +44,11 @@ def ddp_hook(
     best after a model's first, steep phase.  A peer that is silent for `timeout_s` seconds is an error.
     """
     codec = instance_of("ddp_hook", "codec", codec, Codec)
+    if model is not None and not isinstance(model, DistributedDataParallel):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"ddp_hook(model={type(model).__name__}): the model is a DistributedDataParallel; without one, use "
+            "paceline.attach"
+        )
     checked("ddp_hook", "start", start, int)
     hook = DdpHook(codec, start=start, timeout_s=checked_seconds("ddp_hook", "timeout_s", timeout_s))
     if model is not None:

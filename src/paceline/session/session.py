@@ -120,12 +120,14 @@ class Session:
         vector = self.loop.replica.published
         params = self.loop.replica.params
         before = params.clone()
+        on_step, self.optimizer.on_step = self.optimizer.on_step, _refuse_to_train_published
         if vector is not None:
             params.copy_(vector)
         try:
             yield
         finally:
             params.copy_(before)
+            self.optimizer.on_step = on_step
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -227,6 +229,13 @@ def _refuse_step(scale: Tensor | None, overflow: bool) -> None:
     raise RuntimeError(
         "session.step() after the end of the session: step with the optimizer that you gave to attach, or attach the "
         "model again"
+    )
+
+
+def _refuse_to_train_published(scale: Tensor | None, overflow: bool) -> None:
+    raise RuntimeError(
+        "session.step() inside session.published(): at the end of that block the model is what it was before, so the "
+        "step would be lost; use the block to evaluate and save alone"
     )
 
 
