@@ -194,10 +194,7 @@ class Job:
         return endpoint
 
     def _has_ended(self, rank: int) -> bool:
-        try:
-            return self.store.check([f"trace/{rank}" if self.layout.servers else f"ended/{rank}"])
-        except RuntimeError as error:
-            raise ClusterError(f"the job's store, in another process, cannot be reached: {error}") from error
+        return _has(self.store, f"trace/{rank}" if self.layout.servers else f"ended/{rank}")
 
     def _members_ever(self) -> list[int]:
         """Every worker that ever had a mailbox."""
@@ -304,3 +301,10 @@ def _unwrapped(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def _has(store: dist.Store, key: str) -> bool:
+    try:
+        return store.check([key])
+    except RuntimeError as error:
+        raise ClusterError(f"the job's store, in another process, cannot be reached: {error}") from error
