@@ -247,7 +247,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "attach(optimizer=0.1): optimizer is an Optimizer or None": lambda: attach(NET, 0.1, AVERAGING),
     "attach(optimizer=SGD): optimizer is an instance, or None": lambda: attach(NET, torch.optim.SGD, AVERAGING),
     "attach(strategy=AllReduceSGD): AllReduceSGD is a class": lambda: attach(NET, SGD, pl.AllReduceSGD),
-    "attach(strategy=OneBit(bucket=512)): strategy is a strategy": lambda: attach(NET, SGD, pl.codecs.OneBit(512)),
+    "attach(strategy=OneBit(bucket=512, threshold='mean')): strategy is a strategy": lambda: attach(
+        NET, SGD, pl.codecs.OneBit(512)
+    ),
     "attach(accumulate=1.5): accumulate is an integer": lambda: attach(NET, SGD, AVERAGING, accumulate=1.5),
     "attach(bucket_bytes='8MB'): bucket_bytes is an integer": lambda: attach(NET, SGD, AVERAGING, bucket_bytes="8MB"),
     "attach(timeout_s='5 parsecs'): ": lambda: attach(NET, SGD, AVERAGING, timeout_s="5 parsecs"),
@@ -259,7 +261,7 @@ CALLS: dict[str, Callable[[], object]] = {
     ),
     "ddp_hook(codec=OneBit): OneBit is a class": lambda: pl.ddp_hook(pl.codecs.OneBit),
     "ddp_hook(codec=None): codec is a codec": lambda: pl.ddp_hook(None),
-    f"ddp_hook(model={LINEAR}): model is the DistributedDataParallel itself": lambda: pl.ddp_hook("one-bit", NET),
+    f"ddp_hook(model={LINEAR}): model is the DistributedDataParallel; without": lambda: pl.ddp_hook("one-bit", NET),
     "ddp_hook(start='1'): start is an integer": lambda: pl.ddp_hook("one-bit", start="1"),
 }
 
@@ -279,3 +281,9 @@ def test_right_arguments_of_all_kinds_are_taken():
     model = nn.Linear(2, 1)
     with pl.attach(model, torch.optim.SGD(model.parameters()), "all-reduce-sgd", timeout_s="5s", loader=[X], epochs=1):
         pass
+
+
+def test_a_long_value_is_quoted_by_its_type():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"AllReduceSGD\(codec=<Sequential>\): codec is a codec, such as"):
+        pl.AllReduceSGD(codec=model)  # pyright: ignore[reportArgumentType]

@@ -134,3 +134,26 @@ def test_infinities_of_both_signs_do_not_cancel_and_large_values_are_not_bad():
     assert flat.first_nonfinite() is None
     flat.grads[1], flat.grads[2] = math.inf, -math.inf
     assert flat.first_nonfinite() == "0"
+
+
+def test_tensors_that_have_values_in_common_are_refused_and_interleaved_ones_are_not():
+    class Model(nn.Module):
+        def __init__(self, a: torch.Tensor, b: torch.Tensor, *, is_buffer: bool = False) -> None:
+            super().__init__()
+            self.a = nn.Parameter(a)
+            self.register_buffer("b", b) if is_buffer else self.register_parameter("b", nn.Parameter(b))
+
+    w = torch.randn(6, 4)
+    FlatModel(Model(w[:3].clone(), w[3:].clone()))
+    FlatModel(Model(w[:3], w[3:]))
+    FlatModel(Model(w[:, :2], w[:, 2:]))
+    for a, b, is_buffer in ((w, w, False), (w, w.t(), False), (w[:, :2], w[1], False), (w, w[:2], True)):
+        with pytest.raises(ValueError, match=r"'[ab]' and '[ab]' have memory in common"):
+            FlatModel(Model(a, b, is_buffer=is_buffer))
+
+
+def test_a_parameter_without_values_is_refused():
+    with pytest.raises(ValueError, match="'weight' has no shape yet: run a minibatch through the model first"):
+        FlatModel(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="'weight' is on the device 'meta', so it has no values"):
+        FlatModel(nn.Linear(3, 3, device="meta"))

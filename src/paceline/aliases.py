@@ -9,10 +9,14 @@ from __future__ import annotations
 ALIASES: dict[str, dict[str, str]] = {
     "strategy": {
         "allreduce": "allreducesgd",
+        "bsp": "allreducesgd",
+        "bulksynchronousparallel": "allreducesgd",
         "dataparallelsgd": "allreducesgd",
         "ddp": "allreducesgd",
         "fullsgd": "allreducesgd",
         "ssgd": "allreducesgd",
+        "sync": "allreducesgd",
+        "synchronous": "allreducesgd",
         "syncsgd": "allreducesgd",
         "synchronoussgd": "allreducesgd",
         "cpsgd": "periodicaveraging",
@@ -61,12 +65,13 @@ _ADPSGD = (
     "ADPSGD of Jiang and Agrawal, with an adaptive period, is AdaptiveAveraging; "
     "AD-PSGD of Lian et al., in pairs, is Gossip"
 )
+_ASYNC = "on a server it is ParameterServer (pushes gradients) or ASGD (pushes changes of local steps)"
 _BITS = "it is NBit(bits={0})"
 
 NOT_ONE: dict[str, dict[str, str]] = {
     "strategy": {
         "adpsgd": _ADPSGD,
-        "asyncsgd": "on a server it is ParameterServer (pushes gradients) or ASGD (pushes changes of local steps)",
+        **dict.fromkeys(("async", "asyncsgd", "asynchronous", "asynchronoussgd"), _ASYNC),
         "decentralizedsgd": "it is Gossip(overlap=False), or Gossip() if workers do not wait",
         "dpsgd": "it is Gossip(overlap=False), in pairs",
         "elasticaveraging": "it is one of EASGD, AsyncEASGD, RoundRobinEASGD, EAMSGD and EAWild",
@@ -80,6 +85,7 @@ NOT_ONE: dict[str, dict[str, str]] = {
         "none": "leave the codec out (codec=None) for plain values",
         "quantization": "it is one of OneBit, NBit, QSGD, TernGrad and Fp8",
         "randomk": "it is not here; the nearest is TopK",
+        **dict.fromkeys(("sign", "signsgd", "efsignsgd"), "the nearest is OneBit, which sends its error later"),
         "strom": "its codec is Threshold(tau=...), and the method is the strategy Strom",
         **{f"{bits}bit": _BITS.format(bits) for bits in (2, 4, 8, 16)},
         **{f"{bits}bits": _BITS.format(bits) for bits in (2, 4, 8, 16)},

@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from functools import cache, wraps
 from inspect import get_annotations, isabstract
 from itertools import permutations
+from math import inf
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -48,6 +49,8 @@ def find(kind: str, classes: Iterable[type[C]], name: str) -> type[C]:
 
     If there is none, a ValueError says what it is called here, or names the most similar one.
     """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"registry.{kind}({name!r}): give the name of a {kind}, as text")
     known = {spelled(c): c for c in classes}
     # Hyphens are optional: in bfloat16 or terngrad their place is not obvious.
     by_letters = {_letters(spelling): cls for spelling, cls in known.items()}
@@ -213,8 +216,8 @@ def checked_seconds(call: str, name: str, value: float | str) -> float:
     """
     with quoting(call, name, value):
         found = seconds(checked(call, name, value, float | str))
-    if not found > 0:
-        raise ValueError(f"{call}({name}={value!r}): a duration must be above 0")
+    if not 0 < found < inf:
+        raise ValueError(f"{call}({name}={value!r}): a duration must be above 0 and finite")
     return found
 
 

@@ -582,7 +582,7 @@ def test_mistakes_raise_errors_that_name_them(tmp_path):
 
     for errors in forked.run(2, work, tmp_path):
         assert errors == [
-            "rank 1 has ddp_hook(OneBit(bucket=64)), but rank 0 has ddp_hook(OneBit(bucket=None)): "
+            "rank 1 has ddp_hook(OneBit(bucket=64, threshold='mean')), but rank 0 has ddp_hook(OneBit(bucket=None, threshold='mean')): "
             "all ranks must have the same",
             "rank 1 has ddp_hook(OneBit(bucket=None), start=2), but rank 0 has ddp_hook(OneBit(bucket=None)): "
             "all ranks must have the same",

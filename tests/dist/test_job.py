@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from paceline.engines.job import Job
 from paceline.engines.place import Place
+from paceline.errors import ClusterError
 from paceline.needs import Needs
 from tests.dist import forked
 
@@ -72,3 +73,15 @@ def test_an_ended_job_leaves_no_thread_of_its_process_group(tmp_path):
         return [before, during > 0, gloos()]
 
     assert forked.run(2, work, tmp_path) == [[0, True, 0]] * 2
+
+
+def test_a_store_whose_process_has_ended_is_an_error_of_the_job():
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Job(Needs(collectives=False, messages=True), device=torch.device("cpu")) as job:
+        own = job.store
+        job.store = dist.TCPStore("127.0.0.1", master.port)
+        del master
+        gc.collect()
+        with pytest.raises(ClusterError, match="the job's store, in another process, cannot be reached"):
+            job.endpoint.has_ended(1)
+        job.store = own

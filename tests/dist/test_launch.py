@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -56,6 +57,21 @@ with pl.attach(model, optimizer, strategy) as session:
             os.kill(os.getpid(), signal.SIGKILL)
         model(torch.ones(3, 4)).sum().backward()
         session.step()
+"""
+
+
+SLOW_TO_END = """
+import atexit, threading
+import torch
+import torch.distributed as dist
+from paceline.errors import ClusterError
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.barrier()
+    raise ClusterError("rank 1 is gone")
+atexit.register(threading.Event().wait)  # Threads of other libraries can hold a process up.
+dist.barrier()
+raise ValueError("a mistake of my own")
 """
 
 
@@ -463,3 +479,10 @@ def test_a_killed_worker_is_replaced_and_its_data_shard_is_done_once(tmp_path: P
     assert (tmp_path / "died").exists()
     assert (tmp_path / "total").read_text().split() == ["3.0"] * 48
     assert not _left_of(tmp_path)
+
+
+def test_the_first_cause_is_named_even_if_its_process_does_not_end(tmp_path):
+    (tmp_path / "script.py").write_text(SLOW_TO_END)
+    job = launch("-n", "2", str(tmp_path / "script.py"), folder=tmp_path)
+    assert job.returncode == 1
+    assert re.search(r"paceline: rank 1 \(process \d+\) failed: ValueError: a mistake of my own", job.stderr)

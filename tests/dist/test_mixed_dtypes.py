@@ -60,6 +60,10 @@ def looped(job: pl.Task, strategy: pl.Strategy | None, between: Between | None =
             if between is not None:
                 between(k, model, session)
             optimizer.step() if session is None else session.step()
+            if between is look:
+                clamp(k, model, session)
+                saved = vector(model) if session is None else session.state_dict()["slots"]["model"]["values"]["params"]
+                assert same(saved, vector(model))
 
     if strategy is None:
         train(batches, None)
@@ -80,9 +84,7 @@ def clamp(k: int, model: nn.Module, session: pl.Session | None) -> None:
 
 
 def look(k: int, model: nn.Module, session: pl.Session | None) -> None:
-    clamp(k, model, session)
-    if session is not None:
-        assert same(session.state_dict()["slots"]["model"]["values"]["params"], vector(model))
+    """Change the parameters, and evaluate in the middle of a step."""
     for p in model.parameters():
         p.data.mul_(0.5)
     before = vector(model)

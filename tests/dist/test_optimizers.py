@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
+from paceline.families.optimizer_state import CopiedParameters
 from tests.dist import forked
 from tests.dist.test_attach import vector
 
@@ -192,6 +194,25 @@ def data(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
         )
         for _ in range(case.steps * case.accumulate)
     ]
+
+
+def test_an_optimizer_that_steps_from_its_own_copy_is_warned_about_under_averaging(tmp_path):
+    def work(rank: int) -> list[str]:
+        texts: list[str] = []
+        for optimizer in (ScheduleFree, partial(torch.optim.AdamW, lr=0.01), torch.optim.ASGD):
+            model = built(CASES["schedule-free"])
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with pl.attach(model, optimizer(model.parameters()), pl.PeriodicAveraging(4)) as session:
+                    for x, y in session.shard(data(CASES["schedule-free"])):
+                        F.cross_entropy(model(x), y).backward()
+                        session.step()
+            texts.append("; ".join(str(w.message) for w in caught if w.category is CopiedParameters))
+        return texts
+
+    for schedule_free, adamw, asgd in forked.run(2, work, tmp_path):
+        assert schedule_free.startswith("PeriodicAveraging with ScheduleFree: ['x', 'z'] in the optimizer's state")
+        assert adamw == asgd == ""
 
 
 @pytest.fixture(scope="module")

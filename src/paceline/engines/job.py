@@ -20,6 +20,7 @@ from paceline.engines.groups import Groups
 from paceline.engines.hosts import Hosts, gather
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
+from paceline.errors import ClusterError
 from paceline.needs import Needs
 from paceline.strategy import Strategy
 from paceline.trace import Trace
@@ -193,7 +194,7 @@ class Job:
         return endpoint
 
     def _has_ended(self, rank: int) -> bool:
-        return self.store.check([f"trace/{rank}" if self.layout.servers else f"ended/{rank}"])
+        return _has(self.store, f"trace/{rank}" if self.layout.servers else f"ended/{rank}")
 
     def _members_ever(self) -> list[int]:
         """Every worker that ever had a mailbox."""
@@ -300,3 +301,10 @@ def _unwrapped(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def _has(store: dist.Store, key: str) -> bool:
+    try:
+        return store.check([key])
+    except RuntimeError as error:
+        raise ClusterError(f"the job's store, in another process, cannot be reached: {error}") from error

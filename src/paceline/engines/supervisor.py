@@ -196,13 +196,14 @@ class Supervisor:
             for rank, worker, code in self._ended():
                 if code:
                     failures.append(Failure(rank, worker.pid, code, self._report(rank)))
-                    if not failures[-1].is_consequence:
-                        deadline = min(deadline, time.monotonic() + SAME_S)
-        # A rank reports its error before it ends, and its end can take longer: exit handlers, a slow machine.
-        for rank, worker in self._running.items():
-            if (report := self._report(rank)) is not None:
-                failures.append(Failure(rank, worker.pid, 1, report))
-        return describe(failures, with_traceback=self._with_traceback)
+            if not all(failure.is_consequence for failure in (*failures, *self._reported())):
+                deadline = min(deadline, time.monotonic() + SAME_S)
+        return describe([*failures, *self._reported()], with_traceback=self._with_traceback)
+
+    def _reported(self) -> list[Failure]:
+        """The ranks that have reported an error, and still run: a process can take long to end."""
+        reports = [(rank, worker.pid, self._report(rank)) for rank, worker in self._running.items()]
+        return [Failure(rank, pid, 1, report) for rank, pid, report in reports if report is not None]
 
     def _report(self, rank: int) -> Report | None:
         return read_report(self._report_path(rank))

@@ -22,7 +22,12 @@ from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import SyncVote
 from paceline.endpoint import Endpoint
 from paceline.families.deltas import compute_delta, go_to, merge, squared_distance, wide
-from paceline.families.optimizer_state import add_optimizer_state, exchange_optimizer_state, set_optimizer_state
+from paceline.families.optimizer_state import (
+    add_optimizer_state,
+    exchange_optimizer_state,
+    set_optimizer_state,
+    warn_of_copies,
+)
 from paceline.families.sync import PendingSync, SyncResult, SyncStats
 from paceline.families.unsent import Unsent
 from paceline.op import Op, Ready
@@ -116,6 +121,7 @@ class SyncRounds:
         self._codec_state = w.codec_state(method.codec, "sync")
         self._unsent = Unsent(w, method.codec)
         self._pending: Op[PendingSync] | None = None
+        self._has_stepped = False
         if self._own.pending:
             self._pending = Ready("mean", PendingSync.restored(self._own.pending, self.anchor.device))
         # The same memory for all syncs: fresh memory costs more than the arithmetic.
@@ -138,6 +144,10 @@ class SyncRounds:
         """To be awaited after every local step; the result of a sync, if one has just been merged."""
         w = self.w
         self._m.count += 1
+        if not self._has_stepped and w.batch.samples:
+            self._has_stepped = True
+            if w.workers > 1 and self.method.optimizer_state == "keep":
+                warn_of_copies(type(self.method).__name__, w.learner)
         if w.batch.samples and w.learner.loss is not None:
             self._own.losses = [self._own.losses[0] + w.learner.loss, self._own.losses[1] + 1]
         if self.samples is not None:

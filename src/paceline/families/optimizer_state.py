@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+from torch import Tensor
 
 from paceline import collectives
 from paceline.collectives import SyncVote
@@ -10,6 +13,43 @@ from paceline.endpoint import Endpoint
 from paceline.families.sync import PendingSync, SyncStats
 from paceline.worker.buffers import carry_over
 from paceline.worker.learner import Learner, optimizer_vectors, set_optimizer_vectors
+from paceline.worker.tensors import local
+
+ROUNDING = 2**-7  # A copy in float32 of parameters in bfloat16.
+
+
+class CopiedParameters(RuntimeWarning):
+    """An optimizer seems to keep the parameters in its state, where an average of the parameters does not reach."""
+
+
+def warn_of_copies(method: str, learner: Learner) -> None:
+    """Warn if a part of the optimizer's state has the parameters' values, as in schedule-free optimizers.
+
+    The next step of such an optimizer starts from its own copy, so that it undoes an average.  Call this after the
+    first local step, when no other state has these values.
+    """
+    optimizer = learner.optimizer
+    if isinstance(optimizer, torch.optim.ASGD):  # It never reads its average.
+        return
+    near: dict[str, float] = {}
+    numel = 0.0
+    for p in learner.flat.parameters:
+        values = local(p.detach())
+        numel += float(values.count_nonzero())
+        for name, state in optimizer.state.get(p, {}).items():
+            if isinstance(state, Tensor) and state.shape == p.shape and state.is_floating_point():
+                is_near = ((local(state) - values).abs() <= ROUNDING * values.abs()) & (values != 0)
+                near[name] = near.get(name, 0.0) + float(is_near.sum())
+    copies = [name for name, count in sorted(near.items()) if count > 0.99 * numel]
+    if copies:
+        warnings.warn(
+            CopiedParameters(
+                f"{method} with {type(optimizer).__name__}: {copies} in the optimizer's state has the values of the "
+                "parameters; if the optimizer steps from there, averages of the parameters have no effect: give "
+                f"{method}(optimizer_state='average'), which averages the state too, or use AllReduceSGD"
+            ),
+            stacklevel=2,
+        )
 
 
 def add_optimizer_state(pending: PendingSync, learner: Learner, where: slice) -> None:

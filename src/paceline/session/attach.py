@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.checked import check_arguments, checked_seconds, instance_of
+from paceline.checked import check_arguments, checked, checked_seconds, instance_of
 from paceline.engines.job import Job
 from paceline.needs import Length, Offers, check
 from paceline.session.guard import LoopGuard
@@ -143,6 +144,8 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
     check_arguments(attach, given, INSTEAD)
     refuse_wrapped(given["model"])
     refuse_attached(given["model"])
+    if given["bucket_bytes"] < 1:
+        raise ValueError(f"attach(bucket_bytes={given['bucket_bytes']}): a bucket has at least 1 byte")
     if given["accumulate"] < 1:
         raise ValueError(f"attach(accumulate={given['accumulate']}): a gradient needs at least 1 backward pass")
 
@@ -169,6 +172,10 @@ def _plan(loader: Iterable[Any] | None, epochs: float | None, accumulate: int) -
                 f"attach(loader=..., epochs={epochs})"
             )
         return Plan()
+    if not isinstance(loader, Iterable) or isinstance(loader, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"attach(loader={loader!r}): give an iterable of minibatches, such as a DataLoader")
+    if not 0 < checked("attach", "epochs", 1 if epochs is None else epochs, float) < inf:
+        raise ValueError(f"attach(epochs={epochs}): the number of epochs is finite and above 0")
     try:
         steps = -(-len(loader) // accumulate)  # pyright: ignore[reportArgumentType]
     except TypeError:

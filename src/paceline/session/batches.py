@@ -61,7 +61,7 @@ class Cutter:
         if _is_sequence(found) and len(found) == 2 and isinstance(found[1], (int, np.integer)) and found[1] >= 0:
             return found[0], int(found[1])
         raise TypeError(
-            f"session.shard(split=...): the function returned {_kind(found)} for worker {index} of {workers}; it must "
+            f"session.shard(split=...): the function returned {_shown(found)} for worker {index} of {workers}; it must "
             "return a pair: the worker's part, and the number of its samples"
         )
 
@@ -114,7 +114,12 @@ def digest(batch: Any) -> bytes:
 
 
 def _hash(value: Any, update: Callable[[bytes], None]) -> None:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_nested:
+        _hash(list(value.unbind()), update)
+    elif isinstance(value, Tensor) and value.layout != torch.strided:
+        found = value.to_sparse_coo().coalesce()
+        _hash([found.indices(), found.values(), *value.shape], update)
+    elif isinstance(value, Tensor):
         update(f"{value.dtype}{list(value.shape)}".encode())
         update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif _is_numpy(value):
@@ -237,6 +242,12 @@ def _rebuilt(value: Any, parts: list[Any], where: slice) -> Any:
     if _is_sequence(getattr(found, "_encodings", None)):
         found._encodings = found._encodings[where]
     return found
+
+
+def _shown(value: Any) -> str:
+    """A value with the kinds of what it holds."""
+    held = f" of {', '.join(map(_kind, value))}" if _is_sequence(value) and 0 < len(value) <= 4 else ""
+    return f"{_kind(value)}{held}"
 
 
 def _kind(value: Any) -> str:

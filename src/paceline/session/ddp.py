@@ -30,7 +30,7 @@ from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 
 PREFIX = "paceline."  # Of the names that a hook adds to a model's state.
-INSTEAD = {"model": (nn.Module, "model is the DistributedDataParallel itself; give ddp_hook(codec, ddp)")}
+INSTEAD = {"model": (nn.Module, "model is the DistributedDataParallel; without one, use paceline.attach")}
 COMMON = ("factors", "count", "adapted", "steps")  # The parts of the state that a rank may take from another rank.
 
 

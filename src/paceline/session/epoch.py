@@ -23,6 +23,11 @@ class Epoch:
         self._is_last = is_last
         self._batch.take(samples, number)
 
+    def was_used(self, number: int) -> bool:
+        """Whether a backward pass ran on the last minibatch of that pass, which was read in eval mode."""
+        self._note_passes()
+        return self._batch.end_eval_mode(number)
+
     def on_end(self) -> None:
         """`shard` has no more minibatches in this epoch."""
         self._note_passes()
@@ -37,6 +42,14 @@ class Epoch:
     def on_step(self) -> None:
         """The user takes a step."""
         self._batches_per_step = self._batch.taken
+
+    @property
+    def has_open_gradient(self) -> bool:
+        """Whether a backward pass has run on a minibatch since the last step, as far as hooks have seen it."""
+        if not self._sees_passes:
+            return False
+        self._note_passes()
+        return self._batch.used > 0
 
     def is_rest(self, passes: int) -> bool:
         """Whether this minibatch ends the epoch before `accumulate` minibatches make a step."""
@@ -55,6 +68,9 @@ class Epoch:
 
     def _note_passes(self) -> None:
         """Find out whether a backward pass has used the minibatches so far; without a hook they count as used."""
-        sees_passes = self.has_hooks or self._watch.is_active
-        if not sees_passes or self._watch.take():
+        if not self._sees_passes or self._watch.take():
             self._batch.use()
+
+    @property
+    def _sees_passes(self) -> bool:
+        return self.has_hooks or self._watch.is_active

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,6 +36,8 @@ class Feed:
 
     def read(self, loader: Iterable[B], cutter: Cutter, skip: int) -> Iterator[B]:
         """One pass over a loader, without its first `skip` minibatches."""
+        if self.loop.is_closed:
+            raise RuntimeError("session.shard after the end of the session: read the loader itself, which is whole")
         parts = self._whole(loader, cutter, skip) if self.workers == 1 else self._parts(loader, cutter, skip)
         last = length_of(loader)
         self._passes += 1
@@ -44,18 +46,34 @@ class Feed:
         has_trained = False
         try:
             for number, (part, samples) in enumerate(parts, start=skip + 1):
-                if self.is_training:
+                if self.is_training or (has_trained and torch.is_grad_enabled()):
                     has_trained = True
                     self.loop.epoch.on_minibatch(samples, number=epoch, is_last=number == last)
                     yield part
-                elif samples or self.workers == 1:
+                elif self.workers == 1:
                     yield part
+                elif samples:
+                    has_trained = yield from self._in_eval_mode(part, samples, epoch)
         except GeneratorExit:  # The user left the loop, perhaps before the step of its last minibatch.
             if has_trained:
                 self.loop.batch.forget_samples()
             raise
         if has_trained:
             self.loop.epoch.on_end()
+
+    def _in_eval_mode(self, part: B, samples: int, epoch: int) -> Generator[B, None, bool]:
+        """Yield a minibatch to evaluate the model, or to train it with layers in eval mode; whether it was trained."""
+        if not torch.is_grad_enabled():
+            yield part
+            return False
+        self.loop.epoch.was_used(epoch)  # Backward passes so far belong to other minibatches.
+        self.loop.batch.take_in_eval_mode(samples, epoch)
+        was_used = False
+        try:
+            yield part
+        finally:
+            was_used = self.loop.epoch.was_used(epoch)
+        return was_used
 
     def _whole(self, loader: Iterable[Any], cutter: Cutter, skip: int) -> Iterator[tuple[Any, int]]:
         read = 0

@@ -24,6 +24,23 @@ from paceline.session.optimizer import SessionOptimizer
 from paceline.worker.flat import Bucket
 from paceline.worker.run import WorkerRun
 
+RAN_INSIDE = (
+    "backward() ran inside backward(), as torch.utils.checkpoint(..., use_reentrant=True) does, so parts of the "
+    "gradient arrive in passes of their own: give use_reentrant=False to checkpoint"
+)
+SET_BY_HAND = (
+    "; {} exchanges gradients during backward(), so a gradient from torch.autograd.grad, or one set by hand, needs a "
+    "method whose workers step alone, such as PeriodicAveraging"
+)
+SCALED_PARTS = (
+    "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in bfloat16 or "
+    "float32, which need no scaler"
+)
+SCALED_SUM = (
+    "{} with a GradScaler: it adds gradients of several steps, whose scales differ; train in bfloat16, which needs no "
+    "scaler"
+)
+
 
 class Loop:
     """Handles the events of the user's loop.
@@ -41,6 +58,7 @@ class Loop:
         self.batch = Minibatch(run.replica, learner)
         self.tally = Tally(run.replica)
         self.is_paused = False  # Whether backward passes only add to the gradient.
+        self.is_closed = False
         self.last_own_step = -1  # The last step for which this worker had data.
         self._flat = learner.flat
         self._optimizer = optimizer
@@ -51,7 +69,7 @@ class Loop:
         self._doing = "in backward()"
         self._was_exchanged = False  # Whether the gradient of this step is one that all ranks have.
         self._hooks: BucketHooks | None = None
-        self._watch = BackwardWatch(learner.flat.parameters, is_paused=lambda: self.is_paused)
+        self._watch = BackwardWatch(learner.flat.parameters, is_paused=lambda: self.is_paused, counts=accumulate > 1)
         self.epoch = Epoch(self.batch, self._watch, accumulate)
         self._passes = 0  # Backward passes since the last step.
         self._is_open_pass = False  # Whether the pass that completes a gradient is running.
@@ -64,6 +82,7 @@ class Loop:
         self._prepare()
 
     def close(self) -> None:
+        self.is_closed = True
         self._driver.close()
         self.guard.watch.close()
         self._watch.remove()
@@ -82,17 +101,10 @@ class Loop:
         if request is None or isinstance(request, LocalStepRequest):
             return None
         if self._runs_inside_another(request):
-            raise RuntimeError(
-                "backward() ran inside backward(), as torch.utils.checkpoint(..., use_reentrant=True) does, so parts "
-                "of the gradient arrive in passes of their own: give use_reentrant=False to checkpoint"
-            )
+            raise RuntimeError(RAN_INSIDE)
         if isinstance(request, StepRequest):
             self._passes += 1
-            raise RuntimeError(
-                "backward() ran again before session.step(), after the gradient of this step had been exchanged: to "
-                f"add up {self._passes} passes, give attach(accumulate={self._passes}) or run all passes but the last "
-                "`with session.no_sync()`"
-            )
+            raise RuntimeError(_ran_again(self._passes))
         assert isinstance(request, GradientRequest)
         if request.each is None:
             return None
@@ -141,35 +153,47 @@ class Loop:
             self.guard.check_model()
         if request is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
+        self._check_passes(request)
         if self.learner.parts is not None and (scale is not None or overflow):
-            raise ValueError(
-                "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in "
-                "bfloat16 or float32, which need no scaler"
-            )
+            raise ValueError(SCALED_PARTS)
         if isinstance(request, LocalStepRequest):
             self._step_locally(scale, overflow)
         elif isinstance(request, StepRequest):
             if scale is not None and request.by is not None:
-                raise RuntimeError(
-                    f"{type(self.run.strategy).__name__} with a GradScaler: it adds gradients of several steps, whose "
-                    "scales differ; train in bfloat16, which needs no scaler"
-                )
+                raise RuntimeError(SCALED_SUM.format(type(self.run.strategy).__name__))
             if not overflow:
                 self._gradients.unscale_exposed(scale)
             self._fulfil_step(overflow)
-        elif isinstance(request, GradientRequest) and request.each is None:
+        else:
             self._give_own_gradient(scale, overflow)
             self._fulfil_step(overflow)
-        else:
-            raise RuntimeError(
-                f"session.step() without a gradient: {self._passes} of {self.accumulate} backward passes ran since the "
-                "last step"
-            )
         self.tally.add(overflow=overflow)
         self.epoch.on_step()
         self.batch.finish()
-        if self._hooks is not None or self.replica.workers == 1:
+        self._watch.passes = 0
+        if self._hooks is not None or (self.replica.workers == 1 and self.accumulate == 1):
             self._watch.remove()
+
+    def check_between_steps(self, call: str) -> None:
+        """Raise if a gradient has been computed and no step was taken with it: no saved state holds it."""
+        if isinstance(self._driver.request, StepRequest) or self.epoch.has_open_gradient:
+            raise RuntimeError(
+                f"{call} between backward() and session.step(): a state has no gradient, so that of this step would be "
+                "lost; call it after the step"
+            )
+
+    def _check_passes(self, request: Request) -> None:
+        """Raise if the backward passes that make a gradient have not all run."""
+        if isinstance(request, StepRequest):
+            return
+        is_exchanged = isinstance(request, GradientRequest) and request.each is not None
+        ran = self._passes if is_exchanged else self._watch.passes
+        if not is_exchanged and (self.accumulate == 1 or ran >= self.accumulate or self.epoch.is_rest(ran)):
+            return
+        text = f"session.step() without a gradient: {ran} of {self.accumulate} backward passes ran since the last step"
+        if not ran and any(p.grad is not None for p in self._flat.parameters):
+            text += SET_BY_HAND.format(type(self.run.strategy).__name__)
+        raise RuntimeError(text)
 
     def _give_own_gradient(self, scale: Tensor | None, overflow: bool) -> None:
         """Give this worker's own gradient to a strategy that takes no part in backward."""
@@ -280,6 +304,14 @@ def _is_in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _ran_again(passes: int) -> str:
+    return (
+        "backward() ran again before session.step(), after the gradient of this step had been exchanged: to add up "
+        f"{passes} passes, give attach(accumulate={passes}) or run all passes but the last `with session.no_sync()`; "
+        "run a pass that trains another model (the generator of a GAN) in that block too"
+    )
 
 
 def _cannot_evaluate(run: WorkerRun, optimizer: SessionOptimizer) -> str:

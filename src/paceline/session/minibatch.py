@@ -8,6 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import torch
+
 from paceline.session.learner import LoopLearner
 from paceline.worker.batch import NonFiniteGradient
 from paceline.worker.replica import Replica
@@ -27,8 +29,10 @@ class Minibatch:
         self._replica = replica
         self._learner = learner
         self.samples: float | None = None  # Read since the last step; None if they are not counted.
-        self.taken = 0  # Minibatches that `shard` has yielded since the last step.
+        self.taken = 0  # Minibatches that `shard` has yielded since the last step,
+        self._has_taken = False  # some of them in training mode.
         self._unused: dict[int, int] = {}  # Samples of those since the last backward pass, by pass over a loader.
+        self._in_eval_mode: dict[int, int] = {}  # The same, read in eval mode: they count if a backward pass uses them.
         self._has_begun = False
 
     def count(self, samples: int) -> None:
@@ -46,11 +50,30 @@ class Minibatch:
             self.taken -= 1
         self.count(samples)
         self.taken += 1
+        self._has_taken = True
         self._unused[epoch] = samples
+
+    def take_in_eval_mode(self, samples: int, epoch: int) -> None:
+        """`shard` yields a minibatch of its pass number `epoch` to a model in eval mode, perhaps to train it."""
+        self._in_eval_mode[epoch] = samples
+
+    def end_eval_mode(self, epoch: int) -> bool:
+        """That minibatch is over; whether it was used by a backward pass."""
+        return self._in_eval_mode.pop(epoch, None) is None
 
     def use(self) -> None:
         """A backward pass has run on the minibatches that were taken."""
+        self._use_in_eval_mode()
         self._unused = {}
+
+    def _use_in_eval_mode(self) -> None:
+        """Count minibatches read in eval mode, unless the step has others: then they only evaluate the model."""
+        if self._has_taken:
+            return
+        for samples in self._in_eval_mode.values():
+            self.count(samples)
+            self.taken += 1
+        self._in_eval_mode = {}
 
     @property
     def used(self) -> int:
@@ -60,10 +83,13 @@ class Minibatch:
     def forget_samples(self) -> None:
         self.samples = None
         self.taken = 0
+        self._has_taken = False
         self._unused = {}
+        self._in_eval_mode = {}
 
     def begin(self) -> None:
         """Its gradient is computed now.  A minibatch whose samples are not counted weighs 1."""
+        self._use_in_eval_mode()
         if not self._has_begun and self.samples is None and self._replica.workers > 1 and not self._replica.rank:
             warnings.warn(
                 UnsharedLoader(
@@ -114,11 +140,17 @@ class Minibatch:
         self._learner.loss = None
 
 
+class NothingTrained(RuntimeWarning):
+    """The steps of a session have changed no parameter."""
+
+
 class Tally:
     """Counts the steps of this worker by what became of them."""
 
     def __init__(self, replica: Replica) -> None:
         self._batch = replica.batch
+        self._replica = replica
+        self._start = float(replica.params.sum(dtype=torch.float64))
         self._rank = replica.rank
         self._skipped = 0  # By the replica's count, at the last step.
         self.used = 0
@@ -137,7 +169,20 @@ class Tally:
             self.used += 1
 
     def check(self) -> None:
-        """At the end of the run: raise FloatingPointError if NaN or infinity prevented every step."""
+        """At the end of the run: raise FloatingPointError if NaN or infinity prevented every step.
+
+        Warn if no parameter has changed, although the learning rate was above 0.
+        """
+        is_same = float(self._replica.params.sum(dtype=torch.float64)) == self._start
+        if self.used and is_same and any(group["lr"] for group in self._replica.learner.optimizer.param_groups):
+            warnings.warn(
+                NothingTrained(
+                    f"no parameter has changed in {self.used} steps: the gradients may be 0, the steps too small for "
+                    f"{self._replica.params.dtype}, or the optimizer may hold the memory that the parameters had "
+                    "before attach"
+                ),
+                stacklevel=3,
+            )
         if self.used or not (self.refused or self.overflowed):
             return
         lost = self.refused + self.overflowed

@@ -7,11 +7,13 @@ expects: the parameter groups and the state of the user's optimizer, and a `step
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 
 Closure = Callable[[], Any]
 
@@ -86,6 +88,9 @@ class SessionOptimizer(torch.optim.Optimizer):
     def step(self, closure: Closure | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the session's step.  A closure computes the loss and its gradient first, as torch's optimizers do."""
         assert self.on_step is not None
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            self._refuse_second_unscale()
         needs_closure = self.needs_closure
         if closure is None and needs_closure:
             raise ValueError(
@@ -99,11 +104,24 @@ class SessionOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._closure = _after_first(closure, loss) if closure is not None and needs_closure else None
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        self.on_step(getattr(self, "grad_scale", None), found_inf is not None and bool(found_inf))
+        self.on_step(scale, found_inf is not None and bool(found_inf))
         # A scheduler on the user's own optimizer asks whether it has stepped.  Where servers take the steps, it never
         # does.
         self.inner._opt_called = True  # pyright: ignore
         return loss
+
+    def _refuse_second_unscale(self) -> None:
+        """Raise if the user's GradScaler has already unscaled the gradients, under the name of the user's optimizer."""
+        frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and frame.f_code is not GradScaler.step.__code__:
+            frame = frame.f_back
+        # A GradScaler tells the optimizer only its scale.  It keeps what it has unscaled by the id of the optimizer.
+        states: dict[int, dict[str, Any]] = getattr(frame and frame.f_locals["self"], "_per_optimizer_states", {})
+        if states.get(id(self.inner), {}).get("stage") is OptState.UNSCALED:
+            raise RuntimeError(
+                "scaler.unscale_(optimizer) and scaler.step(session.optimizer): the gradients would be divided by the "
+                "scale twice; give session.optimizer to both"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)

@@ -6,6 +6,8 @@ import warnings
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from numbers import Real
+from operator import index
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from paceline.session.ending import end_with_same_model
 from paceline.session.feed import Feed, ShardedLoader
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
+from paceline.session.resuming import check_states
 from paceline.session.settings import GroupSettings
 from paceline.session.shared_buffers import SharedBuffers
 from paceline.strategy import Strategy
@@ -82,7 +85,12 @@ class Session:
 
     def tell(self, loss: float | Tensor) -> None:
         """Give the loss of the next step, if other code than `session.step` takes that step."""
-        self.loop.learner.loss = float(loss.detach()) if isinstance(loss, Tensor) else loss
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            loss = float(loss.detach())
+        if isinstance(loss, bool) or not isinstance(loss, Real):
+            given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise ValueError(f"session.step(loss): loss is {given}, and must be one number, the mean of the minibatch")
+        self.loop.learner.loss = float(loss)
 
     # Data.
 
@@ -100,7 +108,9 @@ class Session:
 
     def count(self, samples: int) -> None:
         """Without `shard`: give the number of samples of the next backward pass; means are weighted by it."""
-        self.loop.batch.count(samples)
+        if isinstance(samples, bool) or not hasattr(samples, "__index__") or index(samples) < 0:
+            raise ValueError(f"session.count({samples!r}): it is the number of samples, a whole number from 0")
+        self.loop.batch.count(index(samples))
 
     # Evaluation and accumulation.
 
@@ -110,8 +120,12 @@ class Session:
         vector = self.loop.replica.published
         flat = self.loop.learner.flat
         flat.refresh()
-        with flat.showing(flat.params if vector is None else vector):
-            yield
+        on_step, self.optimizer.on_step = self.optimizer.on_step, _refuse_to_train_published
+        try:
+            with flat.showing(flat.params if vector is None else vector):
+                yield
+        finally:
+            self.optimizer.on_step = on_step
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -141,6 +155,7 @@ class Session:
                 "session.state_dict() of a model of DTensors: save the model and the optimizer by "
                 "torch.distributed.checkpoint"
             )
+        self.loop.check_between_steps("session.state_dict()")
         self.loop.learner.flat.refresh()
         drive(self.loop.run.states.before_save())
         return self.loop.run.state_dict()
@@ -150,6 +165,8 @@ class Session:
         check(self.strategy, Offers("session.load_state_dict", unbroken=False))
         run = self.loop.run
         before = self.state_dict()
+        with self.loop.guard.during("in session.load_state_dict()"):
+            check_states(state, type(self.strategy).__name__, self._endpoint)
         try:
             run.load_state_dict(state)
             self.loop.start()
@@ -189,10 +206,13 @@ class Session:
         self._unclosed.detach()
         self.loop.close()
         self.optimizer.release()
+        self.optimizer.on_step = _refuse_step
         self.job.close(failed=failed)
         untie(self.loop.learner.flat.parameters)
 
     def __enter__(self) -> Session:
+        if not self._is_open:
+            raise RuntimeError("this session has ended, and its `with` block cannot run again: attach the model again")
         return self
 
     def __exit__(
@@ -202,6 +222,20 @@ class Session:
             self.close()
         elif self._is_open:
             self._release(failed=True)
+
+
+def _refuse_step(scale: Tensor | None, overflow: bool) -> None:
+    raise RuntimeError(
+        "session.step() after the end of the session: step with the optimizer that you gave to attach, or attach the "
+        "model again"
+    )
+
+
+def _refuse_to_train_published(scale: Tensor | None, overflow: bool) -> None:
+    raise RuntimeError(
+        "session.step() inside session.published(): at the end of that block the model is what it was before, so the "
+        "step would be lost; use the block to evaluate and save alone"
+    )
 
 
 _open: weakref.WeakSet[Session] = weakref.WeakSet()

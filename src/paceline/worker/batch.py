@@ -105,6 +105,11 @@ class BatchRecord:
         self._marks[fragment] -= samples
 
     @property
+    def has_syncs(self) -> bool:
+        """Whether the strategy averages parameters now and then, however long it waits before the next time."""
+        return bool(self._marks)
+
+    @property
     def unsynced(self) -> float:
         """How many samples this worker's parameters stand for, beyond those that all workers have."""
         if self._marks:

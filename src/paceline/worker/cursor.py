@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paceline.worker.learner import Learner
 
 MOST_EMPTY_STEPS = 1_000_000
-MOST_WITHOUT_A_MEAN = 10_000  # Empty steps, if the strategy has asked for no mean before them.
+MOST_WITHOUT_A_MEAN = 10_000  # Empty steps, if the strategy has asked for no mean before them, and plans no sync.
 
 
 class Cursor:
@@ -81,7 +81,8 @@ class Cursor:
             yield self.step
             self.step += 1
             empty = 0 if batch.update_samples else empty + 1
-            if empty > (MOST_WITHOUT_A_MEAN if batch.votes == votes else MOST_EMPTY_STEPS):
+            averages = batch.has_syncs or batch.votes != votes
+            if empty > (MOST_EMPTY_STEPS if averages else MOST_WITHOUT_A_MEAN):
                 raise RuntimeError(
                     f"this worker's data ended after step {self.step - empty - 1}, and {empty} empty steps followed "
                     f"without a mean, {self.step - first} steps in all: only a mean tells a worker that all data has "

@@ -14,7 +14,14 @@ from paceline.codecs.layout import is_finite
 from paceline.worker.buffers import read_buffers, set_buffers
 from paceline.worker.narrow import Narrow, common_dtype
 from paceline.worker.rows import rows
-from paceline.worker.tensors import distributed_like, is_distributed, local, local_grad
+from paceline.worker.tensors import (
+    distributed_like,
+    is_distributed,
+    local,
+    local_grad,
+    refuse_shared_memory,
+    refuse_without_values,
+)
 
 BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -67,6 +74,7 @@ class FlatModel:
                 f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train"
             )
         _check_together(named, takes_parts=takes_parts)
+        refuse_shared_memory(model)
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.offsets = [0]
@@ -302,6 +310,7 @@ def _check_together(named: Sequence[tuple[str, nn.Parameter]], *, takes_parts: b
     """Raise ValueError if these parameters cannot be parts of one vector."""
     first_name, first = named[0]
     for name, p in named:
+        refuse_without_values(name, p)
         if is_distributed(p) and not takes_parts:
             raise ValueError(
                 f"parameter '{name}' is a DTensor, of which this rank holds a part: give attach(mesh=...) the mesh "

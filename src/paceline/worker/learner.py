@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -200,4 +201,25 @@ def bind_optimizer(states: StateStore, optimizer: torch.optim.Optimizer) -> None
         rule=per_worker,
         save=lambda: copy.deepcopy(optimizer.state_dict()),
         load=optimizer.load_state_dict,
+        check=partial(_check_same_optimizer, optimizer),
     )
+
+
+BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
+
+
+def _check_same_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Raise ValueError if the saved state is that of another kind of optimizer, or of other parameter groups."""
+    groups: list[dict[str, Any]] = saved["param_groups"]
+    sizes, own = ([len(g["params"]) for g in each] for each in (groups, optimizer.param_groups))
+    if sizes != own:
+        raise ValueError(
+            f"the saved state of the optimizer has groups of {sizes} parameters, and this optimizer has groups of {own}"
+        )
+    for group, mine in zip(groups, optimizer.param_groups, strict=True):
+        superfluous, missing = sorted({*group} - {*mine} - BY_SCHEDULERS), sorted({*optimizer.defaults} - {*group})
+        if superfluous and missing:  # One of the two alone may be another version of the same optimizer.
+            raise ValueError(
+                f"the saved state of the optimizer has the settings {superfluous} and lacks {missing}: another kind of "
+                "optimizer saved it; resume with that one"
+            )

@@ -107,7 +107,7 @@ class Replica:
         if self.batch.fault is not None and self.batch.refuses():
             return self.learner.skip(self)
         if not self.batch.update_samples:
-            return Ready("step", None)
+            return self.learner.skip(self)
         return self.learner.step(self, g, by)
 
     def local_step(self) -> Op[None]:

@@ -60,8 +60,8 @@ class WorkerRun:
             await self.strategy.worker(replica)
         except MissedEnd:
             self.missed_end = True
-        except Ended:
-            pass
+        except Ended:  # What the strategy does after its last step would come here.
+            await replica.mean_of_buffers()
         except Stopped:
             await self.states.before_save()
             flat.publish()

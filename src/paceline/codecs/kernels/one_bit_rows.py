@@ -32,6 +32,18 @@ def mask_of(lanes: int) -> Any:
 
 
 @compiled
+def mean_of(x: Any, residual: Any, start: int, real: int) -> Any:
+    whole = start + real // LANES * LANES
+    tail = mask_of(real % LANES)
+    total = full(ZERO)
+    for at in range(start, whole, LANES):
+        total = total + wanted(x, residual, at)
+    if tail:
+        total = total + wanted_some(x, residual, whole, tail)
+    return add_up(total) / np.float32(real)
+
+
+@compiled
 def encode_rows(
     x: Any,
     residual: Any,
@@ -51,14 +63,7 @@ def encode_rows(
         whole = start + real // LANES * LANES
         word = first_words[b]
         tail = mask_of(real % LANES)
-        least = zero
-        if by_mean:
-            total = zero
-            for at in range(start, whole, LANES):
-                total = total + wanted(x, residual, at)
-            if tail:
-                total = total + wanted_some(x, residual, whole, tail)
-            least = full(add_up(total) / np.float32(real))
+        least = full(mean_of(x, residual, start, real)) if by_mean else zero
         above = zero
         below = zero
         uppers = 0

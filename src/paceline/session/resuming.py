@@ -1,0 +1,45 @@
+"""Checks that the ranks of a session resume from states that belong together: each its own, all of the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.endpoint import Endpoint
+from paceline.state import check_header
+
+CALL = "session.load_state_dict"
+
+
+def check_states(state: Mapping[str, Any], strategy: str, endpoint: Endpoint) -> None:
+    """Raise the same ValueError on every rank unless each loads its own state of one run, saved at one step.
+
+    All ranks call this with the state that they load.
+    """
+    check_header(state, strategy)
+    ranks = endpoint.ranks
+    own = ranks.index(endpoint.rank)
+    mine = [float(state["step"]), float(state.get("rank", own)), float(state.get("workers", len(ranks)))]
+    found = [mine]
+    if len(ranks) > 1:
+        found = [t.tolist() for t in endpoint.all_gather(torch.tensor(mine, dtype=torch.float64)).wait()]
+    first = int(found[0][0])
+    for index, (rank, (step, of, workers)) in enumerate(zip(ranks, found, strict=True)):
+        if workers != len(ranks):
+            raise ValueError(
+                f"{CALL}: rank {rank} loads a state that was saved with {int(workers)} workers, and this run has "
+                f"{len(ranks)}: give the states of all ranks to paceline.resized(states, {len(ranks)}), and load its "
+                "result for each rank"
+            )
+        if of != index:
+            raise ValueError(
+                f"{CALL}: rank {rank} loads the state of rank {int(of)}: save one state for each rank, and let each "
+                "rank load its own"
+            )
+        if step != first:
+            raise ValueError(
+                f"{CALL}: rank {ranks[0]} loads a state of step {first}, and rank {rank} one of step {int(step)}: load "
+                "states that the ranks saved at the same step"
+            )
