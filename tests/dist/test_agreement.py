@@ -85,6 +85,103 @@ def test_settings_that_differ_between_ranks_are_named_at_the_start(tmp_path):
     assert forked.run(2, work, tmp_path) == [expected, expected]
 
 
+def regression(lr: float = 0.1, **settings: Any) -> pl.Task:
+    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
+    given = {
+        "model": network,
+        "loss": lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        "data": [x, x[:, :2].sin()],
+        "batch": 8,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        "steps": 4,
+    }
+    return pl.Task(**{**given, **settings})
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def halved(step: int) -> float:
+    return 0.5 if step == 3 else 1.0
+
+
+def whole(step: int) -> float:
+    return 1.0
+
+
+OTHER_DATA = [torch.zeros(48, 3), torch.zeros(48, 2)]
+DIFFERENT_IN_TRAIN: dict[str, tuple[Any, str]] = {
+    "strategy": (
+        lambda rank: pl.train(regression(), [pl.AllReduceSGD(), pl.PeriodicAveraging(4)][rank]),
+        "strategy is AllReduceSGD on rank 0 and PeriodicAveraging on rank 1",
+    ),
+    "period": (
+        lambda rank: pl.train(regression(), pl.PeriodicAveraging(4 + rank)),
+        "PeriodicAveraging's period is 4 on rank 0 and 5 on rank 1",
+    ),
+    "codec": (
+        lambda rank: pl.train(regression(), pl.AllReduceSGD([None, pl.codecs.OneBit()][rank])),
+        "AllReduceSGD's codec is None on rank 0 and OneBit on rank 1",
+    ),
+    "batch": (
+        lambda rank: pl.train(regression(batch=8 + rank), pl.AllReduceSGD()),
+        "Task's batch is 8 on rank 0 and 9 on rank 1",
+    ),
+    "seed": (
+        lambda rank: pl.train(regression(seed=rank), pl.AllReduceSGD()),
+        "Task's seed is 0 on rank 0 and 1 on rank 1",
+    ),
+    "steps": (
+        lambda rank: pl.train(regression(steps=4 + rank), pl.AllReduceSGD()),
+        "Task's steps is 4 on rank 0 and 5 on rank 1",
+    ),
+    "parameters": (
+        lambda rank: pl.train(regression(model=[network, lambda: nn.Linear(3, 2)][rank]), pl.AllReduceSGD()),
+        "the model's number of trainable parameters is 26 on rank 0 and 8 on rank 1",
+    ),
+    "schedule": (
+        lambda rank: pl.train(regression(schedule=lambda step: 1.0 if rank == 0 or step < 3 else 0.5), pl.AllReduceSGD()),
+        "Task's schedule(3) is 1 on rank 0 and 0.5 on rank 1",
+    ),
+    "schedule's name": (
+        lambda rank: pl.train(regression(schedule=[whole, halved][rank]), pl.AllReduceSGD()),
+        "Task's schedule is whole on rank 0 and halved on rank 1",
+    ),
+    "data": (
+        lambda rank: pl.train(regression(**[{}, {"data": OTHER_DATA}][rank]), pl.AllReduceSGD()),
+        "the hash of the first minibatch is ",
+    ),
+    "nonfinite": (
+        lambda rank: pl.train(regression(), pl.AllReduceSGD(), nonfinite=["skip", "stop"][rank]),
+        "nonfinite is 'skip' on rank 0 and 'stop' on rank 1",
+    ),
+    "optimizer": (
+        lambda rank: pl.train(regression(**[{}, {"optimizer": adam}][rank]), pl.AllReduceSGD()),
+        "optimizer is SGD on rank 0 and Adam on rank 1",
+    ),
+    "lr": (
+        lambda rank: pl.train(regression(lr=0.1 + 0.1 * rank), pl.PeriodicAveraging(4)),
+        "the optimizer's lr is 0.1 on rank 0 and 0.2 on rank 1",
+    ),
+}
+
+
+def test_settings_that_differ_between_the_ranks_of_a_launched_train_are_named_at_the_start(tmp_path):
+    def work(rank: int) -> list[str]:
+        texts: list[str] = []
+        for train, _ in DIFFERENT_IN_TRAIN.values():
+            with pytest.raises(ValueError) as error:
+                train(rank)
+            texts.append(str(error.value))
+        return texts
+
+    for texts in forked.run(2, work, tmp_path):
+        for text, (name, (_, expected)) in zip(texts, DIFFERENT_IN_TRAIN.items(), strict=True):
+            assert text.startswith(f"train: the ranks differ: {expected}"), name
+            assert text.endswith("; give the same on every rank"), name
+
+
 def test_a_learning_rate_that_one_rank_schedules_alone_is_named_while_the_ranks_train(tmp_path):
     def work(rank: int) -> None:
         model = network()

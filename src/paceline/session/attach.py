@@ -85,7 +85,7 @@ def attach(
             ordered=ordered,
             timeout_s=timeout_s,
             takes_nonfinite=nonfinite == "pass",
-            on_met=partial(check_same_settings, settings=settings, is_elastic=strategy.needs.elastic),
+            on_met=partial(check_same_settings, settings=settings, call="attach", is_elastic=strategy.needs.elastic),
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))

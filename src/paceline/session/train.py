@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from mmap import mmap
 from multiprocessing.process import BaseProcess
@@ -30,10 +31,11 @@ from paceline.engines.supervisor import Supervisor, Worker, write_report
 from paceline.needs import Offers, check
 from paceline.op import Begun, Op, drive
 from paceline.pipeline.processes import Order, StageLearner, staged
-from paceline.pipeline.stand_in import check_stages, count, split_for
+from paceline.pipeline.stand_in import check_stages, split_for
 from paceline.run import Run
 from paceline.session.backward import BucketHooks, Each
 from paceline.session.same_model import check_like_first, check_same_model
+from paceline.session.terms import Terms
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
@@ -95,32 +97,6 @@ class ProcessLearner(TaskLearner):
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
         self.endpoint.trace.point(now, replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss)
         return True
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How a task is trained: the same on every rank."""
-
-    task: Task
-    strategy: Strategy
-    nonfinite: NonFinite
-    ordered: bool
-    timeout_s: float
-    replacements: int = 0
-    silent_s: float = SILENT_S
-    stages: int | Sequence[str] = 1
-    microbatches: int | None = None
-    pipeline: Order = "1f1b"
-
-    @property
-    def depth(self) -> int:
-        """How many processes hold a replica."""
-        return count(self.stages)
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the job goes on if a process dies.  A replica in stages cannot lose one."""
-        return self.strategy.needs.elastic and self.depth == 1
 
 
 def train(
@@ -216,6 +192,7 @@ def _work(
         takes_nonfinite=terms.nonfinite == "pass",
         launcher_pipe=launcher_pipe,
         forks_servers=is_forked,
+        on_met=partial(terms.check_same, model),
     )
     with job:
         on_joined()
@@ -240,8 +217,10 @@ def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | Stage
         learner = staged(job, terms.task, terms.strategy, model, terms.stages, terms.microbatches, terms.pipeline)
     else:
         learner = ProcessLearner(Trainee(terms.task, model, job.endpoint.rank, job.workers), job.endpoint)
+    stage_store = dist.PrefixStore(f"stage/{learner.stage}", job.store)
+    terms.check_same_optimizer(learner.optimizer, stage_store, job.rank, job.workers)
     if terms.strategy.needs.elastic:
-        check_like_first(job.rank, learner.trainee.flat, dist.PrefixStore(f"stage/{learner.stage}", job.store))
+        check_like_first(job.rank, learner.trainee.flat, stage_store)
     elif len(learner.endpoint.ranks) > 1:
         check_same_model(learner.endpoint, learner.trainee.flat, job.store)
     return learner
