@@ -45,6 +45,14 @@ class Needs:
         return self.collectives and not (self.servers or self.messages or self.shared_memory)
 
     @property
+    def keeps_own_buffers(self) -> bool:
+        """Each worker's buffers (BatchNorm's statistics) may be its own until the end, when the driver averages them.
+
+        The other methods average them.
+        """
+        return self.elastic or self.servers or self.messages
+
+    @property
     def splits(self) -> bool:
         """A replica can be several processes, one for each stage of its model: they exchange means with the same stage
         of other replicas, or updates with the shards of their stage."""

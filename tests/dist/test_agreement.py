@@ -141,7 +141,9 @@ DIFFERENT_IN_TRAIN: dict[str, tuple[Any, str]] = {
         "the model's number of trainable parameters is 26 on rank 0 and 8 on rank 1",
     ),
     "schedule": (
-        lambda rank: pl.train(regression(schedule=lambda step: 1.0 if rank == 0 or step < 3 else 0.5), pl.AllReduceSGD()),
+        lambda rank: pl.train(
+            regression(schedule=lambda step: 1.0 if rank == 0 or step < 3 else 0.5), pl.AllReduceSGD()
+        ),
         "Task's schedule(3) is 1 on rank 0 and 0.5 on rank 1",
     ),
     "schedule's name": (
@@ -326,6 +328,48 @@ def test_a_model_in_distributed_data_parallel_is_refused_in_either_order(tmp_pat
     for before, after in forked.run(2, work, tmp_path):
         assert before.startswith("attach(DistributedDataParallel): the model is a DistributedDataParallel: both would")
         assert after.startswith("the attached Sequential is wrapped in DistributedDataParallel: both would exchange")
+
+
+ASYNCHRONOUS = {
+    "gossip": pl.Gossip(),
+    "asgd": pl.ASGD(period=2, servers=1),
+    "sandblaster": pl.Sandblaster(shards=1),
+    "warm start": pl.Then(pl.AllReduceSGD(), pl.Downpour(servers=1), steps=2),
+    "ends in step": pl.Then(pl.Gossip(), pl.PeriodicAveraging(2), steps=3),
+}
+
+
+def statistics(model: nn.Module) -> dict[str, float]:
+    return {"mean": float(model[1].running_mean.sum()), "batches": float(model[1].num_batches_tracked)}
+
+
+def normalised(**settings: Any) -> pl.Task:
+    return regression(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+        steps=12,
+        evaluate=statistics,
+        **settings,
+    )
+
+
+def test_an_asynchronous_train_ends_with_the_same_buffers_on_every_rank_and_in_its_evaluation(tmp_path):
+    names = ["gossip", "sandblaster", "warm start", "ends in step"]
+
+    def work(rank: int) -> list[Any]:
+        runs = [pl.train(normalised(), ASYNCHRONOUS[name]) for name in names]
+        return [[run.model[1].running_mean.tolist(), statistics(run.model), run.final] for run in runs]
+
+    for name, mine, theirs in zip(names, *forked.run(2, work, tmp_path), strict=True):
+        assert mine[:2] == theirs[:2], name
+        assert mine[2] == mine[1], name
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_an_asynchronous_simulation_ends_with_the_same_buffers_on_every_worker(name):
+    run = pl.simulate(normalised(), ASYNCHRONOUS[name], pl.Cluster(workers=2))
+    one, two = (state["slots"]["model"]["values"]["buffers"] for state in run.states)
+    assert all(map(torch.equal, one, two))
+    assert statistics(run.model) == run.final
 
 
 @pytest.mark.parametrize("strategy", [pl.Gossip(), pl.ASGD(period=2, servers=1)], ids=lambda s: type(s).__name__)

@@ -83,6 +83,7 @@ class BatchWorker:
                     order = await self._ask(Brought())
                 else:  # It was declared dead, and others do its work.
                     order = await self._enlist()
+            self.w.cursor.end()
             await self._pull()
             await self._ask(SignOff())
         except PeerFinished:

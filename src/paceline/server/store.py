@@ -141,6 +141,7 @@ class Store:
 
     async def leave(self, into: Tensor | None = None) -> Tensor:
         """Leave the run; the final parameters of the shards, once all workers have left."""
+        self.replica.cursor.end()
         all_done = self.replica.learner.has_global_data
         value = await self._ask(self._client.numbered([Leave(all_done) for _ in self.shards]), into)
         for rank in self.shards:

@@ -168,11 +168,10 @@ class Session:
         """This worker has no more data: take part until no worker has data, then release everything."""
         if not self._is_open:
             return
-        is_elastic = self.workers > 1 and self.strategy.needs.elastic
-        buffers = SharedBuffers(self.job.store, self.loop.replica) if is_elastic else None
+        buffers = None
+        if self.workers > 1 and self.strategy.needs.keeps_own_buffers:
+            buffers = SharedBuffers(self.job.store, self.loop.replica, self.job.rank, self.job.workers)
         try:
-            if buffers is not None:
-                buffers.publish()
             self.loop.on_end()
             if buffers is not None and not self.loop.run.missed_end:
                 buffers.take_mean()

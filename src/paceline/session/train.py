@@ -35,6 +35,7 @@ from paceline.pipeline.stand_in import check_stages, split_for
 from paceline.run import Run
 from paceline.session.backward import BucketHooks, Each
 from paceline.session.same_model import check_like_first, check_same_model
+from paceline.session.shared_buffers import SharedBuffers
 from paceline.session.terms import Terms
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
@@ -217,13 +218,18 @@ def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | Stage
         learner = staged(job, terms.task, terms.strategy, model, terms.stages, terms.microbatches, terms.pipeline)
     else:
         learner = ProcessLearner(Trainee(terms.task, model, job.endpoint.rank, job.workers), job.endpoint)
-    stage_store = dist.PrefixStore(f"stage/{learner.stage}", job.store)
+    stage_store = _store_of_stage(job, learner)
     terms.check_same_optimizer(learner.optimizer, stage_store, job.rank, job.workers)
     if terms.strategy.needs.elastic:
         check_like_first(job.rank, learner.trainee.flat, stage_store)
     elif len(learner.endpoint.ranks) > 1:
         check_same_model(learner.endpoint, learner.trainee.flat, job.store)
     return learner
+
+
+def _store_of_stage(job: Job, learner: ProcessLearner | StageLearner) -> dist.Store:
+    """The part of the job's store for the processes with the same stage of a model."""
+    return dist.PrefixStore(f"stage/{learner.stage}", job.store)
 
 
 def _train(
@@ -251,7 +257,13 @@ def _train(
     is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
     if is_first:
         run.on_step = on_step
+    buffers = None
+    if len(endpoint.ranks) > 1 and terms.strategy.needs.keeps_own_buffers:
+        store = _store_of_stage(job, learner)
+        buffers = SharedBuffers(store, run.replica, job.rank // terms.depth, job.workers // terms.depth)
     drive(run.run())
+    if buffers is not None and not run.missed_end:
+        buffers.take_mean()
     if task.evaluate is not None and is_first and not run.missed_end:
         evaluate(task.total_steps)
 
