@@ -199,20 +199,69 @@ def test_a_learning_rate_that_one_rank_schedules_alone_is_named_while_the_ranks_
         )
 
 
-def test_a_learning_rate_that_differs_after_an_average_is_a_warning_at_the_end(tmp_path):
+AVERAGING = {
+    "periodic averaging": pl.PeriodicAveraging(4),
+    "block momentum": pl.BlockMomentum(period=4),
+    "diloco in fragments": pl.DiLoCo(period=8, fragments=2),
+    "with a delay": pl.PeriodicAveraging(4, delay=2),
+}
+
+
+def test_a_learning_rate_that_differs_in_a_sync_of_an_averaging_method_is_named_on_every_rank(tmp_path):
+    def train(rank: int, strategy: pl.Strategy) -> None:
+        model = network()
+        with pl.attach(model, sgd(model), strategy) as session:
+            for i, batch in enumerate(session.shard(BATCHES)):
+                if i == 2:
+                    session.optimizer.param_groups[0]["lr"] *= 1.0 - 0.5 * rank
+                step(session, model, batch)
+
+    def work(rank: int) -> list[str]:
+        texts: list[str] = []
+        for strategy in AVERAGING.values():
+            with pytest.raises(pl.ClusterError) as error:
+                train(rank, strategy)
+            texts.append(str(error.value))
+        return texts
+
+    for texts in forked.run(2, work, tmp_path):
+        for name, text in zip(AVERAGING, texts, strict=True):
+            expected = "the optimizer's lr is 0.1 on rank 0 and 0.05 on rank 1, in the sync after step 3: their steps"
+            assert text.startswith(expected), name
+
+
+def test_a_rank_whose_data_has_ended_need_not_follow_the_schedule(tmp_path):
+    def work(rank: int) -> list[float]:
+        model = network()
+        with pl.attach(model, sgd(model), pl.PeriodicAveraging(4)) as session:
+            for batch in BATCHES[: 8 - 3 * rank]:
+                session.count(len(batch))
+                session.optimizer.param_groups[0]["lr"] *= 0.9
+                step(session, model, batch)
+        return vector(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DifferentRanks)
+        one, two = forked.run(2, work, tmp_path)
+    assert one == two
+
+
+def test_another_setting_that_differs_between_the_local_steps_of_ranks_is_a_warning_at_the_end(tmp_path):
     def work(rank: int) -> list[Any]:
         model = network()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with pl.attach(model, sgd(model), pl.PeriodicAveraging(4)) as session:
                 for batch in session.shard(BATCHES):
-                    session.optimizer.param_groups[0]["lr"] *= 1.0 - 0.1 * rank
+                    session.optimizer.param_groups[0]["momentum"] = 0.9 - 0.1 * rank
                     step(session, model, batch)
         return [[str(w.message) for w in caught if w.category is DifferentRanks], vector(model)]
 
     (texts, first), (_, second) = forked.run(2, work, tmp_path)
     assert first == second
-    assert texts[0].startswith("the ranks ended with different settings: the optimizer's lr is 0.1 on rank 0 and 0.04")
+    assert texts == [
+        "the ranks ended with different settings: the optimizer's momentum is 0.9 on rank 0 and 0.8 on rank 1"
+    ]
 
 
 def test_models_that_differ_at_the_end_are_an_error_that_names_a_parameter(tmp_path):

@@ -111,7 +111,9 @@ class SyncRounds:
         self._m = w.state("sync", anchor=wide(w.params), count=0, next=0, per_step=0.0, workers=w.workers)
         self._m.per_step *= self._m.workers / w.workers
         self._m.workers = w.workers
-        self._own = w.state("sync.own", rule=per_worker, before_save=self._drain, losses=[0.0, 0.0], pending={})
+        self._own = w.state(
+            "sync.own", rule=per_worker, version=2, before_save=self._drain, losses=[0.0, 0.0], pending={}
+        )
         w.batch.track_syncs(fragments)
         self._codec_state = w.codec_state(method.codec, "sync")
         self._unsent = Unsent(w, method.codec)
@@ -213,7 +215,8 @@ class SyncRounds:
         if any(await w.learner.sum_over_stages([float(is_lost)])):
             self._leave_out(pending, vote)
         loss_sum, loss_steps = self._own.losses
-        stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr)
+        has_data = float(w.cursor.has_data(w.cursor.step))
+        stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr, has_data)
         buffers = w.learner.flat.buffers()
         if self.method.delay:
             pending.buffers = buffers
@@ -292,6 +295,7 @@ class SyncRounds:
             if not (bad or pending.going_on):  # The last sync is empty: no worker has moved since the one before.
                 self._unsent.give_up(w.params, self._m.anchor, self.fragments[pending.fragment])
             return None
+        pending.check_rates(w.endpoint.ranks)
         result = replace(result, divergence=divergence, time=time / stages)
         self._move(pending, result)
         w.endpoint.trace.sync(w.endpoint.now(), w.rank, result.step, result.steps, result.divergence)

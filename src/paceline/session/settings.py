@@ -18,6 +18,7 @@ from torch.distributed import Store
 
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
+from paceline.families.sync import COMMON_SCHEDULE
 from paceline.session.batches import digest
 from paceline.strategy import Strategy
 from paceline.task import Task
@@ -180,8 +181,7 @@ class GroupSettings:
         text = self.difference(digests, f"step/{step}")
         if text is not None:
             raise ClusterError(
-                f"{text}, at step {step}: their steps would differ, and with them their models.  Let all ranks "
-                "schedule by the same numbers, such as the step or the mean loss of all ranks"
+                f"{text}, at step {step}: their steps would differ, and with them their models.  {COMMON_SCHEDULE}"
             )
 
     def difference(self, digests: Mapping[int, float], key: str) -> str | None:
