@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import warnings
 from typing import Any
@@ -331,6 +332,83 @@ def test_loops_that_diverge_are_described_in_the_users_terms(loop, expected, tmp
     mine = "rank 0 was in backward(), at step 3 of AllReduceSGD, in pass 1 over session.shard"
     for found in forked.run(2, work, tmp_path):
         assert found["error"].startswith(f"ClusterError: the loops of the ranks have diverged: {mine}; {expected}.")
+
+
+def fails(rank: int, session: pl.Session, model: nn.Module) -> None:
+    for i, batch in enumerate(session.shard(BATCHES)):
+        step(session, model, batch)
+        if rank == 1 and i == 2:
+            raise OverflowError("a mistake of my own")
+
+
+def stays_away(rank: int, session: pl.Session, model: nn.Module) -> None:
+    for i, batch in enumerate(session.shard(BATCHES)):
+        if rank == 1 and i == 2:
+            session.job.store.wait(["the other one has given up"])
+        try:
+            step(session, model, batch)
+        except pl.ClusterError:
+            session.job.store.set("the other one has given up", "")
+            raise
+
+
+DIVERGED = "the loops of the ranks have diverged"
+FAILED = "an exchange failed"
+BETWEEN_HOSTS = [
+    (leaves_early, pl.AllReduceSGD(), DIVERGED, "in backward(), at step 3", "reading session.shard, at step 3", 2),
+    (
+        fails,
+        pl.AllReduceSGD(),
+        FAILED,
+        "in backward(), at step 3",
+        "gone (OverflowError: a mistake of my own), at step 3",
+        1,
+    ),
+    (
+        stays_away,
+        pl.AllReduceSGD(),
+        FAILED,
+        "in backward(), at step 2",
+        "in its own code (before that, reading session.shard), at step 2",
+        1,
+    ),
+]
+
+
+def set_apart(rank: int) -> None:
+    """Let this process take itself for one of another host's, where no shared memory joins it to the others."""
+    readlink = os.readlink
+
+    def other_network(path: Any, **more: Any) -> str:
+        return f"net:[{rank}]" if path == "/proc/self/ns/net" else readlink(path, **more)
+
+    os.readlink = other_network
+
+
+@pytest.mark.parametrize(
+    ("loop", "strategy", "what", "mine", "theirs", "number"),
+    BETWEEN_HOSTS,
+    ids=[case[0].__name__ for case in BETWEEN_HOSTS],
+)
+def test_what_each_rank_did_when_an_exchange_between_hosts_failed_is_described(
+    loop, strategy, what, mine, theirs, number, tmp_path
+):
+    def work(rank: int) -> None:
+        set_apart(rank)
+        model = network()
+        with pl.attach(model, sgd(model), strategy, timeout_s=2.0) as session:
+            assert not session.job.is_one_host
+            loop(rank, session, model)
+
+    found = forked.run(2, work, tmp_path)
+    name = type(strategy).__name__
+    expected = (
+        f"ClusterError: {what}: rank 0 was {mine} of {name}, in pass 1 over session.shard; "
+        f"rank 1 was {theirs} of {name}, in pass {number} over session.shard."
+    )
+    assert found[0]["error"].startswith(expected)
+    if what == DIVERGED:
+        assert found[1]["error"].startswith(expected)
 
 
 def test_a_session_that_is_never_closed_is_a_warning(tmp_path):

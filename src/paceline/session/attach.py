@@ -96,8 +96,12 @@ def attach(
         learner = LoopLearner(flat, session_optimizer, parts)
         run = WorkerRun(strategy, endpoint, learner, nonfinite=nonfinite, plan=plan)
         run.replica.cursor.shard = job.rank
-        loop = Loop(run, learner, session_optimizer, _guard(job, run, flat, inner), accumulate=accumulate)
+        loop = Loop(
+            run, learner, session_optimizer, _guard(job, endpoint, run, inner, timeout_s), accumulate=accumulate
+        )
         loop.start()
+        if strategy.needs.collectives:  # Otherwise no rank waits for another one in its loop.
+            loop.guard.whereabouts.start()
         session = Session(job, loop, session_optimizer, strategy)
         on_failure.pop_all()
     return session
@@ -115,14 +119,23 @@ def _length_of(strategy: Strategy, plan: Plan) -> dict[str, Plan]:
     return {"plan": plan} if strategy.needs.length else {}
 
 
-def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Optimizer) -> LoopGuard:
+def _guard(
+    job: Job, endpoint: ProcessEndpoint, run: WorkerRun, optimizer: torch.optim.Optimizer, timeout_s: float
+) -> LoopGuard:
     name = type(run.strategy).__name__
     cursor = run.replica.cursor
-    settings = GroupSettings(run.replica.endpoint, job.store, optimizer)
+    settings = GroupSettings(endpoint, job.store, optimizer)
     return LoopGuard(
-        ModelWatch(flat, optimizer),
+        ModelWatch(run.replica.learner.flat, optimizer),
         settings if job.workers > 1 and run.strategy.needs.ordered else None,
-        Whereabouts(job.store, job.rank, job.workers, lambda: f"at step {cursor.step} of {name}"),
+        Whereabouts(
+            job.store,
+            job.rank,
+            endpoint.ranks,
+            where=lambda: f"at step {cursor.step} of {name}",
+            journal=endpoint.journal,
+            timeout_s=timeout_s,
+        ),
     )
 
 

@@ -64,7 +64,7 @@ class Loop:
 
     def close(self) -> None:
         self._driver.close()
-        self.guard.watch.close()
+        self.guard.close()
         self._watch.remove()
         if self._hooks is not None:
             self._hooks.remove()

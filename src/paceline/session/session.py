@@ -179,7 +179,8 @@ class Session:
                 flat = self.loop.learner.flat
                 with self.loop.guard.during("at the end of the `with` block"):
                     end_with_same_model(self._endpoint, flat, self._settings, self.loop.last_own_step)
-        except BaseException:
+        except BaseException as error:
+            self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
             raise
         self._release(failed=False)
@@ -203,6 +204,7 @@ class Session:
         if error is None:
             self.close()
         elif self._is_open:
+            self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
 
 
@@ -223,6 +225,7 @@ def refuse_attached(model: nn.Module) -> None:
 
 
 def _warn_of_unclosed(strategy: str, loop: Loop, workers: int) -> None:
+    loop.guard.whereabouts.close()
     if workers > 1 and loop.last_own_step >= 0:
         warnings.warn(
             UnclosedSession(
