@@ -141,7 +141,7 @@ def _unmet_by_driver(needs: Needs, offers: Offers) -> Iterator[Unmet]:
         yield Unmet(
             "shared memory (all workers on one host)",
             "a job on several hosts",
-            "start all workers on one host, or use a method with servers",
+            "start all workers on one host, or use a method with servers, such as EAWild(servers=2) or ParameterServer",
         )
 
 
@@ -157,7 +157,7 @@ def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
         yield Unmet(
             "all workers and all messages in every step (its workers wait for each other)",
             "a run with faults",
-            "use a method with servers or peers, or run it without faults",
+            "use a method with servers or peers, such as ParameterServer or Gossip, or run it without faults",
         )
     if not needs.ordered and not offers.unbroken:
         yield Unmet(

@@ -145,8 +145,8 @@ def check_one_to_one(owner: object, codec: Codec | None) -> None:
     """Raise ValueError for a codec that works only in a mean over a group; `owner` is the call that was given it."""
     if codec is not None and codec.needs_group:
         raise ValueError(
-            f"{owner}: {type(codec).__name__} works only in a mean over all workers; "
-            "choose a codec that encodes single messages"
+            f"{owner}: {type(codec).__name__} works only in a mean over all workers; use AllReduceSGD(codec={codec}) "
+            "or an averaging method, or a codec that encodes single messages, such as OneBit() or TopK()"
         )
 
 

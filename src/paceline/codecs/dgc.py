@@ -55,8 +55,8 @@ class DGC(TopK):
         given = next((group["momentum"] for group in groups if group.get("momentum")), 0)
         if self.momentum and given:
             raise ValueError(
-                f"{self} with an optimizer of momentum {given}: DGC adds the momentum at the sender, and the optimizer "
-                "would add it again; give the optimizer momentum=0, or use DGC(momentum=0)"
+                f"{self} with an optimizer or a rule of momentum {given}: DGC adds the momentum at the sender, and "
+                "that would add it again; give it momentum=0, or use DGC(momentum=0)"
             )
 
     def ratio_at(self, message: int) -> float:

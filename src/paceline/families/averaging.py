@@ -77,7 +77,8 @@ class Averaging(Strategy):
                 raise ValueError(f"{self._name}({name}={value}): it counts {what} between syncs and must be at least 1")
         if period is not None and self.delay >= period > 1:
             raise ValueError(
-                f"{self._name}(period={period}, delay={self.delay}): a mean must be merged before the next one begins"
+                f"{self._name}(period={period}, delay={self.delay}): a mean must be merged before the next one begins; "
+                f"give a delay of at most {period - 1}"
             )
 
 
@@ -101,7 +102,10 @@ class SyncRounds:
     ) -> None:
         numel = w.params.numel()
         if fragments > numel:
-            raise ValueError(f"{type(method).__name__}(fragments={fragments}): the model has only {numel} parameters")
+            raise ValueError(
+                f"{type(method).__name__}(fragments={fragments}): the model has only {numel} parameters; "
+                "give at most that many"
+            )
         self.w = w
         self.method = method
         self.period = period

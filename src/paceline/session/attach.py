@@ -100,8 +100,6 @@ def attach(
             run, learner, session_optimizer, _guard(job, endpoint, run, inner, timeout_s), accumulate=accumulate
         )
         loop.start()
-        if strategy.needs.collectives:  # Otherwise no rank waits for another one in its loop.
-            loop.guard.whereabouts.start()
         session = Session(job, loop, session_optimizer, strategy)
         on_failure.pop_all()
     return session

@@ -139,19 +139,11 @@ class Loop:
             self.guard.check_model()
         if request is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
-        if self.learner.parts is not None and (scale is not None or overflow):
-            raise ValueError(
-                "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in "
-                "bfloat16 or float32, which need no scaler"
-            )
+        if self._optimizer.has_scaler:
+            self._check_scaler()
         if isinstance(request, LocalStepRequest):
             self._step_locally(scale, overflow)
         elif isinstance(request, StepRequest):
-            if scale is not None and request.by is not None:
-                raise RuntimeError(
-                    f"{type(self.run.strategy).__name__} with a GradScaler: it adds gradients of several steps, whose "
-                    "scales differ; train in bfloat16, which needs no scaler"
-                )
             if not overflow:
                 self._gradients.unscale(scale)
             self._fulfil_step(overflow)
@@ -168,6 +160,17 @@ class Loop:
         self.batch.finish()
         if self._hooks is not None or self.replica.workers == 1:
             self._watch.remove()
+
+    def _check_scaler(self) -> None:
+        """Raise ValueError if the user's gradient scaler cannot be used here."""
+        if self.learner.parts is not None:
+            raise ValueError(
+                "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in "
+                "bfloat16 or float32, which need no scaler"
+            )
+        why = self.run.strategy.needs_unscaled
+        if why is not None:
+            raise RuntimeError(f"{type(self.run.strategy).__name__} with a GradScaler: {why}")
 
     def _give_own_gradient(self, scale: Tensor | None, overflow: bool) -> None:
         """Give this worker's own gradient to a strategy that takes no part in backward."""

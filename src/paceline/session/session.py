@@ -43,6 +43,8 @@ class Session:
         self._endpoint = loop.replica.endpoint
         self._settings = GroupSettings(self._endpoint, job.store, optimizer.inner)
         self._is_open = True
+        if strategy.needs.collectives:  # Otherwise no rank waits for another one in its loop.
+            loop.guard.whereabouts.start()
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)

@@ -61,7 +61,7 @@ def simulate(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "
             f"give resized(states, {cluster.workers})"
         )
-    check_faults(faults, strategy, cluster.workers)
+    check_faults(faults, strategy, cluster.workers, count(cluster.stages))
     check_stages("simulate", strategy, cluster.stages, cluster.microbatches)
     simulation = Simulation(
         task,
