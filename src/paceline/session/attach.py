@@ -96,9 +96,7 @@ def attach(
         learner = LoopLearner(flat, session_optimizer, parts)
         run = WorkerRun(strategy, endpoint, learner, nonfinite=nonfinite, plan=plan)
         run.replica.cursor.shard = job.rank
-        loop = Loop(
-            run, learner, session_optimizer, _guard(job, endpoint, run, inner, timeout_s), accumulate=accumulate
-        )
+        loop = Loop(run, learner, session_optimizer, _guard(job, endpoint, run, inner), accumulate=accumulate)
         loop.start()
         session = Session(job, loop, session_optimizer, strategy)
         on_failure.pop_all()
@@ -117,9 +115,7 @@ def _length_of(strategy: Strategy, plan: Plan) -> dict[str, Plan]:
     return {"plan": plan} if strategy.needs.length else {}
 
 
-def _guard(
-    job: Job, endpoint: ProcessEndpoint, run: WorkerRun, optimizer: torch.optim.Optimizer, timeout_s: float
-) -> LoopGuard:
+def _guard(job: Job, endpoint: ProcessEndpoint, run: WorkerRun, optimizer: torch.optim.Optimizer) -> LoopGuard:
     name = type(run.strategy).__name__
     cursor = run.replica.cursor
     settings = GroupSettings(endpoint, job.store, optimizer)
@@ -132,7 +128,7 @@ def _guard(
             endpoint.ranks,
             where=lambda: f"at step {cursor.step} of {name}",
             journal=endpoint.journal,
-            timeout_s=timeout_s,
+            timeout_s=job.timeout_s,
         ),
     )
 
