@@ -203,7 +203,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "dgc with a rule's momentum": Refused(
         lambda: pl.ParameterServer(codec=DGC, rule=rules.Momentum(lr=0.1, momentum=0.9)),
-        ("DGC", "momentum 0.9", "DGC(momentum=0)"),
+        ("DGC", "a rule of momentum 0.9", "DGC(momentum=0)"),
         lambda: pl.ParameterServer(codec=codecs.DGC(momentum=0), rule=rules.Momentum(lr=0.1, momentum=0.9)),
     ),
     "1-bit adam with dgc": Refused(

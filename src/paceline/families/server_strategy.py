@@ -59,7 +59,7 @@ class ServerStrategy(Strategy):
         for what, codec in (("codec", self.codec), ("pulls", self.pulls)):
             check_one_to_one(f"{name}({what}={codec})", codec)
         if self.codec is not None:
-            self.codec.check_optimizer([{"momentum": _momentum(self.shard_rule(2))}])
+            self.codec.check_optimizer([{"momentum": _momentum(self.shard_rule(2))}], kind="rule")
 
     @abstractmethod
     def shard_rule(self, workers: int) -> Rule:
