@@ -244,7 +244,7 @@ def test_a_rank_whose_data_has_ended_need_not_follow_the_schedule(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DifferentRanks)
         one, two = forked.run(2, work, tmp_path)
-    assert one == two
+    assert one == two and len(one) == 26
 
 
 def test_another_setting_that_differs_between_the_local_steps_of_ranks_is_a_warning_at_the_end(tmp_path):
@@ -396,7 +396,7 @@ def test_what_each_rank_did_when_an_exchange_between_hosts_failed_is_described(
     def work(rank: int) -> None:
         set_apart(rank)
         model = network()
-        with pl.attach(model, sgd(model), strategy, timeout_s=2.0) as session:
+        with pl.attach(model, sgd(model), strategy, timeout_s=3.0) as session:
             assert not session.job.is_one_host
             loop(rank, session, model)
 
@@ -480,7 +480,7 @@ def normalised(**settings: Any) -> pl.Task:
 
 
 def test_an_asynchronous_train_ends_with_the_same_buffers_on_every_rank_and_in_its_evaluation(tmp_path):
-    names = ["gossip", "sandblaster", "warm start", "ends in step"]
+    names = ["gossip", "sandblaster"]
 
     def work(rank: int) -> list[Any]:
         runs = [pl.train(normalised(), ASYNCHRONOUS[name]) for name in names]
