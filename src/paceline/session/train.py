@@ -193,12 +193,14 @@ def _work(
         takes_nonfinite=terms.nonfinite == "pass",
         launcher_pipe=launcher_pipe,
         forks_servers=is_forked,
-        on_met=partial(terms.check_same, model),
+        on_met=partial(terms.check_same, model) if not is_forked else lambda store, rank, workers: None,
     )
     with job:
         on_joined()
         check(strategy, replace(Offers.of_task("train", task), one_host=job.is_one_host))
         learner = _learner(terms, job, model)
+        if not is_forked:  # Forked workers have their task and strategy from one process.
+            terms.check_same_optimizer(learner.optimizer, _store_of_stage(job, learner), job.rank, job.workers)
         run = WorkerRun(strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
         run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
         _train(terms, job, learner, run, progress)
@@ -218,10 +220,8 @@ def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | Stage
         learner = staged(job, terms.task, terms.strategy, model, terms.stages, terms.microbatches, terms.pipeline)
     else:
         learner = ProcessLearner(Trainee(terms.task, model, job.endpoint.rank, job.workers), job.endpoint)
-    stage_store = _store_of_stage(job, learner)
-    terms.check_same_optimizer(learner.optimizer, stage_store, job.rank, job.workers)
     if terms.strategy.needs.elastic:
-        check_like_first(job.rank, learner.trainee.flat, stage_store)
+        check_like_first(job.rank, learner.trainee.flat, _store_of_stage(job, learner))
     elif len(learner.endpoint.ranks) > 1:
         check_same_model(learner.endpoint, learner.trainee.flat, job.store)
     return learner
