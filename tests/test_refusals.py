@@ -237,11 +237,6 @@ REFUSED: dict[str, Refused] = {
         ("eps=0.001", "without betas", "give betas=(0.9, 0.999) too"),
         lambda: simulate(pl.OneBitAdam(eps=1e-3, betas=(0.9, 0.999))),
     ),
-    "eamsgd with an optimizer's momentum": Refused(
-        lambda: simulate(pl.EAMSGD(), task(**MOMENTUM)),
-        ("EAMSGD(momentum=0.9)", "optimizer of momentum 0.9", "AsyncEASGD"),
-        lambda: simulate(pl.AsyncEASGD(), task(**MOMENTUM)),
-    ),
     "l-bfgs in a task": Refused(
         lambda: simulate(pl.AllReduceSGD(), task(optimizer=by(torch.optim.LBFGS))),
         ("LBFGS", "Task", "SGD with Sandblaster"),

@@ -53,8 +53,7 @@ def data(step: int, rank: int, workers: int, device: str) -> tuple[torch.Tensor,
 def loop(strategy: pl.Strategy, device: str, *, scaled: bool, poison: int | None = None) -> torch.Tensor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10)).to(device)
-    momentum = 0.0 if isinstance(strategy, pl.EAMSGD) else 0.9  # It has its own.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10, enabled=scaled)
     with pl.attach(model, optimizer, strategy, bucket_bytes=20_000) as session:
         for step in range(18):

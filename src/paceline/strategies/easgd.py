@@ -92,12 +92,6 @@ class EAMSGD(ElasticServer):
             raise ValueError(f"EAMSGD(momentum={self.momentum}): the momentum must be in [0, 1)")
 
     def local_steps(self, w: Replica) -> Callable[[], Awaitable[None]]:
-        given = next((group["momentum"] for group in w.learner.optimizer.param_groups if group.get("momentum")), 0)
-        if self.momentum and given:
-            raise ValueError(
-                f"EAMSGD(momentum={self.momentum}) with an optimizer of momentum {given}: each worker would have both; "
-                "give the optimizer momentum=0, or use AsyncEASGD, which leaves the steps to the optimizer"
-            )
         return NesterovSteps(w, self.momentum).step if self.momentum else w.local_step
 
 
