@@ -22,7 +22,7 @@ from itertools import permutations
 from math import inf
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from paceline import aliases
 from paceline.units import seconds
@@ -95,6 +95,23 @@ class Checked(ABC):
             _check_choices(type(self).__name__, vars(self), _types(type(self)))
 
         cls.__post_init__ = post_init
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Refuse settings that the class does not have, before its `__init__` does so in fewer words."""
+        if dataclasses.is_dataclass(cls):
+            known = [f.name for f in dataclasses.fields(cls) if f.init]
+            for name, value in settings.items():
+                if name not in known:
+                    raise TypeError(f"{cls.__name__}({name}={value!r}): {cls.refused_setting(name)}")
+        return super().__new__(cls)
+
+    @classmethod
+    def refused_setting(cls, name: str) -> str:
+        """Why the class has no such setting, and which ones it has."""
+        shown = [f.name for f in dataclasses.fields(cls) if f.init and f.repr]  # pyright: ignore[reportArgumentType]
+        near = get_close_matches(name, shown, n=1, cutoff=0.0)
+        hint = f"; did you mean '{near[0]}'? It has: {', '.join(shown)}" if near else "; it has no settings"
+        return f"{cls.__name__} has no setting '{name}'{hint}"
 
     def __post_init__(self) -> None:  # noqa: B027 (most classes have nothing to add)
         """For the checks of values; the types are right here."""

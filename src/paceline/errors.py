@@ -11,6 +11,10 @@ class DifferentCollectives(ClusterError):
     """Two ranks have started different collectives: their programs have diverged."""
 
 
+class ExchangeFailed(ClusterError):
+    """A collective failed, or a peer did not take part in it in time."""
+
+
 class PeerLost(ClusterError):
     """A peer's process is dead."""
 

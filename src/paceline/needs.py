@@ -45,6 +45,14 @@ class Needs:
         return self.collectives and not (self.servers or self.messages or self.shared_memory)
 
     @property
+    def keeps_own_buffers(self) -> bool:
+        """Each worker's buffers (BatchNorm's statistics) may be its own until the end, when the driver averages them.
+
+        The other methods average them.
+        """
+        return self.elastic or self.servers or self.messages
+
+    @property
     def splits(self) -> bool:
         """A replica can be several processes, one for each stage of its model: they exchange means with the same stage
         of other replicas, or updates with the shards of their stage."""
@@ -133,7 +141,7 @@ def _unmet_by_driver(needs: Needs, offers: Offers) -> Iterator[Unmet]:
         yield Unmet(
             "shared memory (all workers on one host)",
             "a job on several hosts",
-            "start all workers on one host, or use a method with servers",
+            "start all workers on one host, or use a method with servers, such as EAWild(servers=2) or ParameterServer",
         )
 
 
@@ -149,7 +157,7 @@ def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
         yield Unmet(
             "all workers and all messages in every step (its workers wait for each other)",
             "a run with faults",
-            "use a method with servers or peers, or run it without faults",
+            "use a method with servers or peers, such as ParameterServer or Gossip, or run it without faults",
         )
     if not needs.ordered and not offers.unbroken:
         yield Unmet(

@@ -14,17 +14,16 @@ import runpy
 import sys
 import types
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from paceline.checked import find, spelled
+from paceline.checked import Checked, find, spelled
 from paceline.codecs import CODECS, Codec
 from paceline.server.gates import GATES, Gate
 from paceline.server.rules import RULES, Rule
 from paceline.strategies import STRATEGIES
 from paceline.strategy import Strategy
 
-C = TypeVar("C")
+C = TypeVar("C", bound=Checked)
 KINDS: dict[str, Sequence[type]] = {"strategy": STRATEGIES, "codec": CODECS, "rule": RULES, "gate": GATES}
 
 
@@ -61,9 +60,7 @@ def _named(kind: str, classes: Iterable[type[C]], name: str, settings: dict[str,
     known = [f.name for f in dataclasses.fields(cls) if f.init and f.repr]  # pyright: ignore[reportArgumentType]
     for key in settings:
         if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.0)
-            hint = f"; did you mean '{near[0]}'? It has: {', '.join(known)}" if near else "; it has no settings"
-            raise ValueError(f"{cls.__name__} has no setting '{key}'{hint}")
+            raise ValueError(cls.refused_setting(key))
     needed = [f.name for f in dataclasses.fields(cls) if f.init and _is_required(f) and f.name not in settings]  # pyright: ignore
     if needed:
         raise ValueError(f"{cls.__name__} needs {', '.join(needed)}: there is no default")

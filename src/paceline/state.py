@@ -223,7 +223,10 @@ def check_header(state: Any, strategy: str) -> None:
             f"the state was saved in format {state['format']}, and this version of paceline reads format {FORMAT}"
         )
     if state["strategy"] != strategy:
-        raise ValueError(f"the state was saved under {state['strategy']}, and this run uses {strategy}")
+        raise ValueError(
+            f"the state was saved under {state['strategy']}, and this run uses {strategy}: resume it under "
+            f"{state['strategy']}, or start anew from its parameters"
+        )
 
 
 def _check_slot(name: str, slots: Mapping[str, Any], version: int) -> Values:

@@ -26,6 +26,20 @@ class Strategy(Checked):
     servers: int = 0
     coordinators: ClassVar[int] = 0  # How many of the servers, the first ones, hold no part of the model.
     needs: ClassVar[Needs] = Needs()  # A property where it depends on the settings.
+    WITHOUT_CODEC: ClassVar[str] = (  # Why it takes no codec, and what does; for a method without the setting `codec`.
+        "it sends its values as they are; AllReduceSGD, the averaging methods and those on servers take a codec"
+    )
+
+    @property
+    def needs_unscaled(self) -> str | None:
+        """Why its gradients must not be multiplied by a GradScaler, and what to do; None if they may be."""
+        return None
+
+    @classmethod
+    def refused_setting(cls, name: str) -> str:
+        if name == "codec":
+            return f"{cls.__name__} takes no codec: {cls.WITHOUT_CODEC}"
+        return super().refused_setting(name)
 
     @abstractmethod
     async def worker(self, w: Replica) -> None:

@@ -19,7 +19,7 @@ from paceline.state import Resize, StateStore, resize_rule
 from paceline.stripes import stripe_of
 from paceline.worker.data import Batch, DataOfWorker, GlobalData, OwnData
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
-from paceline.worker.learner import bind_optimizer
+from paceline.worker.learner import bind_optimizer, evaluates_itself
 from paceline.worker.plan import Plan
 
 T = TypeVar("T")
@@ -165,6 +165,12 @@ class Trainee:
         self.workers = workers
         self.flat = FlatModel(model, bucket_bytes=task.bucket_bytes)
         self.optimizer = _made("optimizer", task.optimizer(self.flat.parameters), torch.optim.Optimizer)
+        if evaluates_itself(self.optimizer):
+            raise ValueError(
+                f"Task(optimizer={type(self.optimizer).__name__}): it evaluates the loss several times in a step, and "
+                "a worker of a Task computes one gradient a step; use SGD with Sandblaster, which is L-BFGS on all "
+                "workers, or this optimizer in a loop of your own, by attach with PeriodicAveraging"
+            )
         self.loss: float | None = None
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._reads_full_batches = False
@@ -214,7 +220,8 @@ class Trainee:
         """Draw whole minibatches from now on, and random numbers that all workers share; or this worker's own again."""
         if whole and self.task.has_own_data:
             raise ValueError(
-                "whole minibatches for every worker, of a Task whose workers have data of their own: use data=[...]"
+                "Replicated, in which every worker trains on whole minibatches, with a Task whose workers have data of "
+                "their own: give the Task data=[...], or begin with AllReduceSGD"
             )
         if whole != self._reads_full_batches:
             self._rng, self._rng_of_all = self._rng_of_all, self._rng

@@ -580,17 +580,15 @@ def test_mistakes_raise_errors_that_name_them(tmp_path):
         expect_error(lambda: sparse(torch.tensor([1, 2])).sum().backward())
         return errors
 
+    hook = "ddp_hook(OneBit(bucket=None, threshold='mean'))"
     for errors in forked.run(2, work, tmp_path):
         assert errors == [
-            "rank 1 has ddp_hook(OneBit(bucket=64, threshold='mean')), but rank 0 has ddp_hook(OneBit(bucket=None, threshold='mean')): "
-            "all ranks must have the same",
-            "rank 1 has ddp_hook(OneBit(bucket=None), start=2), but rank 0 has ddp_hook(OneBit(bucket=None)): "
-            "all ranks must have the same",
-            "ddp_hook(OneBit(bucket=None)): the model's process group has 1 of 2 ranks, but the hook needs all of them",
-            "ddp_hook(OneBit(bucket=None)) is registered with another model: make one hook for each model",
-            "ddp_hook(OneBit(bucket=None)) does not know the names of the parameters: make it with the model, "
-            "ddp_hook(codec, ddp)",
-            "ddp_hook(OneBit(bucket=None)): a parameter has a sparse gradient, but codecs encode dense gradients; "
+            f"rank 1 has {hook.replace('None', '64')}, but rank 0 has {hook}: all ranks must have the same",
+            f"rank 1 has {hook[:-1]}, start=2), but rank 0 has {hook}: all ranks must have the same",
+            f"{hook}: the model's process group has 1 of 2 ranks, but the hook needs all of them",
+            f"{hook} is registered with another model: make one hook for each model",
+            f"{hook} does not know the names of the parameters: make it with the model, ddp_hook(codec, ddp)",
+            f"{hook}: a parameter has a sparse gradient, but codecs encode dense gradients; "
             "give Embedding(sparse=False)",
         ]
 

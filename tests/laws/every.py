@@ -208,9 +208,9 @@ def two_means(period: int) -> Callable[[int, int, int, int], int]:
 
 
 def averaged(period: int) -> Callable[[int, int, int, int], int]:
-    """The same as `summed`, plus seven numbers that every worker sends to all others."""
+    """The same as `summed`, plus eight numbers that every worker sends to all others."""
     return lambda numel, workers, steps, rank: (
-        summed(period)(numel, workers, steps, rank) + -(-steps // period) * 56 * (workers - 1)
+        summed(period)(numel, workers, steps, rank) + -(-steps // period) * 64 * (workers - 1)
     )
 
 

@@ -444,7 +444,7 @@ def test_a_moderate_force_causes_no_warning():
         (lambda: EAWild(group=0), "at least 1 worker"),
         (lambda: EAWild(groups=cast(Any, "some")), "'fixed' or 'random'"),
         (lambda: AsyncEASGD(servers=0), "at least 1 shard"),
-        (lambda: AsyncEASGD(sparse=True), "nothing of it is sparse"),
+        (lambda: AsyncEASGD(sparse=True), "there are no rows to send"),
     ],
 )
 def test_impossible_settings_are_refused(make: Any, says: str):

@@ -52,7 +52,16 @@ BESIDE: dict[tuple[type, str], dict[str, Any]] = {
 # Fields of a base class that a method refuses to change.
 FIXED = {
     (cls, "sparse")
-    for cls in (pl.AsyncDiLoCo, pl.DelayCompensated, pl.AsyncEASGD, pl.RoundRobinEASGD, pl.EAMSGD, pl.SoftSync)
+    for cls in (
+        pl.ASGD,
+        pl.Downpour,
+        pl.AsyncDiLoCo,
+        pl.DelayCompensated,
+        pl.AsyncEASGD,
+        pl.RoundRobinEASGD,
+        pl.EAMSGD,
+        pl.SoftSync,
+    )
 }
 
 

@@ -81,8 +81,11 @@ class Codec(Checked):
         """The codec for a vector made of tensors of these shapes; a different one only if it uses the shapes."""
         return self
 
-    def check_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ValueError if it does not go together with an optimizer that has these parameter groups."""
+    def check_optimizer(self, groups: Iterable[Mapping[str, Any]], *, kind: str = "optimizer") -> None:
+        """Raise ValueError if it does not go together with an optimizer that has these parameter groups.
+
+        Where a server's rule takes the steps, `kind` is "rule".
+        """
 
     def adapted(self, data: Tensor, numel: int) -> Codec:
         """The codec for a sender's next message, after `data`; a different one only if its settings adapt."""
@@ -145,8 +148,8 @@ def check_one_to_one(owner: object, codec: Codec | None) -> None:
     """Raise ValueError for a codec that works only in a mean over a group; `owner` is the call that was given it."""
     if codec is not None and codec.needs_group:
         raise ValueError(
-            f"{owner}: {type(codec).__name__} works only in a mean over all workers; "
-            "choose a codec that encodes single messages"
+            f"{owner}: {type(codec).__name__} works only in a mean over all workers; use AllReduceSGD(codec={codec}) "
+            "or an averaging method, or a codec that encodes single messages, such as OneBit() or TopK()"
         )
 
 

@@ -51,12 +51,13 @@ class DGC(TopK):
         if self.workers < 1 or self.warmup < 0 or self.sent < 0:
             raise ValueError(f"{self}: workers is at least 1, and warmup at least 0")
 
-    def check_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def check_optimizer(self, groups: Iterable[Mapping[str, Any]], *, kind: str = "optimizer") -> None:
         given = next((group["momentum"] for group in groups if group.get("momentum")), 0)
         if self.momentum and given:
+            article = "an" if kind == "optimizer" else "a"
             raise ValueError(
-                f"{self} with an optimizer of momentum {given}: DGC adds the momentum at the sender, and the optimizer "
-                "would add it again; give the optimizer momentum=0, or use DGC(momentum=0)"
+                f"{self} with {article} {kind} of momentum {given}: DGC adds the momentum at the sender, and "
+                f"the {kind} would add it again; give the {kind} momentum=0, or use DGC(momentum=0)"
             )
 
     def ratio_at(self, message: int) -> float:

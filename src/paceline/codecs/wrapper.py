@@ -37,5 +37,5 @@ class Wrapper(Codec):
     def unit(self) -> int:
         return self.codec.unit
 
-    def check_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        self.codec.check_optimizer(groups)
+    def check_optimizer(self, groups: Iterable[Mapping[str, Any]], *, kind: str = "optimizer") -> None:
+        self.codec.check_optimizer(groups, kind=kind)

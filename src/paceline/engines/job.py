@@ -69,7 +69,7 @@ class Job:
         self._stages = stages
         self._device = device
         self._ordered = ordered
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._silent_s = silent_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._servers: ServerProcesses | None = None
@@ -114,7 +114,7 @@ class Job:
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
         self.rank = place.rank
         self.workers = place.world
-        self._base = _unwrapped(place.meet(self._timeout_s))
+        self._base = _unwrapped(place.meet(self.timeout_s))
         self.store = dist.PrefixStore(self._prefix, self._base)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
@@ -125,7 +125,7 @@ class Job:
             self._prefix,
             epoch=epoch,
             bind=self._hosts.address,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             silent_s=self._silent_s,
             workers={rank: int(pids[rank]) for rank in self._hosts.ranks[self._hosts.own]},
             is_elastic=self._is_elastic,
@@ -205,7 +205,7 @@ class Job:
         from paceline.transport.mailbox import Mailbox
 
         bind = self._hosts.address
-        return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self._timeout_s)
+        return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
         """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
@@ -219,7 +219,7 @@ class Job:
             self.layout.size,
             bind=self._hosts.address,
             is_open=True,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             beat_s=None if has_servers else beat_s,
             silent_s=None if has_servers else self._silent_s,
         )
@@ -232,7 +232,7 @@ class Job:
         if len(ranks) == 1 or not self._hosts.are_together(ranks) or not hasattr(os, "memfd_create"):
             return None
         store = dist.PrefixStore(f"shared/{'-'.join(map(str, ranks))}", self.store)
-        return SharedMemory.connect(store, self.rank, ranks, timeout_s=self._timeout_s)
+        return SharedMemory.connect(store, self.rank, ranks, timeout_s=self.timeout_s)
 
     def _open_group(self, ranks: tuple[int, ...]) -> ProcessEndpoint:
         """An endpoint for collectives among `ranks`; see `open` for the order in which its members must open it."""

@@ -82,7 +82,8 @@ class Averaging(Strategy):
                 raise ValueError(f"{self._name}({name}={value}): it counts {what} between syncs and must be at least 1")
         if period is not None and self.delay >= period > 1:
             raise ValueError(
-                f"{self._name}(period={period}, delay={self.delay}): a mean must be merged before the next one begins"
+                f"{self._name}(period={period}, delay={self.delay}): a mean must be merged before the next one begins; "
+                f"give a delay of at most {period - 1}"
             )
 
 
@@ -106,7 +107,10 @@ class SyncRounds:
     ) -> None:
         numel = w.params.numel()
         if fragments > numel:
-            raise ValueError(f"{type(method).__name__}(fragments={fragments}): the model has only {numel} parameters")
+            raise ValueError(
+                f"{type(method).__name__}(fragments={fragments}): the model has only {numel} parameters; "
+                "give at most that many"
+            )
         self.w = w
         self.method = method
         self.period = period
@@ -116,7 +120,9 @@ class SyncRounds:
         self._m = w.state("sync", anchor=wide(w.params), count=0, next=0, per_step=0.0, workers=w.workers)
         self._m.per_step *= self._m.workers / w.workers
         self._m.workers = w.workers
-        self._own = w.state("sync.own", rule=per_worker, before_save=self._drain, losses=[0.0, 0.0], pending={})
+        self._own = w.state(
+            "sync.own", rule=per_worker, version=2, before_save=self._drain, losses=[0.0, 0.0], pending={}
+        )
         w.batch.track_syncs(fragments)
         self._codec_state = w.codec_state(method.codec, "sync")
         self._unsent = Unsent(w, method.codec)
@@ -223,7 +229,8 @@ class SyncRounds:
         if any(await w.learner.sum_over_stages([float(is_lost)])):
             self._leave_out(pending, vote)
         loss_sum, loss_steps = self._own.losses
-        stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr)
+        has_data = float(w.cursor.has_data(w.cursor.step))
+        stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr, has_data)
         buffers = w.learner.flat.buffers()
         if self.method.delay:
             pending.buffers = buffers
@@ -302,6 +309,7 @@ class SyncRounds:
             if not (bad or pending.going_on):  # The last sync is empty: no worker has moved since the one before.
                 self._unsent.give_up(w.params, self._m.anchor, self.fragments[pending.fragment])
             return None
+        pending.check_rates(w.endpoint.ranks)
         result = replace(result, divergence=divergence, time=time / stages)
         self._move(pending, result)
         w.endpoint.trace.sync(w.endpoint.now(), w.rank, result.step, result.steps, result.divergence)

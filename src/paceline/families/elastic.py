@@ -57,6 +57,9 @@ class Elastic:
     beta: float = 0.9
     alpha: float | None = None
     rho: float | None = None
+    WITHOUT_CODEC: ClassVar[str] = (
+        "all workers must see the same centre; AsyncEASGD(codec=...) sends encoded forces to a centre on shards"
+    )
 
     def check_force(self) -> None:
         name = type(self).__name__
@@ -112,15 +115,12 @@ class ElasticServer(Elastic, ServerStrategy):
     period: int = 4
     needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
     takes_turns: ClassVar[bool] = False
+    pushes_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_force()
         check_period(self, self.period)
-        if self.sparse:
-            raise ValueError(
-                f"{type(self).__name__}(sparse=True): a force changes every parameter; nothing of it is sparse"
-            )
 
     def shard_rule(self, workers: int) -> Rule:
         return Sgd(lr=1.0)  # Shards subtract what is pushed.

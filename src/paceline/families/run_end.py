@@ -76,6 +76,7 @@ class RunEnd(Service):
     async def wait_for_all(self) -> None:
         """Report that this worker has finished.  Return when all peers have finished and all have all messages."""
         peers = self._peers
+        peers.replica.cursor.end()
         peers.has_finished = True
         await self._report_to_all()
         await peers.wait_until(lambda: peers.all_in(self._complete))

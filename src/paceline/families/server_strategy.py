@@ -35,11 +35,17 @@ class ServerStrategy(Strategy):
     pulls: Codec | None = None
     sparse: bool = False
     needs: ClassVar[Needs] = Needs(collectives=False, servers=True, optimizer=False)
+    pushes_gradients: ClassVar[bool] = True  # One at a time, of which rows may be sent alone.
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         if self.servers < 1:
             raise ValueError(f"{name}(servers={self.servers}): at least 1 shard must hold the parameters")
+        if self.sparse and not self.pushes_gradients:
+            raise ValueError(
+                f"{name}(sparse=True): what its workers push changes every parameter, so there are no rows to send; "
+                "leave out sparse, or use ParameterServer(sparse=True)"
+            )
         if self.sparse and not self.shard_rule(2).is_elementwise:
             raise ValueError(
                 f"{name}(sparse=True): {self.shard_rule(2)} needs all rows, and cannot update only some; leave out "
@@ -52,6 +58,8 @@ class ServerStrategy(Strategy):
             )
         for what, codec in (("codec", self.codec), ("pulls", self.pulls)):
             check_one_to_one(f"{name}({what}={codec})", codec)
+        if self.codec is not None:
+            self.codec.check_optimizer([{"momentum": _momentum(self.shard_rule(2))}], kind="rule")
 
     @abstractmethod
     def shard_rule(self, workers: int) -> Rule:
@@ -79,3 +87,10 @@ class ServerStrategy(Strategy):
         workers = s.endpoint.layout.workers
         pulls = self.pulls if workers > 1 else None  # A single worker uses no codec.
         await s.serve(self.shard_rule(workers), self.shard_gate(), codec=self.codec, pulls=pulls)
+
+
+def _momentum(rule: object) -> float:
+    """The momentum of a rule, or of the rule that it wraps."""
+    while (inner := getattr(rule, "rule", None)) is not None:
+        rule = inner
+    return getattr(rule, "momentum", 0.0)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isclose
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from paceline.errors import ClusterError
+
+COMMON_SCHEDULE = "Let all ranks schedule by the same numbers, such as the step or the mean loss of all ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class SyncStats(NamedTuple):
     squared_distance: float  # Of this worker's delta from the mean delta.
     state_vectors: float  # How many vectors of optimizer state it averages.
     lr: float
+    has_data: float  # Whether it has data for this step; otherwise it may no longer follow its schedule.
 
     def packed(self, buffers: Tensor) -> Tensor:
         return torch.cat([torch.tensor(self, dtype=torch.float64), buffers])
@@ -81,6 +87,21 @@ class PendingSync:
             loss=losses / steps if steps else None,
             time=stats[0].time,
         )
+
+    def check_rates(self, ranks: Sequence[int]) -> None:
+        """Raise the same error on every rank if two of them have trained with different learning rates."""
+        stats = [SyncStats.unpacked(reply)[0] for reply in self.replies]
+        if len(stats) != len(ranks):  # The sync of a saved run, which had another number of workers.
+            ranks = range(len(stats))
+        rates = [(rank, s.lr) for rank, s in zip(ranks, stats, strict=True) if s.has_data]
+        for rank, lr in rates:
+            first, common = rates[0]
+            if not isclose(lr, common, rel_tol=1e-9):  # Processors may round a schedule differently.
+                raise ClusterError(
+                    f"the optimizer's lr is {common:.6g} on rank {first} and {lr:.6g} on rank {rank}, in the sync "
+                    f"after step {self.step}: their steps differ, and the mean of their models is that of neither "
+                    f"rate.  {COMMON_SCHEDULE}"
+                )
 
     def saved(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}

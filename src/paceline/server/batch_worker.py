@@ -53,7 +53,8 @@ class BatchWorker:
         numel = w.params.numel()
         if len(self.shards) > numel:
             raise ValueError(
-                f"{len(self.shards)} shards for {numel} parameters: there must be at least one parameter a shard"
+                f"Sandblaster(shards={len(self.shards)}) for {numel} parameters: there must be at least one parameter "
+                "a shard; give fewer shards"
             )
         self.slices = [stripe_of(j, numel, len(self.shards)) for j in range(len(self.shards))]
         self._steps = w.plan.require("steps_per_epoch", "Sandblaster")
@@ -83,6 +84,7 @@ class BatchWorker:
                     order = await self._ask(Brought())
                 else:  # It was declared dead, and others do its work.
                     order = await self._enlist()
+            self.w.cursor.end()
             await self._pull()
             await self._ask(SignOff())
         except PeerFinished:

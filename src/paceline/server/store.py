@@ -48,8 +48,8 @@ class Store:
         self.shards = list(self.endpoint.layout.server_ranks)
         if len(self.shards) > replica.params.numel():
             raise ValueError(
-                f"{len(self.shards)} servers for {replica.params.numel()} parameters: there must be at least "
-                f"one parameter for each server"
+                f"{replica.learner.flat.method}(servers={len(self.shards)}) for {replica.params.numel()} parameters: "
+                "there must be at least one parameter for each server; give fewer servers"
             )
         unit = 1 if codec is None else codec.unit
         self.slices = [
@@ -58,7 +58,8 @@ class Store:
         self.versions = [0] * len(self.shards)
         self.unpushed = Accumulator()
         self._value: Tensor | None = None
-        self._codec_state = replica.codec_state(codec, knows_tensors=False)  # Shards hold vectors, not tensors.
+        # Shards hold vectors, not tensors.
+        self._codec_state = replica.codec_state(codec, knows_tensors=False, is_stepped_here=not is_scheduled)
         self._pulls = pulls
         self._client = ShardClient(replica, self.slices)
         self._work = WorkSource(replica, self._client)
@@ -141,6 +142,7 @@ class Store:
 
     async def leave(self, into: Tensor | None = None) -> Tensor:
         """Leave the run; the final parameters of the shards, once all workers have left."""
+        self.replica.cursor.end()
         all_done = self.replica.learner.has_global_data
         value = await self._ask(self._client.numbered([Leave(all_done) for _ in self.shards]), into)
         for rank in self.shards:

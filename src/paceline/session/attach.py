@@ -94,7 +94,7 @@ def attach(
             ordered=ordered,
             timeout_s=timeout_s,
             takes_nonfinite=nonfinite == "pass",
-            on_met=partial(check_same_settings, settings=settings, is_elastic=strategy.needs.elastic),
+            on_met=partial(check_same_settings, settings=settings, call="attach", is_elastic=strategy.needs.elastic),
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
@@ -105,7 +105,7 @@ def attach(
         learner = LoopLearner(flat, session_optimizer, parts)
         run = WorkerRun(strategy, endpoint, learner, nonfinite=nonfinite, plan=plan)
         run.replica.cursor.shard = job.rank
-        loop = Loop(run, learner, session_optimizer, _guard(job, run, flat, inner), accumulate=accumulate)
+        loop = Loop(run, learner, session_optimizer, _guard(job, endpoint, run, inner), accumulate=accumulate)
         loop.start()
         session = Session(job, loop, session_optimizer, strategy)
         on_failure.pop_all()
@@ -124,14 +124,21 @@ def _length_of(strategy: Strategy, plan: Plan) -> dict[str, Plan]:
     return {"plan": plan} if strategy.needs.length else {}
 
 
-def _guard(job: Job, run: WorkerRun, flat: FlatModel, optimizer: torch.optim.Optimizer) -> LoopGuard:
+def _guard(job: Job, endpoint: ProcessEndpoint, run: WorkerRun, optimizer: torch.optim.Optimizer) -> LoopGuard:
     name = type(run.strategy).__name__
     cursor = run.replica.cursor
-    settings = GroupSettings(run.replica.endpoint, job.store, optimizer)
+    settings = GroupSettings(endpoint, job.store, optimizer)
     return LoopGuard(
-        ModelWatch(flat, optimizer),
+        ModelWatch(run.replica.learner.flat, optimizer),
         settings if job.workers > 1 and run.strategy.needs.ordered else None,
-        Whereabouts(job.store, job.rank, job.workers, lambda: f"at step {cursor.step} of {name}"),
+        Whereabouts(
+            job.store,
+            job.rank,
+            endpoint.ranks,
+            where=lambda: f"at step {cursor.step} of {name}",
+            journal=endpoint.journal,
+            timeout_s=job.timeout_s,
+        ),
     )
 
 

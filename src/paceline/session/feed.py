@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -102,8 +103,13 @@ class Feed:
         if self.is_training:
             self._to_skip = parts.skip(self._to_skip)
         doing = "reading session.shard" + ("" if self.is_training else " to evaluate")
-        with self.loop.guard.during(doing):
-            yield from parts
+        with closing(iter(parts)) as rest:
+            while True:
+                with self.loop.guard.during(doing):  # Not while the user's loop works on a minibatch.
+                    found = next(rest, None)
+                if found is None:
+                    return
+                yield found
 
     def _agreement(self) -> Agreement:
         if self._elastic:

@@ -29,5 +29,9 @@ class LoopGuard:
         if self._settings is not None and (number & (number - 1) == 0 or number % MOST_STEPS == 0):
             self._settings.check(step, has_ended=has_ended)
 
+    def close(self) -> None:
+        self.watch.close()
+        self.whereabouts.close()
+
     def during(self, doing: str) -> AbstractContextManager[None]:
         return self.whereabouts.during(doing)

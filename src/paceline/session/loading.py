@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -128,7 +128,7 @@ class Parts:
         self.skipped += skipped
         return most - skipped
 
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
+    def __iter__(self) -> Generator[tuple[Any, int]]:
         seen = 0
         filled = 0
         for part, samples in self._rebuilt() if self._can_rebuild() else self._sliced():

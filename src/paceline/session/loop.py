@@ -36,10 +36,6 @@ SCALED_PARTS = (
     "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in bfloat16 or "
     "float32, which need no scaler"
 )
-SCALED_SUM = (
-    "{} with a GradScaler: it adds gradients of several steps, whose scales differ; train in bfloat16, which needs no "
-    "scaler"
-)
 
 
 class Loop:
@@ -84,7 +80,7 @@ class Loop:
     def close(self) -> None:
         self.is_closed = True
         self._driver.close()
-        self.guard.watch.close()
+        self.guard.close()
         self._watch.remove()
         if self._hooks is not None:
             self._hooks.remove()
@@ -154,13 +150,11 @@ class Loop:
         if request is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
         self._check_passes(request)
-        if self.learner.parts is not None and (scale is not None or overflow):
-            raise ValueError(SCALED_PARTS)
+        if self._optimizer.has_scaler:
+            check_scaler(self.run, self.learner)
         if isinstance(request, LocalStepRequest):
             self._step_locally(scale, overflow)
         elif isinstance(request, StepRequest):
-            if scale is not None and request.by is not None:
-                raise RuntimeError(SCALED_SUM.format(type(self.run.strategy).__name__))
             if not overflow:
                 self._gradients.unscale_exposed(scale)
             self._fulfil_step(overflow)
@@ -294,6 +288,15 @@ class Loop:
         if (is_exchanged or isinstance(request, RateRequest)) and self._hooks is None:
             self._hooks = BucketHooks(self._flat, self.on_backward, self.on_backward_end)
             self.epoch.has_hooks = True
+
+
+def check_scaler(run: WorkerRun, learner: LoopLearner) -> None:
+    """Raise if the user's gradient scaler cannot be used here."""
+    if learner.parts is not None:
+        raise ValueError(SCALED_PARTS)
+    why = run.strategy.needs_unscaled
+    if why is not None:
+        raise RuntimeError(f"{type(run.strategy).__name__} with a GradScaler: {why}")
 
 
 def _is_in_reentrant_checkpoint() -> bool:

@@ -6,7 +6,6 @@ expects: the parameter groups and the state of the user's optimizer, and a `step
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
+
+from paceline.worker.learner import evaluates_itself
 
 Closure = Callable[[], Any]
 
@@ -34,6 +35,7 @@ class SessionOptimizer(torch.optim.Optimizer):
         self._is_built = False
         super().__init__([{**group} for group in inner.param_groups], inner.defaults)
         self._is_built = True
+        self.has_scaler = False  # Whether a GradScaler takes this step; it may have unscaled the gradients already.
         self._is_stepping = False
         self._closure: Closure | None = None
         self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
@@ -71,8 +73,7 @@ class SessionOptimizer(torch.optim.Optimizer):
     @property
     def needs_closure(self) -> bool:
         """Whether the user's optimizer evaluates the loss itself, several times in a step, as L-BFGS does."""
-        closure = inspect.signature(type(self.inner).step).parameters.get("closure")
-        return closure is not None and closure.default is inspect.Parameter.empty
+        return evaluates_itself(self.inner)
 
     def inner_step(self) -> None:
         """Take the step of the user's optimizer."""
@@ -104,6 +105,7 @@ class SessionOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._closure = _after_first(closure, loss) if closure is not None and needs_closure else None
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        self.has_scaler = found_inf is not None
         self.on_step(scale, found_inf is not None and bool(found_inf))
         # A scheduler on the user's own optimizer asks whether it has stepped.  Where servers take the steps, it never
         # does.

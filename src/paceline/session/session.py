@@ -46,6 +46,8 @@ class Session:
         self._endpoint = loop.replica.endpoint
         self._settings = GroupSettings(self._endpoint, job.store, optimizer.inner)
         self._is_open = True
+        if strategy.needs.collectives:  # Otherwise no rank waits for another one in its loop.
+            loop.guard.whereabouts.start()
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
@@ -182,11 +184,10 @@ class Session:
         """This worker has no more data: take part until no worker has data, then release everything."""
         if not self._is_open:
             return
-        is_elastic = self.workers > 1 and self.strategy.needs.elastic
-        buffers = SharedBuffers(self.job.store, self.loop.replica) if is_elastic else None
+        buffers = None
+        if self.workers > 1 and self.strategy.needs.keeps_own_buffers:
+            buffers = SharedBuffers(self.job.store, self.loop.replica, self.job.rank, self.job.workers)
         try:
-            if buffers is not None:
-                buffers.publish()
             self.loop.on_end()
             if buffers is not None and not self.loop.run.missed_end:
                 buffers.take_mean()
@@ -194,7 +195,8 @@ class Session:
                 flat = self.loop.learner.flat
                 with self.loop.guard.during("at the end of the `with` block"):
                     end_with_same_model(self._endpoint, flat, self._settings, self.loop.last_own_step)
-        except BaseException:
+        except BaseException as error:
+            self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
             raise
         self._release(failed=False)
@@ -221,6 +223,7 @@ class Session:
         if error is None:
             self.close()
         elif self._is_open:
+            self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
 
 
@@ -255,6 +258,7 @@ def refuse_attached(model: nn.Module) -> None:
 
 
 def _warn_of_unclosed(strategy: str, loop: Loop, workers: int) -> None:
+    loop.guard.whereabouts.close()
     if workers > 1 and loop.last_own_step >= 0:
         warnings.warn(
             UnclosedSession(

@@ -1,4 +1,4 @@
-"""The settings of a session, compared between ranks: strategy, codec, optimizer and the arguments of `attach`.
+"""Settings, compared between ranks: strategy, codec, optimizer, and the arguments of `attach` or `train`.
 
 Ranks with different settings end with different models, or wait for each other in vain.  An error names the first
 setting that differs, and both of its values.
@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import Store
 
 from paceline.endpoint import Endpoint
-from paceline.engines.hosts import gather
 from paceline.errors import ClusterError
+from paceline.families.sync import COMMON_SCHEDULE
+from paceline.session.batches import digest
 from paceline.strategy import Strategy
+from paceline.task import Task
 
 Settings = list[tuple[str, str]]
 """Names and values, both as text."""
@@ -30,10 +32,56 @@ def described(strategy: Strategy, optimizer: torch.optim.Optimizer | None, argum
     found: Settings = []
     _describe("strategy", strategy, found)
     if optimizer is not None:
-        found += [("optimizer", type(optimizer).__name__), *described_groups(optimizer)]
+        found += described_optimizer(optimizer)
     for name, value in arguments.items():
         _describe(name, value, found)
     return found
+
+
+def described_task(task: Task, model: nn.Module) -> Settings:
+    """What a task says that must be the same on all ranks.  Functions are compared by their names and their values."""
+    found: Settings = [("Task's steps", str(task.total_steps))]
+    for name in ("batch", "seed", "accumulate", "bucket_bytes"):
+        _describe(f"Task's {name}", getattr(task, name), found)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found.append(("the model's number of trainable parameters", str(trainable)))
+    found.append(("Task's loss", _name_of(task.loss)))
+    _describe_schedule(task, found)
+    if callable(task.data):
+        found.append(("Task's data", _name_of(task.data)))
+    else:
+        found += [(f"Task's data[{i}]", f"a tensor of shape {list(t.shape)}") for i, t in enumerate(task.data)]
+        found.append(("the hash of the first minibatch", digest(task.part(0, 0, 1)).hex()[:16]))
+    return found
+
+
+def _describe_schedule(task: Task, found: Settings) -> None:
+    """Some factors of the schedule, and a hash of more; to 12 digits, since processors round differently."""
+    if task.schedule is None:
+        found.append(("Task's schedule", "None"))
+        return
+    last = max(0, task.total_steps - 1)
+    steps = sorted({round(i * last / 1024) for i in range(1025)})
+    factors = [(f"Task's schedule({k})", _rounded(task.schedule(k))) for k in steps]
+    found.append(("Task's schedule", _name_of(task.schedule)))
+    found += [*factors[:: len(factors) // 16 + 1], factors[-1]]
+    found.append(("the hash of Task's schedule", hashlib.blake2b(json.dumps(factors).encode()).hexdigest()[:16]))
+
+
+def _rounded(factor: object) -> str:
+    try:
+        return f"{float(factor):.12g}"  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        return repr(factor)
+
+
+def _name_of(value: object) -> str:
+    """Of an object whose text may hold an address, which differs between processes."""
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def described_optimizer(optimizer: torch.optim.Optimizer) -> Settings:
+    return [("optimizer", type(optimizer).__name__), *described_groups(optimizer)]
 
 
 def described_groups(optimizer: torch.optim.Optimizer) -> Settings:
@@ -63,8 +111,8 @@ def _describe(name: str, value: object, found: Settings) -> None:
             _describe(f"{name}[{i}]", v, found)
     elif value is None or isinstance(value, (bool, int, float, str)):
         found.append((name, repr(value)))
-    else:  # Its text may hold an address, which differs between processes.
-        found.append((name, getattr(value, "__qualname__", type(value).__name__)))
+    else:
+        found.append((name, _name_of(value)))
 
 
 def difference(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]], ranks: tuple[int, int]) -> str | None:
@@ -80,30 +128,33 @@ def difference(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]], ran
     return None
 
 
-def check_same_settings(store: Store, rank: int, workers: int, settings: Settings, *, is_elastic: bool) -> None:
+def check_same_settings(
+    store: Store, rank: int, workers: int, settings: Settings, *, call: str, is_elastic: bool, stages: int = 1
+) -> None:
     """Raise the same ValueError on every rank if the ranks' settings differ.
 
     Elastic ranks may join later: each compares its settings with those of the first rank that came, and only a rank
-    that differs raises.
+    that differs raises.  With several `stages`, only the ranks of the same stage are compared.
     """
-    if workers == 1:
+    ranks = range(rank % stages, workers, stages)
+    if len(ranks) == 1:
         return
     mine = json.dumps(settings)
     first, theirs = json.loads(store.compare_set("settings/first", "", json.dumps([rank, settings])))
+    store.set(f"settings/{rank}", mine)
     if is_elastic:
-        store.set(f"settings/{rank}", mine)
-        _raise_if_different(theirs, json.loads(mine), (first, rank))
+        _raise_if_different(theirs, json.loads(mine), (first, rank), call)
         return
-    everyones = gather(store, rank, workers, "settings", mine)
-    for other, theirs in enumerate(everyones):
-        if theirs != everyones[0]:
-            _raise_if_different(json.loads(everyones[0]), json.loads(theirs), (0, other))
+    everyones = {other: store.get(f"settings/{other}").decode() for other in ranks}
+    for other, theirs in everyones.items():
+        if theirs != everyones[ranks[0]]:
+            _raise_if_different(json.loads(everyones[ranks[0]]), json.loads(theirs), (ranks[0], other), call)
 
 
-def _raise_if_different(one: Any, other: Any, ranks: tuple[int, int]) -> None:
+def _raise_if_different(one: Any, other: Any, ranks: tuple[int, int], call: str) -> None:
     found = difference(one, other, ranks)
     if found is not None:
-        raise ValueError(f"attach: the ranks differ: {found}; give the same on every rank")
+        raise ValueError(f"{call}: the ranks differ: {found}; give the same on every rank")
 
 
 class GroupSettings:
@@ -130,8 +181,7 @@ class GroupSettings:
         text = self.difference(digests, f"step/{step}")
         if text is not None:
             raise ClusterError(
-                f"{text}, at step {step}: their steps would differ, and with them their models.  Let all ranks "
-                "schedule by the same numbers, such as the step or the mean loss of all ranks"
+                f"{text}, at step {step}: their steps would differ, and with them their models.  {COMMON_SCHEDULE}"
             )
 
     def difference(self, digests: Mapping[int, float], key: str) -> str | None:

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from mmap import mmap
 from multiprocessing.process import BaseProcess
@@ -30,10 +31,12 @@ from paceline.engines.supervisor import Supervisor, Worker, write_report
 from paceline.needs import Offers, check
 from paceline.op import Begun, Op, drive
 from paceline.pipeline.processes import Order, StageLearner, staged
-from paceline.pipeline.stand_in import check_stages, count, split_for
+from paceline.pipeline.stand_in import check_stages, split_for
 from paceline.run import Run
 from paceline.session.backward import BucketHooks, Each
 from paceline.session.same_model import check_like_first, check_same_model
+from paceline.session.shared_buffers import SharedBuffers
+from paceline.session.terms import Terms
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
@@ -95,32 +98,6 @@ class ProcessLearner(TaskLearner):
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
         self.endpoint.trace.point(now, replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss)
         return True
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How a task is trained: the same on every rank."""
-
-    task: Task
-    strategy: Strategy
-    nonfinite: NonFinite
-    ordered: bool
-    timeout_s: float
-    replacements: int = 0
-    silent_s: float = SILENT_S
-    stages: int | Sequence[str] = 1
-    microbatches: int | None = None
-    pipeline: Order = "1f1b"
-
-    @property
-    def depth(self) -> int:
-        """How many processes hold a replica."""
-        return count(self.stages)
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the job goes on if a process dies.  A replica in stages cannot lose one."""
-        return self.strategy.needs.elastic and self.depth == 1
 
 
 def train(
@@ -217,11 +194,14 @@ def _work(
         takes_nonfinite=terms.nonfinite == "pass",
         launcher_pipe=launcher_pipe,
         forks_servers=is_forked,
+        on_met=partial(terms.check_same, model) if not is_forked else lambda store, rank, workers: None,
     )
     with job:
         on_joined()
         check(strategy, replace(Offers.of_task("train", task), one_host=job.is_one_host))
         learner = _learner(terms, job, model)
+        if not is_forked:  # Forked workers have their task and strategy from one process.
+            terms.check_same_optimizer(learner.optimizer, _store_of_stage(job, learner), job.rank, job.workers)
         run = WorkerRun(strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
         run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
         _train(terms, job, learner, run, progress)
@@ -242,10 +222,15 @@ def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | Stage
     else:
         learner = ProcessLearner(Trainee(terms.task, model, job.endpoint.rank, job.workers), job.endpoint)
     if terms.strategy.needs.elastic:
-        check_like_first(job.rank, learner.trainee.flat, dist.PrefixStore(f"stage/{learner.stage}", job.store))
+        check_like_first(job.rank, learner.trainee.flat, _store_of_stage(job, learner))
     elif len(learner.endpoint.ranks) > 1:
         check_same_model(learner.endpoint, learner.trainee.flat, job.store)
     return learner
+
+
+def _store_of_stage(job: Job, learner: ProcessLearner | StageLearner) -> dist.Store:
+    """The part of the job's store for the processes with the same stage of a model."""
+    return dist.PrefixStore(f"stage/{learner.stage}", job.store)
 
 
 def _train(
@@ -273,7 +258,13 @@ def _train(
     is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
     if is_first:
         run.on_step = on_step
+    buffers = None
+    if len(endpoint.ranks) > 1 and terms.strategy.needs.keeps_own_buffers:
+        store = _store_of_stage(job, learner)
+        buffers = SharedBuffers(store, run.replica, job.rank // terms.depth, job.workers // terms.depth)
     drive(run.run())
+    if buffers is not None and not run.missed_end:
+        buffers.take_mean()
     if task.evaluate is not None and is_first and not run.missed_end:
         evaluate(task.total_steps)
 

@@ -75,11 +75,19 @@ class FaultSchedule:
         return any(self._simulator.is_running(r.rank) for r in self._runs)
 
 
-def check_faults(faults: Faults, strategy: Strategy, workers: int) -> None:
+def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int) -> None:
     """Refuse faults that this strategy cannot survive, and ranks that do not exist."""
     name = type(strategy).__name__
+    if stages > 1 and (faults.deaths or faults.joins or faults.suspicions):
+        raise ValueError(
+            f"simulate({faults}) with stages={stages}: a replica in stages cannot lose a process or get a new one; "
+            "give stages=1, or only faults of messages"
+        )
     if faults.suspicions and not strategy.servers:
-        raise ValueError(f"simulate({faults}): only servers suspect workers, and {name} has no servers")
+        raise ValueError(
+            f"simulate({faults}): only servers suspect workers, and {name} has no servers; "
+            "leave suspicions out, or use a method with servers, such as ParameterServer"
+        )
     layout = Layout(workers, strategy.servers)
     ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
     for rank in (*faults.deaths, *(rank for rank, _ in faults.suspicions)):

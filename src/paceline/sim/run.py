@@ -62,7 +62,7 @@ def simulate(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "
             f"give resized(states, {cluster.workers})"
         )
-    check_faults(faults, strategy, cluster.workers)
+    check_faults(faults, strategy, cluster.workers, count(cluster.stages))
     check_stages("simulate", strategy, cluster.stages, cluster.microbatches)
     simulation = Simulation(
         task,
@@ -124,6 +124,7 @@ class Simulation:
         self.simulator = Simulator(layout.name)
         self.world = World(self.simulator, cluster, layout, strict=strict, faults=faults)
         ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
+        self._buffers: dict[int, torch.Tensor] = {}  # Of each worker that has computed its last gradient.
         self.workers = [self._worker(rank, copy.deepcopy(model)) for rank in ranks]
 
     def _worker(self, rank: int, model: torch.nn.Module) -> SimWorker:
@@ -133,6 +134,7 @@ class Simulation:
         run = WorkerRun(self.strategy, endpoint, learner, nonfinite=self.nonfinite, plan=self.task.plan)
         worker = SimWorker(run, trainee)
         run.on_step = partial(self._before_step, worker)
+        run.replica.cursor.on_end = partial(self._keep_buffers, worker)
         return worker
 
     def load(self, states: list[State]) -> None:
@@ -146,7 +148,7 @@ class Simulation:
         self.simulator.run(self._roles())
         first = self._first_alive()
         if first is not self.workers[0]:
-            self._evaluate(self.task.total_steps)
+            self._end()
         states = [worker.run.state_dict() for worker in self.workers]
         flat = first.trainee.flat
         params = flat.round(flat.params.clone())
@@ -168,7 +170,19 @@ class Simulation:
     async def _run_worker(self, run: WorkerRun) -> None:
         has_finished = await run.run()
         if has_finished and run is self.workers[0].run:
-            self._evaluate(self.task.total_steps)
+            self._end()
+
+    def _keep_buffers(self, worker: SimWorker) -> None:
+        """A worker has computed its last gradient, and its method does not average its buffers."""
+        self._buffers[worker.rank] = worker.trainee.flat.buffers()
+
+    def _end(self) -> None:
+        """The first worker that is alive has finished: all have the mean of their buffers, if they had their own."""
+        there = [w for w in self.workers if w.rank in self._buffers and w.replica.batch.total]
+        for w in there:
+            weights = [other.replica.batch.total for other in there]
+            w.trainee.flat.set_buffers([self._buffers[other.rank] for other in there], weights)
+        self._evaluate(self.task.total_steps)
 
     def _before_step(self, worker: SimWorker, step: int) -> None:
         is_between = self.task.evaluate is not None and 0 < step < self.task.total_steps

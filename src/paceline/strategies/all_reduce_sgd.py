@@ -40,6 +40,15 @@ class AllReduceSGD(Strategy):
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"AllReduceSGD(clip={self.clip}): the largest norm of a gradient must be positive")
 
+    @property
+    def needs_unscaled(self) -> str | None:
+        if self.clip is None:
+            return None
+        return (
+            f"clip={self.clip} would be the norm of the gradient times the scale; leave clip out, and clip in the loop "
+            "after scaler.unscale_(session.optimizer), or train in bfloat16, which needs no scaler"
+        )
+
     async def worker(self, w: Replica) -> None:
         codec_state = w.codec_state(self.codec)
         if w.workers == 1 and self.clip is None:

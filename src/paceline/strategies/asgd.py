@@ -41,6 +41,7 @@ class ASGD(ServerStrategy):
     ramp_kind: Literal["staircase", "linear"] = "staircase"
     ramp_of: Literal["rate", "delta"] = "rate"
     needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
+    pushes_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,6 +37,7 @@ class AsyncDiLoCo(ServerStrategy):
     grace: float = 1.0
     delay: int = 0
     needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
+    pushes_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

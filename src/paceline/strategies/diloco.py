@@ -45,7 +45,7 @@ class DiLoCo(Averaging):
         if self.delay >= self.period // self.fragments > 1:
             raise ValueError(
                 f"DiLoCo(period={self.period}, fragments={self.fragments}, delay={self.delay}): a fragment must be "
-                f"merged before the next one starts, {self.period // self.fragments} steps later"
+                f"merged before the next one starts, {self.period // self.fragments} steps later; give a shorter delay"
             )
         if self.fragments > 1 and self.optimizer_state == "reset":
             raise ValueError(

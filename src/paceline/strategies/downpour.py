@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Downpour(ServerStrategy):
     fetch: int = 1
     rule: Rule = Adagrad()  # noqa: RUF009 (frozen)
     local_lr: float = 0.01
+    pushes_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

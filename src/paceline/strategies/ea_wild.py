@@ -64,9 +64,11 @@ class EAWild(Elastic, Strategy):
     async def worker(self, w: Replica) -> None:
         groups = w.workers // self.group
         if w.workers % self.group:
+            fitting = [str(n) for n in range(1, w.workers + 1) if not w.workers % n]
             raise ValueError(
                 f"EAWild(group={self.group}): {w.workers} workers make {groups} groups and leave "
-                f"{w.workers % self.group} over; the number of workers must be a multiple of {self.group}"
+                f"{w.workers % self.group} over; the number of workers must be a multiple of {self.group}, or the "
+                f"group one of {', '.join(fitting)}"
             )
         self.warn_if_unstable(w, groups)
         everyone = w.endpoint

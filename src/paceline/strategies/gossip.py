@@ -37,6 +37,10 @@ class Gossip(Strategy):
     rounds: int = 1
     overlap: bool = True
     needs: ClassVar[Needs] = Needs(collectives=False, messages=True)
+    WITHOUT_CODEC: ClassVar = (
+        "what one model loses the other must get, or their mean would drift; Strom(codec=...) sends encoded updates "
+        "to all peers"
+    )
 
     def __post_init__(self) -> None:
         if self.period < 1 or self.rounds < 1:

@@ -30,6 +30,9 @@ class Hogwild(Strategy):
     """
 
     needs: ClassVar[Needs] = Needs(shared_memory=True)
+    WITHOUT_CODEC: ClassVar = (
+        "its workers share memory and send nothing; ParameterServer(codec=...) sends encoded gradients"
+    )
 
     async def worker(self, w: Replica) -> None:
         shared = await w.endpoint.shared_vector(w.params)

@@ -48,10 +48,15 @@ class OneBitAdam(Strategy):
             raise ValueError(f"OneBitAdam(betas={self.betas}): both are at least 0 and below 1")
         if self.betas is None and (self.eps, self.weight_decay) != (1e-8, 0.0):
             raise ValueError(
-                f"OneBitAdam(eps={self.eps}, weight_decay={self.weight_decay}): without betas these are the optimizer's"
+                f"OneBitAdam(eps={self.eps}, weight_decay={self.weight_decay}): without betas these are the "
+                "optimizer's; set them there, or give betas=(0.9, 0.999) too"
             )
         if isinstance(getattr(self.codec, "codec", self.codec), DGC):
             raise ValueError(f"OneBitAdam(codec={self.codec}): DGC has its own momentum, besides Adam's; use TopK")
+
+    @property
+    def needs_unscaled(self) -> str:
+        return "it adds gradients of several steps, whose scales differ; train in bfloat16, which needs no scaler"
 
     async def worker(self, w: Replica) -> None:
         moments = self.moments(w)

@@ -44,6 +44,9 @@ class Sandblaster(Strategy):
     push: int = 8
     backups: int = 1
     coordinators: ClassVar[int] = 1
+    WITHOUT_CODEC: ClassVar = (
+        "its line search compares exact losses and inner products; Downpour(codec=...) sends encoded gradients"
+    )
     needs: ClassVar[Needs] = Needs(
         collectives=False, servers=True, optimizer=False, global_data=True, length=("steps", "steps_per_epoch")
     )

@@ -32,7 +32,10 @@ class StaleSynchronous(ServerStrategy):
                 f"StaleSynchronous(visible={self.visible!r}): updates become visible 'at once' or by the 'clock'"
             )
         if self.visible == "clock" and self.bound:
-            raise ValueError(f"StaleSynchronous(bound={self.bound}, visible='clock'): visible='clock' requires bound=0")
+            raise ValueError(
+                f"StaleSynchronous(bound={self.bound}, visible='clock'): updates become visible when all workers have "
+                "sent theirs, so none is ahead, and visible='clock' requires bound=0; give that, or visible='at once'"
+            )
 
     def shard_rule(self, workers: int) -> Rule:
         rule = Sgd(self.lr, weight_decay=self.weight_decay)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from math import ceil
+from typing import ClassVar
 
 import torch
 
@@ -30,6 +31,9 @@ class Then(Strategy):
     steps: int | None = None
     samples: int | None = None
     epochs: float | None = None
+    WITHOUT_CODEC: ClassVar = (
+        "each of its two methods has its own; give it to them, as in Then(AllReduceSGD(codec=...), ...)"
+    )
 
     def __post_init__(self) -> None:
         given = {n: v for n in ("steps", "samples", "epochs") if (v := getattr(self, n)) is not None}
@@ -56,13 +60,18 @@ class Then(Strategy):
     def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.first.needs.followed_by(self.then.needs)
 
+    @property
+    def needs_unscaled(self) -> str | None:
+        return self.first.needs_unscaled or self.then.needs_unscaled
+
     async def worker(self, w: Replica) -> None:
         m = w.state("then", is_second=False)
         if not m.is_second:
             end = self.switch(w)
             if w.plan.steps is not None and end > w.plan.steps:
                 raise ValueError(
-                    f"{self}: the first method would take {end} steps, but the whole run has only {w.plan.steps}"
+                    f"{self}: the first method would take {end} steps, but the whole run has only {w.plan.steps}; "
+                    "give it fewer, or train longer"
                 )
             with w.phase("first", until=end):
                 await self.first.worker(w)

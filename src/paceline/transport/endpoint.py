@@ -27,6 +27,7 @@ from paceline.op import Begun, Op, Ready, Routine, drive
 from paceline.protocol.messages import Message
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
+from paceline.transport.journal import Journal
 from paceline.transport.shared_memory import SharedMemory
 from paceline.transport.shared_vector import shared_vector
 from paceline.transport.torch_collectives import TorchCollectives
@@ -140,6 +141,7 @@ class ProcessEndpoint:
         self.ranks = tuple(layout.worker_ranks if ranks is None else ranks)
         self.trace = Trace() if trace is None else trace
         self.hosts = backends.hosts
+        self.journal = Journal()
         self.in_flight: deque[Recorded[Any]] = deque()  # Collectives in the order of their start.
         self._shared = backends.shared
         self._torch = TorchCollectives(rank, self.ranks, backends.process_group, is_ordered=backends.is_ordered)
@@ -243,7 +245,12 @@ class ProcessEndpoint:
 
     def _sum_by_host(self, x: Tensor, extras: Tensor | None, hosts: Sequence[Sequence[int]]) -> Op[Tensor]:
         small = torch.zeros(0, dtype=torch.float64) if extras is None else extras
-        return self.run_collectives(lambda _: sum_by_groups(self, x, small, hosts), kind="all_reduce")
+
+        def exchange(_: Endpoint) -> Coroutine[Op[Any], Any, Tensor]:
+            self.journal.note("all_reduce", _nbytes(x, extras))
+            return sum_by_groups(self, x, small, hosts)
+
+        return self.run_collectives(exchange, kind="all_reduce")
 
     def reduce(self, x: Tensor, dst: int, extras: Tensor | None = None) -> Op[Tensor]:
         check_summable(x)
@@ -297,6 +304,7 @@ class ProcessEndpoint:
         # A group within one of several hosts sends nothing over the network.
         is_local = self._shared is not None and self._comm_thread is not None
         index = (self.ranks.index(self.rank) - root) % len(self.ranks)
+        self.journal.note(kind, 0 if kind == "all_to_all" else nbytes)
         sent = wire_nbytes(sent_as or kind, len(self.ranks), 0 if is_local else nbytes, index)
         recorded = Recorded(start(), self, sent)
         self.in_flight.append(recorded)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.errors import ClusterError, DifferentCollectives, PeerLost
+from paceline.errors import ClusterError, DifferentCollectives, ExchangeFailed, PeerLost
 from paceline.op import Op
 from paceline.transport.arena import Arena
 from paceline.transport.memory import NO_BYTES, mapped
@@ -164,7 +164,7 @@ class HostGroup:
                 raise self._peer_lost(first.notice)
             if not self._mesh.receive(self._timeout_s):
                 names = " and ".join(f"rank {self.ranks[index]}" for index in missing)
-                self._broken = ClusterError(
+                self._broken = ExchangeFailed(
                     f"rank {self.rank} waited {self._timeout_s:.1f} s for {names} in {first.notice}"
                 )
 

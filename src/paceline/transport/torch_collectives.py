@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import ClusterError
+from paceline.errors import ExchangeFailed
 from paceline.op import Op, Routine
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Work(Op[T]):
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    raise ClusterError(f"'{self.kind}' failed, most likely because a peer died: {error}") from error
+                    raise ExchangeFailed(f"'{self.kind}' failed, most likely because a peer died: {error}") from error
         return self._result()
 
 

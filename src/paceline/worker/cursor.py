@@ -30,6 +30,7 @@ class Cursor:
         self.shards = shards  # Each minibatch is cut into this many parts.
         self.is_over = False  # No worker has data left, and all workers know it.
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called once for every step.
+        self.on_end: Callable[[], None] = lambda: None  # The driver's hook: this worker computes no more gradients.
         self._learner = learner
         self._plan = plan
         self._end: float = inf  # The step before which the current phase ends.
@@ -132,6 +133,11 @@ class Cursor:
             self._end = outer
         self.step = min(self.step, step)
         self.is_over = False
+
+    def end(self) -> None:
+        """To be called by a method whose workers do not meet in means, before a worker waits for the others' end."""
+        if self._end == inf:  # Otherwise another phase follows.
+            self.on_end()
 
     @contextmanager
     def full_batches(self) -> Generator[None]:

@@ -93,6 +93,7 @@ class FlatModel:
         self.repeated: list[slice] = []  # Parts of the vector that another rank of this replica counts.
         self.reached = [True] * len(named)  # Whether a backward pass reached each parameter; see `expose_all`.
         self.late: dict[int, Tensor] = {}  # By parameter: what a codec delivered while no backward pass reached it.
+        self.method = "this strategy"  # The name of what trains the model, for errors.
         self.sparse_rows = False  # Whether the strategy can exchange sparse gradients.
         self._rows: dict[int, Tensor] = {}  # By parameter: the rows of the last sparse gradient.
         self.buckets = cut(self.grads, self.offsets, bucket_bytes)
@@ -210,7 +211,7 @@ class FlatModel:
     def _collect_rows(self, index: int, view: Tensor, grad: Tensor) -> None:
         if not self.sparse_rows or grad.sparse_dim() != 1:
             raise ValueError(
-                f"parameter '{self.names[index]}' has a sparse gradient, which this strategy cannot exchange: let the "
+                f"parameter '{self.names[index]}' has a sparse gradient, which {self.method} cannot exchange: let the "
                 "layer make dense gradients (nn.Embedding(sparse=False)), or use a strategy that exchanges sparse rows "
                 "(ParameterServer(sparse=True)) or whose workers step alone (PeriodicAveraging, Hogwild)"
             )

@@ -6,6 +6,7 @@ The simulator, a training process and the user's own loop each have one.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -192,6 +193,12 @@ def _is_for_each_value(name: str, value: object, parameter: Tensor) -> bool:
         and value.dtype.is_floating_point
         and name != "step"
     )
+
+
+def evaluates_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer evaluates the loss itself, several times in a step, as L-BFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def bind_optimizer(states: StateStore, optimizer: torch.optim.Optimizer) -> None:

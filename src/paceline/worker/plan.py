@@ -25,7 +25,8 @@ class Plan:
         if value is None:
             raise ValueError(
                 f"{by} must know the {name.replace('_', ' ')} before the run: call attach(..., loader=loader, "
-                "epochs=...) with a loader that has a length, a dataset and a batch_size"
+                "epochs=...) with a loader that has a length, a dataset and a batch_size; or give a Task data=[...] "
+                "that its workers share out"
             )
         return value
 

@@ -150,16 +150,20 @@ class Replica:
         """
         return self._states.slot(name, rule=rule, version=version, before_save=before_save, **initial)
 
-    def codec_state(self, codec: Codec | None, name: str = "codec", *, knows_tensors: bool = True) -> CodecState | None:
+    def codec_state(
+        self, codec: Codec | None, name: str = "codec", *, knows_tensors: bool = True, is_stepped_here: bool = True
+    ) -> CodecState | None:
         """A codec as this worker uses it for vectors like `params`, with its residuals in slots under `name`.
 
         None without a codec, and for one worker alone; its slots are declared all the same, since others may join.
         `knows_tensors` is False if the receiver does not know the shapes of the model's tensors: the codec then does
-        not use them either.
+        not use them either.  `is_stepped_here` is False if a server's rule takes the steps, not this worker's
+        optimizer.
         """
         if codec is None:
             return None
-        codec.check_optimizer(self.learner.optimizer.param_groups)
+        if is_stepped_here:
+            codec.check_optimizer(self.learner.optimizer.param_groups)
         if knows_tensors:
             codec = codec.fitted(self.learner.flat.shapes)
         state = codec.codec_state(partial(self._declare, name), self.params, key=self.rank)

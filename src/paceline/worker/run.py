@@ -34,6 +34,7 @@ class WorkerRun:
         plan: Plan | None = None,
     ) -> None:
         self.strategy = strategy
+        learner.flat.method = type(strategy).__name__
         self.states = StateStore()
         self.replica = Replica(endpoint, learner, self.states, nonfinite=nonfinite, plan=plan)
         self.missed_end = False  # Whether the run ended without this worker.
