@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,33 +10,110 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import AsyncDiLoCo, BlockMomentum, Cluster, DiLoCo, PeriodicAveraging, Task, simulate
-from paceline.codecs import DGC, QSGD, Codec, Entropy, OneBit, PowerSGD, TopK
+from paceline import (
+    AdaptiveAveraging,
+    AsyncDiLoCo,
+    BlockMomentum,
+    Cluster,
+    DiLoCo,
+    PeriodicAveraging,
+    Run,
+    SlowMo,
+    Task,
+    resized,
+    simulate,
+)
+from paceline.codecs import QSGD, Codec, OneBit, PowerSGD, TopK
 from paceline.families.unsent import Unsent
 from paceline.server.store import Store
+from tests.laws.slots import owed
 from tests.laws.tasks import close, numbers, params, quadratic, regression, same, values
 
 FOUR = Cluster(workers=4)
 
 
-@pytest.mark.parametrize(
-    "codec", [OneBit(), TopK(0.1), Entropy(OneBit()), DGC(ratio=0.1, momentum=0.0), PowerSGD(rank=1)], ids=str
-)
-@pytest.mark.parametrize("strategy", [PeriodicAveraging(period=4), DiLoCo(period=4, fragments=2)], ids=str)
-def test_a_worker_goes_on_from_the_anchor_and_its_own_residual(strategy: Any, codec: Codec):
-    """After each sync, in the part that was exchanged; at the end of the run all workers are equal."""
-    strategy = replace(strategy, codec=codec)
-    task = regression(steps=12, batch=8)
-    run = simulate(task, strategy, FOUR, stop_at=8)
-    fragments = getattr(strategy, "fragments", 1)
-    for worker, state in zip(params(run), run.states, strict=True):
-        anchor, residual = values(state, "sync")["anchor"], values(state, "sync.residuals")["residual"]
-        last = slice(worker.numel() - worker.numel() // fragments, None)  # The last fragment was exchanged last.
-        assert close(worker[last], (anchor + residual)[last]) and residual[last].count_nonzero()
-        assert same(values(state, "sync.unsent")["offset"][last], residual[last])
-    run = simulate(task, strategy, FOUR)
-    assert all(same(p, run.params) for p in params(run))
-    assert not any(values(state, "sync.unsent")["offset"].count_nonzero() for state in run.states)
+METHODS = [
+    PeriodicAveraging(period=4),
+    PeriodicAveraging(period=4, delay=2),
+    AdaptiveAveraging(period=4, warmup=4, low=0.0, high=math.inf),
+    DiLoCo(period=4),
+    DiLoCo(period=4, fragments=2, delay=1),
+    BlockMomentum(period=4),
+    BlockMomentum(period=4, form="cntk", time_constant=20.0),
+    SlowMo(period=4, momentum=0.8, rate=0.7),
+]
+every_method = pytest.mark.parametrize("strategy", METHODS, ids=str)
+
+
+def anchor(run: Run) -> Tensor:
+    return values(run.states[0], "sync")["anchor"]
+
+
+def effect(states: list[Any]) -> Tensor:
+    """What the outer optimizer would have made of all that is not sent."""
+    slots = [values(state, "sync.effect") for state in states]
+    return sum(slot["effect"] for slot in slots) if "effect" in slots[0] else owed(states)
+
+
+def offsets(run: Run) -> list[Tensor]:
+    return [values(state, "sync.unsent")["offset"] for state in run.states]
+
+
+def weighted_offsets(run: Run) -> Tensor:
+    """The mean of the workers' offsets, by the weights that the mean of models gives them."""
+    total = torch.zeros_like(run.params)
+    for state, offset in zip(run.states, offsets(run), strict=True):
+        for start, stop, weight in values(state, "sync.effect")["weights"]:
+            total[start:stop] += weight * offset[start:stop]
+    return total
+
+
+def drop(step: int) -> float:
+    return 0.5 if step >= 8 else 1.0
+
+
+def slopes(numel: int = 700, **more: Any) -> Task:
+    """Epochs of minibatches of 8, 8, 8 and 3 samples, and gradients that depend on the data alone."""
+    task = quadratic(batch=8, numel=numel, samples=27, schedule=drop, **more)
+    return replace(task, loss=lambda model, batch: (model.w * batch[0]).sum(1).mean())
+
+
+@every_method
+@pytest.mark.parametrize("cluster", [FOUR, Cluster(workers=3)], ids=str)
+def test_the_anchor_and_the_effect_of_what_is_not_sent_are_the_anchor_without_a_codec(strategy: Any, cluster: Cluster):
+    """On slopes, with shares that change from sync to sync.  The mean of the models holds this effect."""
+    task = slopes(steps=20)
+    plain, coded = (simulate(task, replace(strategy, codec=c), cluster, stop_at=19) for c in (None, OneBit()))
+    assert close(anchor(coded) + effect(coded.states), anchor(plain), rtol=1e-9)
+    assert not close(anchor(coded), anchor(plain), rtol=1e-2)
+    assert close(weighted_offsets(coded), effect(coded.states), rtol=1e-9)
+
+
+@every_method
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), PowerSGD(rank=1)], ids=str)
+def test_the_mean_of_the_models_is_that_of_a_run_without_a_codec(strategy: Any, codec: Codec):
+    """On a quadratic the mean of the gradients is the gradient of the mean.  At the end all workers are equal."""
+    task = quadratic(steps=24, batch=8, numel=700)
+    means = [
+        torch.stack(params(simulate(task, replace(strategy, codec=c), FOUR, stop_at=20))).mean(0) for c in (None, codec)
+    ]
+    assert close(*means, rtol=1e-9)
+    run = simulate(task, replace(strategy, codec=codec), FOUR)
+    assert all(same(p, run.params) for p in params(run)) and not any(o.count_nonzero() for o in offsets(run))
+
+
+@pytest.mark.parametrize("strategy", [METHODS[0], METHODS[1], METHODS[3], METHODS[5], METHODS[7]], ids=str)
+def test_nothing_unsent_is_lost_with_4_then_2_then_1_then_3_workers(strategy: Any):
+    """Outer optimizers use the number of workers and of samples, so without a codec the numbers change too."""
+    task, ends = slopes(steps=36), []
+    for codec in (None, OneBit()):
+        states = None
+        for workers, stop in ((4, 8), (2, 16), (1, 21), (3, 31)):
+            resume = None if states is None else resized(states, workers)
+            run = simulate(task, replace(strategy, codec=codec), Cluster(workers=workers), resume=resume, stop_at=stop)
+            states = run.states
+        ends.append(anchor(run) if codec is None else anchor(run) + effect(run.states))
+    assert close(*ends, rtol=1e-9)
 
 
 def test_a_codec_without_feedback_has_nothing_to_keep():

@@ -18,9 +18,8 @@ from torch import Tensor
 from paceline.checked import Checked
 from paceline.codecs import kernels
 from paceline.codecs.noise import seed_of
-from paceline.codecs.resizing import drop_settings, resize_counts, resize_residuals
+from paceline.codecs.resizing import Remember, drop_settings, resize_counts, resize_residuals
 from paceline.codecs.shares import Shares, settled
-from paceline.state import ResizeRule
 
 
 class Unencodable(ValueError):
@@ -150,16 +149,6 @@ def check_one_to_one(owner: object, codec: Codec | None) -> None:
         )
 
 
-class Remember(Protocol):
-    """Makes a slot in a checkpoint: an object with the attributes `initial`, or their saved values in a resumed run.
-
-    Each slot of a codec has its own name.  `rule` computes the values that every worker starts with after the number of
-    workers has changed.  Increase `version` when the meaning of the values changes.
-    """
-
-    def __call__(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Any: ...
-
-
 class CodecState(Protocol):
     """A codec with the state of one sender.  A slice shares the state, for a part of the vector."""
 
@@ -185,6 +174,13 @@ class CodecState(Protocol):
 
     def unsent(self) -> Tensor | None:
         """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
+        ...
+
+    def undelivered(self, share: float) -> Tensor | None:
+        """What this rank has still to deliver, as a sender and as an owner, in units of the mean; None: nothing.
+
+        A residual without a unit counts for this share.
+        """
         ...
 
     def is_settled(self, share: float) -> bool:
@@ -322,6 +318,16 @@ class ErrorFeedback:
     def unsent(self) -> Tensor | None:
         """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
         return self.residual
+
+    def undelivered(self, share: float) -> Tensor | None:
+        """What this rank has still to deliver, in units of the mean; see `CodecState`."""
+        if self.residual is None:
+            return None
+        total = torch.zeros_like(self.residual) if self.owner_residual is None else self.owner_residual.clone()
+        for first, stop, unit in self.units():
+            part = slice(first - self.start, stop - self.start)
+            total[part].add_(self.residual[part], alpha=share if unit is None else unit)
+        return total
 
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""

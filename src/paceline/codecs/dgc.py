@@ -154,6 +154,10 @@ class MomentumCorrection:
         """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
         return self.errors.unsent()
 
+    def undelivered(self, share: float) -> Tensor | None:
+        """What this rank has still to deliver, in units of the mean; see `CodecState`."""
+        return self.errors.undelivered(share)
+
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""
         return self.errors.is_settled(share)

@@ -278,6 +278,10 @@ class EntropyState:
         """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
         return self.inner.unsent()
 
+    def undelivered(self, share: float) -> Tensor | None:
+        """What this rank has still to deliver, in units of the mean; see `CodecState`."""
+        return self.inner.undelivered(share)
+
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""
         return self.inner.is_settled(share)

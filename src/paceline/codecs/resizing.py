@@ -1,15 +1,25 @@
-"""What becomes of a codec's state when the number of workers changes."""
+"""The slots of a codec's state, and what becomes of them when the number of workers changes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.codecs.shares import undelivered
-from paceline.state import Resize, resize_rule
+from paceline.state import Resize, ResizeRule, resize_rule
+
+
+class Remember(Protocol):
+    """Makes a slot in a checkpoint: an object with the attributes `initial`, or their saved values in a resumed run.
+
+    Each slot of a codec has its own name.  `rule` computes the values that every worker starts with after the number of
+    workers has changed.  Increase `version` when the meaning of the values changes.
+    """
+
+    def __call__(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Any: ...
 
 
 @resize_rule("codec residuals", sees_all=True)

@@ -8,7 +8,6 @@ replicas were.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -24,16 +23,14 @@ from paceline.endpoint import Endpoint
 from paceline.families.deltas import compute_delta, go_to, merge, squared_distance, wide
 from paceline.families.optimizer_state import add_optimizer_state, exchange_optimizer_state, set_optimizer_state
 from paceline.families.sync import PendingSync, SyncResult, SyncStats
-from paceline.families.unsent import Unsent
+from paceline.families.unsent import Outer, Unsent
 from paceline.op import Op, Ready
-from paceline.state import per_worker
+from paceline.state import Slot, per_worker
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
 from paceline.worker.replica import Replica
 
 OptimizerState = Literal["keep", "average", "reset"]
-Outer = Callable[[Tensor, Tensor, slice, SyncResult], None]
-"""`outer(anchor, mean, where, sync)` moves `anchor`, the slice `where` of the common start, by the mean delta."""
 
 
 class NonFiniteReplica(RuntimeWarning):
@@ -85,8 +82,9 @@ class SyncRounds:
     """A worker's part in the syncs of an averaging method.
 
     `anchor` is the point from which all workers started together.  Every `period` steps, or `samples` of each worker,
-    the mean of their deltas since then moves it: by `outer`, or by just that mean.  With several fragments each sync
-    is about the next fragment, and a period is that of each fragment.
+    the mean of their deltas since then moves it: by `outer`, or by just that mean.  `memory` is what `outer` remembers
+    at the beginning, vectors of the model's length.  With several fragments each sync is about the next fragment, and a
+    period is that of each fragment.
     """
 
     def __init__(
@@ -97,6 +95,7 @@ class SyncRounds:
         period: int | None = None,
         samples: int | None = None,
         outer: Outer | None = None,
+        memory: dict[str, Tensor] | None = None,
         fragments: int = 1,
     ) -> None:
         numel = w.params.numel()
@@ -108,13 +107,14 @@ class SyncRounds:
         self.samples = samples
         self.fragments = [stripe_of(j, numel, fragments) for j in range(fragments)]
         self._outer = outer
+        self.memory = w.state("outer", **memory) if memory else Slot()
         self._m = w.state("sync", anchor=wide(w.params), count=0, next=0, per_step=0.0, workers=w.workers)
         self._m.per_step *= self._m.workers / w.workers
         self._m.workers = w.workers
         self._own = w.state("sync.own", rule=per_worker, before_save=self._drain, losses=[0.0, 0.0], pending={})
         w.batch.track_syncs(fragments)
         self._codec_state = w.codec_state(method.codec, "sync")
-        self._unsent = Unsent(w, method.codec)
+        self._unsent = Unsent(w, method.codec, outer, memory or {})
         self._pending: Op[PendingSync] | None = None
         if self._own.pending:
             self._pending = Ready("mean", PendingSync.restored(self._own.pending, self.anchor.device))
@@ -290,7 +290,9 @@ class SyncRounds:
             refuse(pending, w.batch.nonfinite)
         if bad or result is None:
             if not (bad or pending.going_on):  # The last sync is empty: no worker has moved since the one before.
-                self._unsent.give_up(w.params, self._m.anchor, self.fragments[pending.fragment])
+                where = self.fragments[pending.fragment]
+                if self._unsent.forget(where):
+                    w.params[where] = self._m.anchor[where]
             return None
         result = replace(result, divergence=divergence, time=time / stages)
         self._move(pending, result)
@@ -301,18 +303,24 @@ class SyncRounds:
         """Move the anchor, the parameters, the optimizer's state and the buffers."""
         w = self.w
         where = self.fragments[pending.fragment]
-        is_alone = w.workers == 1
+        is_alone = len(pending.replies) == 1  # When the sync began: others may have left since, or joined.
         params = w.params[where]
         anchor = self._m.anchor[where]
         snapshot = None if pending.is_lost else pending.snapshot
         if self._outer is not None:
-            self._outer(anchor, pending.vector, where, result)
+            self._outer(self.memory, anchor, pending.vector, where, result)
             go_to(anchor, params, snapshot)
-        elif is_alone:  # One worker's own mean changes nothing, not even by rounding.
+        elif is_alone and w.workers == 1 and not self._unsent.is_held(where):
+            # One worker's own mean changes nothing, not even by rounding.
             anchor.add_(pending.vector)
         else:  # What was learnt while the sync was in flight stays on top of it.
             merge(anchor, pending.vector, params, snapshot)
-        self._unsent.put_into(params, where, self._codec_state, goes_on=bool(pending.going_on))
+        if pending.going_on:
+            share = 0.0 if pending.is_lost else pending.samples / pending.weight
+            share *= len(pending.replies) / w.workers  # A resumed sync may be one of more workers, or of fewer.
+            self._unsent.put_into(params, where, self._codec_state, share, result)
+        else:
+            self._unsent.forget(where)
         if self.method.optimizer_state == "reset":
             w.learner.optimizer.state.clear()
         elif not is_alone:

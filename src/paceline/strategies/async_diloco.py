@@ -16,8 +16,10 @@ from torch import Tensor
 from paceline.families.server_strategy import ServerStrategy
 from paceline.needs import Needs
 from paceline.op import Op
+from paceline.server.rule import Push as Update
 from paceline.server.rules import Momentum, Quorum, Rule, Sgd
 from paceline.server.store import Store
+from paceline.state import Slot
 from paceline.worker.replica import Replica
 
 
@@ -48,13 +50,16 @@ class AsyncDiLoCo(ServerStrategy):
         self.shard_rule(1)
 
     def shard_rule(self, workers: int) -> Rule:
-        outer = Momentum(self.rate, self.momentum, self.nesterov) if self.momentum else Sgd(self.rate)
-        return Quorum(outer, self.quorum, self.grace)
+        return Quorum(self.outer(), self.quorum, self.grace)
+
+    def outer(self) -> Rule:
+        """The outer optimizer of the shards."""
+        return Momentum(self.rate, self.momentum, self.nesterov) if self.momentum else Sgd(self.rate)
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
         w.params.copy_(await store.pull())
-        outer = OuterExchange(w, store)
+        outer = OuterExchange(w, store, self.outer())
         while await store.next(before_waiting=outer.push_and_merge):
             await w.local_step()
             store.count_step()
@@ -73,21 +78,24 @@ class OuterExchange:
     """A worker's exchanges with the shards.
 
     `base` is the shards' model that the worker merged last, `snapshot` its parameters at its last push, and `in_flight`
-    the exchange whose answer it has not merged yet.  `unsent` is the codec's residual, which stays in the worker's
-    parameters until it is sent: see `paceline.families.unsent`.
+    the exchange whose answer it has not merged yet.  `effect` is what the outer optimizer would make of the codec's
+    residual, `unsent`.  It stays in the worker's parameters: see `paceline.families.unsent`.
     """
 
-    def __init__(self, w: Replica, store: Store) -> None:
+    def __init__(self, w: Replica, store: Store, outer: Rule) -> None:
         self.w = w
         self.store = store
         self.base = w.params.clone()
         self.snapshot = w.params.clone()
+        self.outer = outer
         self.unsent = torch.zeros_like(w.params)
+        self.effect = torch.zeros_like(w.params)
+        self.memory = Slot(**outer.memory(self.effect))
         self.in_flight: Op[Tensor] | None = None
 
     def push(self) -> None:
         """Push the delta since `base`, and do not wait for the answer."""
-        delta = self.base - self.snapshot.copy_(self.w.params) - self.unsent
+        delta = self.base - self.snapshot.copy_(self.w.params) + self.effect
         self.in_flight = self.store.exchange(delta, self.store.unpushed.take())
 
     async def merge(self) -> None:
@@ -96,7 +104,10 @@ class OuterExchange:
             self.base.copy_(await self.in_flight)
             self.w.params.add_(self.base - self.snapshot)
             if (residual := self.store.unsent()) is not None:
-                self.w.params.sub_(self.unsent.copy_(residual))
+                change = residual - self.unsent
+                self.unsent.copy_(residual)
+                self.outer.apply(self.effect, change.to(self.effect.dtype), self.memory, Update())
+                self.w.params.add_(self.effect)
             self.in_flight = None
 
     async def push_and_merge(self) -> None:
