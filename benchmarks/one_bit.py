@@ -27,7 +27,7 @@ from paceline.data import digits
 
 EPOCHS = 20
 BATCH = 128  # Of all workers.
-RATES = (0.05, 0.1, 0.3)
+RATES = (0.1, 0.3, 0.6)
 AVERAGING_RATES = (0.1, 0.3)
 
 

@@ -282,6 +282,10 @@ class EntropyState:
         """What this rank has still to deliver, in units of the mean; see `CodecState`."""
         return self.inner.undelivered(share)
 
+    def weigh(self, weight: float) -> None:
+        """Bring what is kept to the weight that the receiver gives to the next message, which is above 0."""
+        self.inner.weigh(weight)
+
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""
         return self.inner.is_settled(share)

@@ -26,15 +26,18 @@ class Remember(Protocol):
 def resize_residuals(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """Preserve what the next means deliver: all residuals, each times its unit, and the sum of the owners' residuals.
 
+    The same for a velocity that has the residual's unit.
+
     Stripes have new owners, and workers have new shares.  So each worker gets all of it, without a unit: it then counts
     for the worker's share of the next mean, and all shares of a mean add up to 1.
     """
     result = dict(values[0])
-    total = undelivered([v["residual"] for v in values], [v["shares"] for v in values])
-    if "owner_residual" in result:
-        total += sum(v["owner_residual"].to(total) for v in values)
-        result["owner_residual"] = torch.zeros_like(result["owner_residual"])
-    result["residual"] = total.to(result["residual"])
+    for name in result.keys() - {"owner_residual", "shares"}:
+        total = undelivered([v[name] for v in values], [v["shares"] for v in values])
+        if name == "residual" and "owner_residual" in result:
+            total += sum(v["owner_residual"].to(total) for v in values)
+            result["owner_residual"] = torch.zeros_like(result["owner_residual"])
+        result[name] = total.to(result[name])
     result["shares"] = []
     return result
 

@@ -316,9 +316,7 @@ class SyncRounds:
         else:  # What was learnt while the sync was in flight stays on top of it.
             merge(anchor, pending.vector, params, snapshot)
         if pending.going_on:
-            share = 0.0 if pending.is_lost else pending.samples / pending.weight
-            share *= len(pending.replies) / w.workers  # A resumed sync may be one of more workers, or of fewer.
-            self._unsent.put_into(params, where, self._codec_state, share, result)
+            self._unsent.put_into(params, where, self._codec_state, pending.share(w.workers), result)
         else:
             self._unsent.forget(where)
         if self.method.optimizer_state == "reset":
