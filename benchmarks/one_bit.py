@@ -116,9 +116,9 @@ def figures(strategy: pl.Strategy, model: str, workers: int, rate: float, seeds:
     return f"{mean(accuracies):.2f}", f"{mean(losses):.4f}", sent[0]
 
 
-def units(seeds: int, workers: int) -> Table:
+def units(models: list[str], seeds: int, workers: int) -> Table:
     table = Table("model", "units", "kB a worker", *(f"{what}, rate {r:g}" for r in RATES for what in ("%", "loss")))
-    for model in MODELS:
+    for model in models:
         for name, codec in UNITS.items():
             found = [figures(pl.AllReduceSGD(codec=codec), model, workers, rate, seeds) for rate in RATES]
             cells = [cell for accuracy, loss, _ in found for cell in (accuracy, loss)]
@@ -149,13 +149,14 @@ def averaging(seeds: int, every: list[int]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", nargs="*", choices=["units", "averaging"], default=["units", "averaging"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     console = Console(width=200)
     if "units" in arguments.what:
-        console.print(units(arguments.seeds, workers=8))
+        console.print(units(arguments.models, arguments.seeds, workers=8))
     if "averaging" in arguments.what:
         console.print(averaging(arguments.seeds, [2, 4, 8]))
 

@@ -23,7 +23,7 @@ from paceline import (
     resized,
     simulate,
 )
-from paceline.codecs import QSGD, Codec, OneBit, PowerSGD, TopK
+from paceline.codecs import QSGD, Codec, OneBit, PowerSGD
 from paceline.families.unsent import Unsent
 from paceline.server.store import Store
 from tests.laws.slots import owed
@@ -42,7 +42,7 @@ METHODS = [
     BlockMomentum(period=4, form="cntk", time_constant=20.0),
     SlowMo(period=4, momentum=0.8, rate=0.7),
 ]
-every_method = pytest.mark.parametrize("strategy", METHODS, ids=str)
+every_method = pytest.mark.parametrize("strategy", METHODS, ids=lambda s: type(s).__name__)
 
 
 def anchor(run: Run) -> Tensor:
@@ -79,18 +79,19 @@ def slopes(numel: int = 700, **more: Any) -> Task:
 
 
 @every_method
-@pytest.mark.parametrize("cluster", [FOUR, Cluster(workers=3)], ids=str)
-def test_the_anchor_and_the_effect_of_what_is_not_sent_are_the_anchor_without_a_codec(strategy: Any, cluster: Cluster):
+def test_the_anchor_and_the_effect_of_what_is_not_sent_are_the_anchor_without_a_codec(strategy: Any):
     """On slopes, with shares that change from sync to sync.  The mean of the models holds this effect."""
     task = slopes(steps=20)
-    plain, coded = (simulate(task, replace(strategy, codec=c), cluster, stop_at=19) for c in (None, OneBit()))
+    plain, coded = (
+        simulate(task, replace(strategy, codec=c), Cluster(workers=3), stop_at=19) for c in (None, OneBit())
+    )
     assert close(anchor(coded) + effect(coded.states), anchor(plain), rtol=1e-9)
     assert not close(anchor(coded), anchor(plain), rtol=1e-2)
     assert close(weighted_offsets(coded), effect(coded.states), rtol=1e-9)
 
 
 @every_method
-@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), PowerSGD(rank=1)], ids=str)
+@pytest.mark.parametrize("codec", [OneBit(), PowerSGD(rank=1)], ids=lambda codec: type(codec).__name__)
 def test_the_mean_of_the_models_is_that_of_a_run_without_a_codec(strategy: Any, codec: Codec):
     """On a quadratic the mean of the gradients is the gradient of the mean.  At the end all workers are equal."""
     task = quadratic(steps=24, batch=8, numel=700)
@@ -102,7 +103,9 @@ def test_the_mean_of_the_models_is_that_of_a_run_without_a_codec(strategy: Any, 
     assert all(same(p, run.params) for p in params(run)) and not any(o.count_nonzero() for o in offsets(run))
 
 
-@pytest.mark.parametrize("strategy", [METHODS[0], METHODS[1], METHODS[3], METHODS[5], METHODS[7]], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [METHODS[0], METHODS[1], METHODS[3], METHODS[5], METHODS[7]], ids=lambda s: type(s).__name__
+)
 def test_nothing_unsent_is_lost_with_4_then_2_then_1_then_3_workers(strategy: Any):
     """Outer optimizers use the number of workers and of samples, so without a codec the numbers change too."""
     task, ends = slopes(steps=36), []
@@ -144,10 +147,11 @@ def height(strategy: Any) -> float:
 def test_outer_momentum_does_not_amplify_what_was_not_sent(strategy: Any, monkeypatch: pytest.MonkeyPatch):
     """Workers that go back to the anchor learn their residuals once more: the run diverges, or ends far above.
 
-    It starts at a height of 66; without a codec, it ends at 0.1 and 0.2.
+    It starts at a height of 66; without a codec, it ends at 0.1 and 0.2.  If they kept only their own residuals, without
+    their effect and without what they leave out as owners, DiLoCo would end at 8.3.
     """
     one_bit = replace(strategy, codec=OneBit(bucket=512))
-    assert height(one_bit) < 10
+    assert height(one_bit) < 0.6
     monkeypatch.setattr(Unsent, "put_into", lambda *_, **__: None)
     assert height(one_bit) > 80
 
@@ -155,6 +159,6 @@ def test_outer_momentum_does_not_amplify_what_was_not_sent(strategy: Any, monkey
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_worker_of_asynchronous_diloco_keeps_what_it_has_not_sent(delay: int, monkeypatch: pytest.MonkeyPatch):
     one_bit = AsyncDiLoCo(period=4, delay=delay, codec=OneBit(bucket=512))
-    assert height(one_bit) < 3
+    assert height(one_bit) < 0.6
     monkeypatch.setattr(Store, "unsent", lambda _: None)
     assert height(one_bit) > 80

@@ -266,10 +266,6 @@ class ErrorFeedback:
         self.add(data, residual)
         residual.sub_(x)
 
-    def unsent(self) -> Tensor | None:
-        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
-        return self.residual
-
     def undelivered(self, share: float) -> Tensor | None:
         """What this rank has still to deliver, in units of the mean; see `CodecState`."""
         if self.residual is None:

@@ -34,10 +34,6 @@ class CodecState(Protocol):
         """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         ...
 
-    def unsent(self) -> Tensor | None:
-        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
-        ...
-
     def undelivered(self, share: float) -> Tensor | None:
         """What this rank has still to deliver, as a sender and as an owner, in units of the mean; None: nothing.
 

@@ -158,10 +158,6 @@ class MomentumCorrection:
         else:
             v.sub_(g).div_(self.settings.momentum)
 
-    def unsent(self) -> Tensor | None:
-        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
-        return self.errors.unsent()
-
     def undelivered(self, share: float) -> Tensor | None:
         """What this rank has still to deliver, in units of the mean; see `CodecState`."""
         return self.errors.undelivered(share)

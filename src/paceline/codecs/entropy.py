@@ -274,10 +274,6 @@ class EntropyState:
         """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         self.inner.undo(x, self.coder.unwrapped(data, x.numel()))
 
-    def unsent(self) -> Tensor | None:
-        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
-        return self.inner.unsent()
-
     def undelivered(self, share: float) -> Tensor | None:
         """What this rank has still to deliver, in units of the mean; see `CodecState`."""
         return self.inner.undelivered(share)
