@@ -147,8 +147,8 @@ def height(strategy: Any) -> float:
 def test_outer_momentum_does_not_amplify_what_was_not_sent(strategy: Any, monkeypatch: pytest.MonkeyPatch):
     """Workers that go back to the anchor learn their residuals once more: the run diverges, or ends far above.
 
-    It starts at a height of 66; without a codec, it ends at 0.1 and 0.2.  If they kept only their own residuals, without
-    their effect and without what they leave out as owners, DiLoCo would end at 8.3.
+    It starts at a height of 66; without a codec, it ends at 0.1 and 0.2.  With their own residuals alone, without their
+    effect and without what they leave out as owners, DiLoCo would end at 8.3.
     """
     one_bit = replace(strategy, codec=OneBit(bucket=512))
     assert height(one_bit) < 0.6
