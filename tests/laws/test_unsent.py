@@ -90,6 +90,31 @@ def test_the_anchor_and_the_effect_of_what_is_not_sent_are_the_anchor_without_a_
     assert close(weighted_offsets(coded), effect(coded.states), rtol=1e-9)
 
 
+class ByHost(DiLoCo):
+    """Three workers on one host, and one on another."""
+
+    async def worker(self, w: Any) -> None:
+        run = w.endpoint.run_collectives
+
+        def by_host(routine: Any, **more: Any) -> Any:
+            def routed(endpoint: Any) -> Any:
+                endpoint.hosts = [[0, 1, 2], [3]]
+                return routine(endpoint)
+
+            return run(routed, **more)
+
+        w.endpoint.run_collectives = by_host
+        await super().worker(w)
+
+
+def test_what_the_first_worker_of_a_host_has_not_sent_for_all_is_in_its_parameters():
+    task = slopes(steps=20)
+    plain, coded = (simulate(task, ByHost(period=4, codec=c), FOUR, stop_at=19) for c in (None, OneBit()))
+    assert close(anchor(coded) + effect(coded.states), anchor(plain), rtol=1e-9)
+    assert close(weighted_offsets(coded), effect(coded.states), rtol=1e-9)
+    assert [bool(o.count_nonzero()) for o in offsets(coded)] == [True, False, False, True]
+
+
 @every_method
 @pytest.mark.parametrize("codec", [OneBit(), PowerSGD(rank=1)], ids=lambda codec: type(codec).__name__)
 def test_the_mean_of_the_models_is_that_of_a_run_without_a_codec(strategy: Any, codec: Codec):
