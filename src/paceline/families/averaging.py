@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class SyncRounds:
         period: int | None = None,
         samples: int | None = None,
         outer: Outer | None = None,
-        memory: dict[str, Tensor] | None = None,
+        memory: dict[str, Any] | None = None,
         fragments: int = 1,
     ) -> None:
         numel = w.params.numel()

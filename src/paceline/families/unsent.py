@@ -34,15 +34,18 @@ Outer = Callable[[Slot, Tensor, Tensor, slice, SyncResult], None]
 @resize_rule("part of a sum", sees_all=True)
 def shared_out(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """Each new worker gets an equal part of the sum of every tensor.  Its weight follows from its next share."""
-    first = values[0]
-    sums = {n: sum(v[n].double() for v in values) / resize.count for n, t in first.items() if isinstance(t, Tensor)}
-    return {name: sums[name].to(t) if name in sums else [] for name, t in first.items()}
+    parts: dict[str, Any] = {}
+    for name, first in values[0].items():
+        parts[name] = []
+        if isinstance(first, Tensor):
+            parts[name] = (torch.stack([v[name].double() for v in values]).sum(0) / resize.count).to(first)
+    return parts
 
 
 class Unsent:
     """What is in this worker's parameters since the last sync, beside the anchor."""
 
-    def __init__(self, w: Replica, codec: Codec | None, outer: Outer | None, memory: dict[str, Tensor]) -> None:
+    def __init__(self, w: Replica, codec: Codec | None, outer: Outer | None, memory: dict[str, Any]) -> None:
         self._offset: Tensor | None = None
         self._outer = outer
         if codec is None or not codec.feedback:
@@ -51,11 +54,11 @@ class Unsent:
         # The mean of the parameters of workers holds the mean of these, so both follow the same resize rule.
         self._offset = w.state("sync.unsent", rule=per_worker, offset=zero).offset
         # All in units of the mean.  The weight of a part is this worker's share of the mean of the models.
-        history = {} if outer is None else {"effect": zero.clone(), "before": zero.clone()}
+        history: dict[str, Any] = {} if outer is None else {"effect": zero.clone(), "before": zero.clone()}
         self._m = w.state("sync.effect", rule=shared_out, weights=[], **history)
         self._memory = Slot()
         if outer is not None and memory:
-            zeros = {name: torch.zeros_like(value) for name, value in memory.items()}
+            zeros: dict[str, Any] = {name: torch.zeros_like(value) for name, value in memory.items()}
             self._memory = w.state("sync.effect.outer", rule=shared_out, **zeros)
 
     def take_from(self, delta: Tensor, where: slice) -> None:
