@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
 
@@ -22,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.codecs import OneBit
-from paceline.codecs.rows import rows_of
+from paceline.codecs import OneBit, rows
 from paceline.data import digits
 
 EPOCHS = 20
@@ -33,18 +31,10 @@ RATES = (0.1, 0.3, 0.6)
 AVERAGING_RATES = (0.1, 0.3)
 
 
-@dataclass(frozen=True)
-class JoinedRows(OneBit):
-    """Units are rows; shorter ones are joined until a unit has `shortest` values."""
-
-    shortest: int = field(default=64, kw_only=True)
-
-    def fitted(self, shapes: list[torch.Size]) -> OneBit:
-        rows: list[tuple[int, int]] = []
-        for count, length in rows_of(shapes):
-            each = -(-self.shortest // length)
-            rows += [(n, m * length) for n, m in ((count // each, each), (1, count % each)) if n * m]
-        return OneBit(rows=tuple(rows))
+def join_rows(shortest: int) -> None:
+    """From now on join rows until a unit has as many values."""
+    rows.SHORTEST = shortest
+    rows.units_of.cache_clear()
 
 
 def perceptron() -> nn.Module:
@@ -68,9 +58,9 @@ def convolutions() -> nn.Module:
 MODELS = {"perceptron": perceptron, "convolutions": convolutions}
 UNITS: dict[str, OneBit | None] = {
     "no codec": None,
-    "rows, at least 64": JoinedRows(shortest=64),
-    "rows, at least 128": JoinedRows(shortest=128),
-    "rows, at least 256": JoinedRows(shortest=256),
+    "rows, at least 64": OneBit(),
+    "rows, at least 128": OneBit(),
+    "rows, at least 256": OneBit(),
     "buckets of 64": OneBit(bucket=64),
     "buckets of 512": OneBit(bucket=512),
 }
@@ -120,12 +110,16 @@ def figures(strategy: pl.Strategy, model: str, workers: int, rate: float, seeds:
 
 def units(models: list[str], seeds: int, workers: int) -> Table:
     table = Table("model", "units", "kB a worker", *(f"{what}, rate {r:g}" for r in RATES for what in ("%", "loss")))
+    usual = rows.SHORTEST
     for model in models:
         for name, codec in UNITS.items():
+            if name.startswith("rows"):
+                join_rows(int(name.rpartition(" ")[2]))
             found = [figures(pl.AllReduceSGD(codec=codec), model, workers, rate, seeds) for rate in RATES]
             cells = [cell for accuracy, loss, _ in found for cell in (accuracy, loss)]
             table.add_row(model, name, f"{found[0][2] / 1e3:,.0f}", *cells)
             print(model, name, found[0][2], *cells, flush=True)
+    join_rows(usual)
     return table
 
 
