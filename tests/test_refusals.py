@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,11 +44,6 @@ class Refused:
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def in_half(first: nn.Module) -> nn.Module:
-    """All but the first layer."""
-    return nn.Sequential(first, nn.Linear(2, 2).half())
 
 
 def embedding(*, sparse: bool = True) -> nn.Module:

@@ -35,12 +35,17 @@ class Slots:
         return torch.cat(vectors) if vectors else torch.zeros(0)
 
 
+def in_units(slot: dict[str, Any], name: str = "residual") -> Tensor:
+    """Each value of a vector in the slot times its unit."""
+    total = torch.zeros_like(slot[name], dtype=torch.float64)
+    for start, stop, unit in slot["shares"]:
+        total[start:stop] = unit * slot[name][start:stop].double()
+    return total
+
+
 def remembered(slot: dict[str, Any]) -> Tensor:
     """What one sender's residuals add to the coming means: each value times its unit, and its residual as an owner."""
-    residual = slot["residual"].double()
-    total = torch.zeros_like(residual)
-    for start, stop, unit in slot["shares"]:
-        total[start:stop] = unit * residual[start:stop]
+    total = in_units(slot)
     return total + slot["owner_residual"].double() if "owner_residual" in slot else total
 
 

@@ -72,8 +72,8 @@ def test_a_part_has_the_units_that_lie_within_it_and_covers_all_its_values(name:
 
 
 def test_a_row_that_a_part_leaves_whole_stays_one_unit():
-    rows = rows_of([torch.Size([4, 100]), torch.Size([7])])
-    assert units_of(rows_within(rows, 150, 407)).starts.tolist() == [0, 50, 150, 250, 257]
+    rows = rows_of([torch.Size([4, 200]), torch.Size([7])])
+    assert units_of(rows_within(rows, 300, 807)).starts.tolist() == [0, 100, 300, 500, 507]
 
 
 @pytest.mark.parametrize("threshold", ["mean", "zero"])

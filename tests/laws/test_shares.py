@@ -21,8 +21,8 @@ from paceline.codecs.shares import Shares
 from paceline.collectives import SyncVote, groups_of, mean_by_gather, mean_by_groups, mean_by_stripes, mean_encoded
 from tests.laws.every import CODECS
 from tests.laws.ranks import Ranks, on_simulator
-from tests.laws.slots import Slots, owed, remembered
-from tests.laws.tasks import close, numbers, quadratic, same, trained_alone
+from tests.laws.slots import Slots, in_units, owed, remembered
+from tests.laws.tasks import close, numbers, quadratic, same, trained_alone, values
 
 SIMULATOR = Ranks(on_simulator, is_ordered=True, is_real=False)
 FEEDBACK = {name: codec for name, codec in CODECS.items() if codec.feedback}
@@ -44,17 +44,25 @@ def vector(rank: int, t: int, numel: int = NUMEL, dtype: torch.dtype = torch.flo
     return numbers(numel, seed=100 * t + rank).to(dtype)
 
 
-async def exchanged(endpoint: Any, state: Any, every: Sequence[Sequence[float]], mean: Any = mean_encoded) -> Any:
-    """The sum of the means that this rank has got, and its weights and vectors, round by round."""
+async def exchanged(
+    endpoint: Any, slots: Slots, state: Any, every: Sequence[Sequence[float]], mean: Any = mean_encoded
+) -> Any:
+    """The sum of the means that this rank has got, its vectors, and the momentum in its messages, round by round.
+
+    The momentum is that of earlier gradients, in units of the mean.
+    """
     delivered = torch.zeros(NUMEL, dtype=torch.float64)
     given: list[Tensor] = []
+    momentum = torch.zeros(NUMEL, dtype=torch.float64)
     for t, weight in enumerate(every):
         x = vector(endpoint.rank, t)
-        given.append(state.velocity * 0.9 + x if isinstance(state, MomentumCorrection) else x.clone())
+        given.append(x.clone())
+        if isinstance(state, MomentumCorrection) and weight[endpoint.rank]:
+            momentum += 0.9 * in_units(vars(slots.slots["residuals"]), "velocity")
         total = await mean(endpoint, x, SyncVote(weight[endpoint.rank], rank=endpoint.rank), state)
         if total.weight:
             delivered += x
-    return delivered, given
+    return delivered, given, momentum
 
 
 def meant(every: Sequence[Sequence[float]], given: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -80,13 +88,13 @@ def conserves(path: Path, codec: Codec, every: Sequence[Sequence[float]], mean: 
 
     async def law(endpoint: Any) -> Any:
         state = codec.fitted([torch.Size([20, 25]), torch.Size([100])]).codec_state(slots[endpoint.rank], like)
-        return await exchanged(endpoint, state, every, mean)
+        return await exchanged(endpoint, slots[endpoint.rank], state, every, mean)
 
     results = SIMULATOR(path, ranks, law)
     kept = sum(remembered(vars(s.slots["residuals"])) for s in slots)
-    total = meant(every, [given for _, given in results])
+    total = meant(every, [given for _, given, _ in results]) + sum(momentum for _, _, momentum in results)
     # Each value in a message is a float32, but it is known exactly, and all sums are in double precision.
-    size = max(float(t.abs().max()) for _, given in results for t in given)
+    size = max(float(t.abs().max()) for _, given, _ in results for t in given)
     return bool(((results[0][0] + kept - total).abs() <= 1e-12 * size).all())
 
 
@@ -103,6 +111,28 @@ def test_means_and_residuals_add_up_to_the_exact_means(codec: Codec, every: list
 @given(every=rounds())
 def test_every_reduction_conserves_the_mean(mean: Any, every: list[list[float]], tmp_path_factory: Any):
     assert conserves(tmp_path_factory.getbasetemp(), OneBit(bucket=64), every, mean)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@settings(max_examples=5)
+@given(every=rounds())
+def test_in_the_end_the_momentum_of_dgc_delivers_every_gradient_ten_times(
+    nesterov: bool, every: list[list[float]], tmp_path_factory: Any
+):
+    """With momentum 0.9, and without masking, which drops momentum on purpose.  A velocity v still delivers 9 v."""
+    codec = DGC(ratio=0.05, nesterov=nesterov, masking=False)
+    slots = [Slots() for _ in every[0]]
+
+    async def law(endpoint: Any) -> Any:
+        own = slots[endpoint.rank]
+        return await exchanged(endpoint, own, codec.codec_state(own, torch.zeros(NUMEL, dtype=torch.float64)), every)
+
+    results = SIMULATOR(tmp_path_factory.getbasetemp(), len(every[0]), law)
+    kept = sum(
+        in_units(vars(s.slots["residuals"])) + 9 * in_units(vars(s.slots["residuals"]), "velocity") for s in slots
+    )
+    total = 10 * meant(every, [given for _, given, _ in results])
+    assert ((results[0][0] + kept - total).abs() <= 1e-12 * 10 * 4).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -226,6 +256,20 @@ def test_averaging_loses_nothing_in_a_small_last_minibatch(strategy: Any):
     plain, coded = (simulate(task, replace(strategy, codec=codec), Cluster(workers=4)) for codec in (None, OneBit()))
     assert close(coded.params + owed(coded.states), plain.params, rtol=1e-9)
     assert not close(coded.params, plain.params, rtol=1e-3)
+
+
+def test_the_momentum_of_dgc_loses_nothing_with_4_then_2_then_3_workers():
+    """Without masking, momentum 0.9 moves the model by 10 times all gradients."""
+    task, states = small_last(steps=22), None
+    for workers, stop in ((4, 8), (2, 15), (3, None)):
+        resume = None if states is None else resized(states, workers)
+        strategy = AllReduceSGD(codec=DGC(ratio=0.05, masking=False))
+        run = simulate(task, strategy, Cluster(workers=workers), resume=resume, stop_at=stop)
+        states = run.states
+    velocity = sum(in_units(values(state, "codec.residuals"), "velocity") for state in run.states)
+    start = task.build().w.detach()
+    meant = start + 10 * (trained_alone(task) - start)
+    assert close(run.params - 0.05 * (owed(run.states) + 9 * velocity), meant, rtol=1e-9)
 
 
 @pytest.mark.parametrize("group", [None, 2])

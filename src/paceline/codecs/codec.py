@@ -10,17 +10,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from paceline.checked import Checked
 from paceline.codecs import kernels
+from paceline.codecs.codec_state import CodecState
 from paceline.codecs.noise import seed_of
-from paceline.codecs.resizing import drop_settings, resize_counts, resize_residuals
+from paceline.codecs.resizing import Remember, drop_settings, resize_counts, resize_residuals
 from paceline.codecs.shares import Shares, settled
-from paceline.state import ResizeRule
 
 
 class Unencodable(ValueError):
@@ -153,59 +153,6 @@ def check_one_to_one(owner: object, codec: Codec | None) -> None:
         )
 
 
-class Remember(Protocol):
-    """Makes a slot in a checkpoint: an object with the attributes `initial`, or their saved values in a resumed run.
-
-    Each slot of a codec has its own name.  `rule` computes the values that every worker starts with after the number of
-    workers has changed.  Increase `version` when the meaning of the values changes.
-    """
-
-    def __call__(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Any: ...
-
-
-class CodecState(Protocol):
-    """A codec with the state of one sender.  A slice shares the state, for a part of the vector."""
-
-    codec: Codec
-
-    def __getitem__(self, where: slice) -> CodecState: ...
-
-    def owned(self, where: slice) -> CodecState:
-        """The second level of `mean_by_stripes`: the state for sending the mean of the stripe that this rank owns."""
-        ...
-
-    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The bytes to send for `x`, in `out` if given; updates the state."""
-        ...
-
-    def encode_zero(self, numel: int, device: torch.device) -> Tensor:
-        """A message of zeros, from a sender whose values do not count; leaves the state as it is."""
-        ...
-
-    def undo(self, x: Tensor, data: Tensor) -> None:
-        """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
-        ...
-
-    def unsent(self) -> Tensor | None:
-        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
-        ...
-
-    def is_settled(self, share: float) -> bool:
-        """Whether `settle` with this share would change nothing."""
-        ...
-
-    def settle(self, x: Tensor, data: Tensor, share: float) -> None:
-        """Keep what a mean did not deliver, in which `data`, the message for `x`, had this share of the weights.
-
-        With share 0 the sender had no values, and `data` is a message of zeros.
-        """
-        ...
-
-    def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
-        """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""
-        ...
-
-
 class ErrorFeedback:
     """A codec with error feedback: what a message left out is added to the sender's next message.
 
@@ -322,9 +269,31 @@ class ErrorFeedback:
         self.add(data, residual)
         residual.sub_(x)
 
-    def unsent(self) -> Tensor | None:
-        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
-        return self.residual
+    def undelivered(self, share: float) -> Tensor | None:
+        """What this rank has still to deliver, in units of the mean; see `CodecState`."""
+        if self.residual is None:
+            return None
+        total = torch.zeros_like(self.residual) if self.owner_residual is None else self.owner_residual.clone()
+        for first, stop, unit in self.units():
+            part = slice(first - self.start, stop - self.start)
+            total[part].add_(self.residual[part], alpha=share if unit is None else unit)
+        return total
+
+    def weigh(self, weight: float) -> None:
+        """Bring what is kept to the weight that the receiver gives to the next message, which is above 0.
+
+        For a receiver that adds up messages times their weights, where the sender knows the weight beforehand.
+        """
+        if self.residual is not None:
+            self.weigh_all([self.residual], weight)
+
+    def weigh_all(self, vectors: Sequence[Tensor], weight: float) -> None:
+        """The same for vectors that have the residual's unit."""
+        for first, stop, unit in self.units():
+            if unit is not None and unit != weight:
+                for vector in vectors:
+                    vector[first - self.start : stop - self.start].mul_(unit / weight)
+            self.shares.put(first, stop, weight)
 
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""
@@ -339,22 +308,30 @@ class ErrorFeedback:
         """
         if self.residual is None or self.is_settled(share):
             return
-        before = self.residual.clone()
-        if share:
-            self._undo_in(before, x, data)
-        self.settle_from(before, share)
+        self.settle_from([(self.residual, self.before(x, data) if share else self.residual)], share)
 
-    def settle_from(self, before: Tensor, share: float) -> None:
-        """Keep what a mean with this share did not deliver; `before` is the residual from before `encode`."""
+    def before(self, x: Tensor, data: Tensor) -> Tensor:
+        """The residual from before `encode(x)` gave `data`."""
         assert self.residual is not None
+        before = self.residual.clone()
+        self._undo_in(before, x, data)
+        return before
+
+    def settle_from(self, vectors: Sequence[tuple[Tensor, Tensor]], share: float) -> None:
+        """Keep what a mean with this share did not deliver of vectors that have the residual's unit.
+
+        Each is given as `encode` left it, and as the part of it that was there before; see `settled`.
+        """
         for first, stop, unit in self.units():
             part = slice(first - self.start, stop - self.start)
             if unit is None:
-                if not share:  # The equal residuals of the others make up all of this mean.
-                    self.residual[part] = 0.0
+                if not share:  # The equal vectors of the others make up all of this mean.
+                    for after, _ in vectors:
+                        after[part] = 0.0
                 self.shares.put(first, stop, share)
             elif share and unit != share:
-                self.shares.put(first, stop, settled(self.residual[part], before[part], unit, share))
+                news = [settled(after[part], before[part], unit, share) for after, before in vectors]
+                self.shares.put(first, stop, news[0])
 
     def units(self) -> list[tuple[int, int, float | None]]:
         """The units of this part's residual, each with the indices in the whole vector where it begins and ends."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from paceline.codecs.codec import Codec, CodecState, ErrorFeedback, Remember
 from paceline.codecs.layout import aligned
-from paceline.codecs.resizing import resize_by_mean
 from paceline.codecs.top_k import TopK
+from paceline.state import ResizeRule
 
 # Ratios during warm-up: 75 %, 93.75 %, 98.4375 % and 99.6 % of the values are not sent.
 STAGES = (0.25, 0.0625, 0.015625, 0.004)
@@ -87,10 +87,17 @@ class DGC(TopK):
         return dataclasses.replace(self, sent=self.sent + 1) if self.sent < self.warmup else self
 
     def codec_state(self, remember: Remember, like: Tensor, key: int = 0) -> CodecState:
-        errors = ErrorFeedback.remembered(self, remember, like, key)
-        assert errors.residual is not None
-        slot = remember("velocity", rule=resize_by_mean, velocity=torch.zeros_like(errors.residual))
-        return MomentumCorrection(self, errors, slot.velocity)
+        slots: dict[str, Any] = {}
+
+        def with_velocity(name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Any:
+            """The slot with the residual also has the velocity, which has the same unit."""
+            if "residual" in initial:
+                initial["velocity"] = torch.zeros_like(initial["residual"])
+            slots[name] = remember(name, rule=rule, version=version, **initial)
+            return slots[name]
+
+        errors = ErrorFeedback.remembered(self, with_velocity, like, key)
+        return MomentumCorrection(self, errors, slots["residuals"].velocity)
 
 
 class MomentumCorrection:
@@ -127,6 +134,7 @@ class MomentumCorrection:
         v = (self.velocity + g) * momentum if self.settings.nesterov else self.velocity * momentum + g
         data = self.errors.encode(v + g if self.settings.nesterov else v, out)  # If it raises, nothing has changed.
         self.velocity.copy_(v)
+        self._masked.pop(self._place, None)
         if self.settings.masking and data.numel() < 8 * x.numel():
             indices = self._indices(data)
             self._masked[self._place] = v[indices]
@@ -151,9 +159,14 @@ class MomentumCorrection:
         else:
             v.sub_(g).div_(self.settings.momentum)
 
-    def unsent(self) -> Tensor | None:
-        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
-        return self.errors.unsent()
+    def undelivered(self, share: float) -> Tensor | None:
+        """What this rank has still to deliver, in units of the mean; see `CodecState`."""
+        return self.errors.undelivered(share)
+
+    def weigh(self, weight: float) -> None:
+        """Bring what is kept to the weight that the receiver gives to the next message, which is above 0."""
+        assert self.errors.residual is not None
+        self.errors.weigh_all([self.errors.residual, self.velocity], weight)
 
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""
@@ -162,14 +175,25 @@ class MomentumCorrection:
     def settle(self, x: Tensor, data: Tensor, share: float) -> None:
         """Keep what a mean did not deliver, in which `data`, the message for `x`, had this share of the weights.
 
-        What is conserved are the velocities that this worker encodes.  The velocity itself has no unit: a worker's
-        momentum counts for its share of the mean in which it is sent.
+        The velocity has the unit of the residual.  Of a message only the gradient counts for the share of this mean.
+        The momentum of earlier gradients counts, as the residual does, for the unit that it had.
         """
-        v = self.velocity
-        if share and (masked := self._masked.get(self._place)) is not None:
-            v = v.clone()
+        r, v = self.errors.residual, self.velocity
+        assert r is not None
+        if self.is_settled(share):
+            return
+        if not share:
+            self.errors.settle_from([(r, r), (v, v)], share)
+            return
+        g = self._clipped(x)
+        masked = self._masked.get(self._place)
+        if masked is not None:
             v[self._indices(data)] = masked
-        self.errors.settle(v + self._clipped(x) if self.settings.nesterov else v, data, share)
+        before = self.errors.before(v + g if self.settings.nesterov else v, data)
+        carried = v.sub(g, alpha=self.settings.momentum if self.settings.nesterov else 1)  # Momentum of the past.
+        self.errors.settle_from([(r, before.add_(carried)), (v, carried)], share)
+        if masked is not None:
+            v[self._indices(data)] = 0.0
 
     def add(self, data: Tensor, into: Tensor, weight: float = 1.0, *, fresh: bool = False) -> None:
         """Add the decoded bytes, times `weight`, to `into`; overwrite it if `fresh`."""

@@ -274,9 +274,13 @@ class EntropyState:
         """Restore the state, up to rounding, from before `encode(x)` gave `data`: the message was not used."""
         self.inner.undo(x, self.coder.unwrapped(data, x.numel()))
 
-    def unsent(self) -> Tensor | None:
-        """What this sender's messages have left out, in units of its own values; None: it keeps nothing."""
-        return self.inner.unsent()
+    def undelivered(self, share: float) -> Tensor | None:
+        """What this rank has still to deliver, in units of the mean; see `CodecState`."""
+        return self.inner.undelivered(share)
+
+    def weigh(self, weight: float) -> None:
+        """Bring what is kept to the weight that the receiver gives to the next message, which is above 0."""
+        self.inner.weigh(weight)
 
     def is_settled(self, share: float) -> bool:
         """Whether `settle` with this share would change nothing."""

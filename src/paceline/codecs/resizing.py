@@ -1,30 +1,43 @@
-"""What becomes of a codec's state when the number of workers changes."""
+"""The slots of a codec's state, and what becomes of them when the number of workers changes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.codecs.shares import undelivered
-from paceline.state import Resize, resize_rule
+from paceline.state import Resize, ResizeRule, resize_rule
+
+
+class Remember(Protocol):
+    """Makes a slot in a checkpoint: an object with the attributes `initial`, or their saved values in a resumed run.
+
+    Each slot of a codec has its own name.  `rule` computes the values that every worker starts with after the number of
+    workers has changed.  Increase `version` when the meaning of the values changes.
+    """
+
+    def __call__(self, name: str, /, *, rule: ResizeRule, version: int = 1, **initial: Any) -> Any: ...
 
 
 @resize_rule("codec residuals", sees_all=True)
 def resize_residuals(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """Preserve what the next means deliver: all residuals, each times its unit, and the sum of the owners' residuals.
 
+    The same for a velocity that has the residual's unit.
+
     Stripes have new owners, and workers have new shares.  So each worker gets all of it, without a unit: it then counts
     for the worker's share of the next mean, and all shares of a mean add up to 1.
     """
     result = dict(values[0])
-    total = undelivered([v["residual"] for v in values], [v["shares"] for v in values])
-    if "owner_residual" in result:
-        total += sum(v["owner_residual"].to(total) for v in values)
-        result["owner_residual"] = torch.zeros_like(result["owner_residual"])
-    result["residual"] = total.to(result["residual"])
+    for name in result.keys() - {"owner_residual", "shares"}:
+        total = undelivered([v[name] for v in values], [v["shares"] for v in values])
+        if name == "residual" and "owner_residual" in result:
+            total += sum(v["owner_residual"].to(total) for v in values)
+            result["owner_residual"] = torch.zeros_like(result["owner_residual"])
+        result[name] = total.to(result[name])
     result["shares"] = []
     return result
 

@@ -76,6 +76,11 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
+def followed(unit: float | None, share: float) -> float:
+    """The unit after a mean with this share, which is not 0."""
+    return share if unit is None else max(share, FALL * unit)
+
+
 def settled(after: Tensor, before: Tensor, unit: float, share: float) -> float:
     """Turn `after` into what a mean with this share has not delivered; the result's unit.
 
@@ -86,7 +91,7 @@ def settled(after: Tensor, before: Tensor, unit: float, share: float) -> float:
     >>> settled(residual, before=torch.tensor([8.0]), unit=0.25, share=0.5), residual
     (0.5, tensor([-1.]))
     """
-    new = max(share, FALL * unit)
+    new = followed(unit, share)
     after.mul_(share / new).add_(before, alpha=(unit - share) / new)
     return new
 

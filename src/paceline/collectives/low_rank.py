@@ -133,7 +133,7 @@ class _OwnFactors:
             for s in plan.raw:
                 residual[s] = 0.0
         if before is not None:
-            self.state.settle_from(before, self.share(weight))
+            self.state.settle_from([(residual, before)], self.share(weight))
         for q, new in zip(self.state.factors, plan.right(right), strict=True):
             q.copy_(new)
         # A row of Q that has become zero, as with a zero gradient, would stay zero: it starts from the first guess

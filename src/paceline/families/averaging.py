@@ -8,11 +8,10 @@ replicas were.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,16 +28,14 @@ from paceline.families.optimizer_state import (
     warn_of_copies,
 )
 from paceline.families.sync import PendingSync, SyncResult, SyncStats
-from paceline.families.unsent import Unsent
+from paceline.families.unsent import Outer, Unsent
 from paceline.op import Op, Ready
-from paceline.state import per_worker
+from paceline.state import Slot, per_worker
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
 from paceline.worker.replica import Replica
 
 OptimizerState = Literal["keep", "average", "reset"]
-Outer = Callable[[Tensor, Tensor, slice, SyncResult], None]
-"""`outer(anchor, mean, where, sync)` moves `anchor`, the slice `where` of the common start, by the mean delta."""
 
 
 class NonFiniteReplica(RuntimeWarning):
@@ -91,8 +88,9 @@ class SyncRounds:
     """A worker's part in the syncs of an averaging method.
 
     `anchor` is the point from which all workers started together.  Every `period` steps, or `samples` of each worker,
-    the mean of their deltas since then moves it: by `outer`, or by just that mean.  With several fragments each sync
-    is about the next fragment, and a period is that of each fragment.
+    the mean of their deltas since then moves it: by `outer`, or by just that mean.  `memory` is what `outer` remembers
+    at the beginning, vectors of the model's length.  With several fragments each sync is about the next fragment, and a
+    period is that of each fragment.
     """
 
     def __init__(
@@ -103,6 +101,7 @@ class SyncRounds:
         period: int | None = None,
         samples: int | None = None,
         outer: Outer | None = None,
+        memory: dict[str, Any] | None = None,
         fragments: int = 1,
     ) -> None:
         numel = w.params.numel()
@@ -117,6 +116,7 @@ class SyncRounds:
         self.samples = samples
         self.fragments = [stripe_of(j, numel, fragments) for j in range(fragments)]
         self._outer = outer
+        self.memory = w.state("outer", **memory) if memory else Slot()
         self._m = w.state("sync", anchor=wide(w.params), count=0, next=0, per_step=0.0, workers=w.workers)
         self._m.per_step *= self._m.workers / w.workers
         self._m.workers = w.workers
@@ -125,7 +125,7 @@ class SyncRounds:
         )
         w.batch.track_syncs(fragments)
         self._codec_state = w.codec_state(method.codec, "sync")
-        self._unsent = Unsent(w, method.codec)
+        self._unsent = Unsent(w, method.codec, outer, memory or {})
         self._pending: Op[PendingSync] | None = None
         self._has_stepped = False
         if self._own.pending:
@@ -227,7 +227,7 @@ class SyncRounds:
         vote = SyncVote(weight, float(w.cursor.has_data(w.cursor.step + 1)), rank=w.rank)
         is_lost = w.batch.nonfinite != "pass" and not is_sound and not delta.isfinite().all()
         if any(await w.learner.sum_over_stages([float(is_lost)])):
-            self._leave_out(pending, vote)
+            leave_out(w, pending, vote)
         loss_sum, loss_steps = self._own.losses
         has_data = float(w.cursor.has_data(w.cursor.step))
         stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr, has_data)
@@ -240,18 +240,6 @@ class SyncRounds:
         self._pending = w.endpoint.run_collectives(
             lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state), kind="mean"
         )
-
-    def _leave_out(self, pending: PendingSync, vote: SyncVote) -> None:
-        """This worker's parameters are not finite: the mean of the others replaces them, unless the run must stop."""
-        w = self.w
-        stops = float(w.batch.nonfinite == "stop")
-        vote.weight = 0.0
-        vote.bad = stops
-        vote.bad_rank = w.rank * stops
-        pending.vector.zero_()
-        pending.is_lost = True
-        text = f"rank {w.rank} has NaN or infinity in its parameters after step {w.cursor.step}: they do not count"
-        warnings.warn(NonFiniteReplica(text), stacklevel=3)
 
     async def _exchange(
         self,
@@ -307,7 +295,9 @@ class SyncRounds:
             refuse(pending, w.batch.nonfinite)
         if bad or result is None:
             if not (bad or pending.going_on):  # The last sync is empty: no worker has moved since the one before.
-                self._unsent.give_up(w.params, self._m.anchor, self.fragments[pending.fragment])
+                where = self.fragments[pending.fragment]
+                if self._unsent.forget(where):
+                    w.params[where] = self._m.anchor[where]
             return None
         pending.check_rates(w.endpoint.ranks)
         result = replace(result, divergence=divergence, time=time / stages)
@@ -319,18 +309,22 @@ class SyncRounds:
         """Move the anchor, the parameters, the optimizer's state and the buffers."""
         w = self.w
         where = self.fragments[pending.fragment]
-        is_alone = w.workers == 1
+        is_alone = len(pending.replies) == 1  # When the sync began: others may have left since, or joined.
         params = w.params[where]
         anchor = self._m.anchor[where]
         snapshot = None if pending.is_lost else pending.snapshot
         if self._outer is not None:
-            self._outer(anchor, pending.vector, where, result)
+            self._outer(self.memory, anchor, pending.vector, where, result)
             go_to(anchor, params, snapshot)
-        elif is_alone:  # One worker's own mean changes nothing, not even by rounding.
+        elif is_alone and w.workers == 1 and not self._unsent.is_held(where):
+            # One worker's own mean changes nothing, not even by rounding.
             anchor.add_(pending.vector)
         else:  # What was learnt while the sync was in flight stays on top of it.
             merge(anchor, pending.vector, params, snapshot)
-        self._unsent.put_into(params, where, self._codec_state, goes_on=bool(pending.going_on))
+        if pending.going_on:
+            self._unsent.put_into(params, where, self._codec_state, pending.share(w.workers), result)
+        else:
+            self._unsent.forget(where)
         if self.method.optimizer_state == "reset":
             w.learner.optimizer.state.clear()
         elif not is_alone:
@@ -339,6 +333,18 @@ class SyncRounds:
             received = [SyncStats.unpacked(reply) for reply in pending.replies]
             since = None if pending.is_lost else pending.buffers
             w.learner.flat.set_buffers([b for _, b in received], [stats.weight for stats, _ in received], since=since)
+
+
+def leave_out(w: Replica, pending: PendingSync, vote: SyncVote) -> None:
+    """This worker's parameters are not finite: the mean of the others replaces them, unless the run must stop."""
+    stops = float(w.batch.nonfinite == "stop")
+    vote.weight = 0.0
+    vote.bad = stops
+    vote.bad_rank = w.rank * stops
+    pending.vector.zero_()
+    pending.is_lost = True
+    text = f"rank {w.rank} has NaN or infinity in its parameters after step {w.cursor.step}: they do not count"
+    warnings.warn(NonFiniteReplica(text), stacklevel=3)
 
 
 def distance_in(params: Tensor, anchor: Tensor, delta: Tensor, start: int, part: slice) -> float:

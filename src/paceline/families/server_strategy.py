@@ -70,7 +70,14 @@ class ServerStrategy(Strategy):
         return Free()
 
     def store(self, w: Replica) -> Store:
-        return Store(w, codec=self.codec, pulls=self.pulls, is_scheduled=not self.needs.optimizer)
+        rule = self.shard_rule(w.endpoint.layout.workers)
+        return Store(
+            w,
+            codec=self.codec,
+            pulls=self.pulls,
+            is_scheduled=not self.needs.optimizer,
+            weighs_samples=rule.weighs_samples,
+        )
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)

@@ -103,6 +103,10 @@ class PendingSync:
                     f"rate.  {COMMON_SCHEDULE}"
                 )
 
+    def share(self, workers: int) -> float:
+        """This worker's share of the mean; of a resumed sync, which had other workers, an equal part of their share."""
+        return 0.0 if self.is_lost else self.samples / self.weight * (len(self.replies) / workers)
+
     def saved(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 

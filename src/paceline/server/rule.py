@@ -68,6 +68,11 @@ class Rule(Checked):
         """The memory as plain values, to be loaded in another run."""
         return plain_memory(m)
 
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether an update counts for as much as it has samples: then what codecs leave out is weighed so too."""
+        return False
+
     def _check(self, is_right: bool, **given: Any) -> None:
         if not is_right:
             settings = ", ".join(f"{name}={value!r}" for name, value in given.items())

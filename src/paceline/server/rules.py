@@ -201,6 +201,10 @@ class Wrapper(Rule):
     def is_elementwise(self) -> bool:
         return self.works_elementwise and self.rule.is_elementwise
 
+    @property
+    def weighs_samples(self) -> bool:
+        return self.rule.weighs_samples
+
     def flush(self, value: Tensor, m: Slot) -> bool:
         return self.rule.flush(value, m.inner)
 
@@ -302,6 +306,10 @@ class Quorum(Wrapper):
         m.rate += (push.rate - m.rate) * (push.samples / m.weight)
         m.srcs.append(push.src)
         return self.tick(value, m, push.time, push.workers)
+
+    @property
+    def weighs_samples(self) -> bool:
+        return True
 
     def due(self, m: Slot) -> float | None:
         return m.until

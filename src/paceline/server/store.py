@@ -32,6 +32,9 @@ class Store:
 
     Where the shards' rules take the steps, `is_scheduled`: each push carries the factor that the worker's schedule puts
     on the learning rate.  Steps of the worker's own optimizer contain it already.
+
+    What the codec has left out of an update is added to the next one.  Where the shards' rule weighs updates by their
+    samples, `weighs_samples`, it still counts for the samples of the update that it was left out of.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class Store:
         codec: Codec | None = None,
         pulls: Codec | None = None,
         is_scheduled: bool = False,
+        weighs_samples: bool = False,
     ) -> None:
         self.replica = replica
         self.is_scheduled = is_scheduled
+        self.weighs_samples = weighs_samples
         self.endpoint = replica.endpoint
         self.shards = list(self.endpoint.layout.server_ranks)
         if len(self.shards) > replica.params.numel():
@@ -72,8 +77,8 @@ class Store:
         return self._value
 
     def unsent(self) -> Tensor | None:
-        """What the codec has left out of this worker's updates; None if it keeps nothing."""
-        return None if self._codec_state is None else self._codec_state.unsent()
+        """What the codec has left out of this worker's updates, times their weight; None if it keeps nothing."""
+        return None if self._codec_state is None else self._codec_state.undelivered(1.0)
 
     def pull(self, into: Tensor | None = None) -> Op[Tensor]:
         """The current parameters of the shards; in `value`, or copied `into` another vector."""
@@ -180,19 +185,26 @@ class Store:
         factor = self._rate() if rate is None else rate
         updates: list[Update] = []
         for where, version in zip(self.slices, self.versions, strict=True):
-            data, mine = self._encoded(update, where, runs)
+            data, mine = self._encoded(update, where, runs, seen)
             updates.append(of(data, version, seen, done, mine, factor))
         return self._client.numbered(updates)
 
     def _rate(self) -> float:
         return self.replica.cursor.rate if self.is_scheduled else 1.0
 
-    def _encoded(self, update: Tensor, where: slice, runs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _encoded(self, update: Tensor, where: slice, runs: Tensor | None, samples: int) -> tuple[Tensor, Tensor | None]:
         """A shard's part of an update, and with `runs` the positions of its values."""
         if runs is not None:
             mine = within(runs, where)
             return update[where][positions(mine)], mine
-        return update[where] if self._codec_state is None else self._codec_state[where].encode(update[where]), None
+        if self._codec_state is None:
+            return update[where], None
+        state = self._codec_state[where]
+        if not samples:  # Shards do not apply it, so it must not take the residual with it.
+            return state.encode_zero(where.stop - where.start, update.device), None
+        if self.weighs_samples:
+            state.weigh(samples)
+        return state.encode(update[where]), None
 
     async def _ask(self, requests: Sequence[Request], into: Tensor | None) -> Tensor:
         await self._client.send(requests)

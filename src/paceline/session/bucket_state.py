@@ -21,7 +21,7 @@ from paceline.state import ResizeRule
 from paceline.stripes import stripe_of
 
 # The slots of a codec's state that are not simply one value for each value of the bucket.
-RESIDUALS = "residuals"  # Fields `residual`, `shares`, and `owner_residual` if the codec is reduced by stripes.
+RESIDUALS = "residuals"  # Fields `residual`, `shares`; `owner_residual` if reduced by stripes; DGC's `velocity`.
 MESSAGES = "messages"  # Field `count`, of messages that drew random numbers.
 SETTINGS = "settings"  # Field `adapted`, by the part of the bucket.
 FACTORS = "factors"  # PowerSGD's, by matrix.
@@ -173,9 +173,9 @@ class BucketStates:
             self._saved_settings[state.names] = state.settings
 
     def _follow_share(self, share: float) -> None:
-        """Bring residuals of a run with another number of ranks into units of this rank's share."""
+        """Bring residuals and velocities of a run with another number of ranks into units of this rank's share."""
         if self._share not in (None, share):
-            for key in [key for key in self._saved if key.startswith("residual.")]:
+            for key in [key for key in self._saved if key.startswith(("residual.", "velocity."))]:
                 self._saved[key] = self._saved[key] * (self._share / share)
         self._share = share
 

@@ -13,11 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from paceline.codecs.shares import followed
 from paceline.families.server_strategy import ServerStrategy
 from paceline.needs import Needs
 from paceline.op import Op
+from paceline.server.rule import Push as Update
 from paceline.server.rules import Momentum, Quorum, Rule, Sgd
 from paceline.server.store import Store
+from paceline.state import Slot
 from paceline.worker.replica import Replica
 
 
@@ -49,13 +52,16 @@ class AsyncDiLoCo(ServerStrategy):
         self.shard_rule(1)
 
     def shard_rule(self, workers: int) -> Rule:
-        outer = Momentum(self.rate, self.momentum, self.nesterov) if self.momentum else Sgd(self.rate)
-        return Quorum(outer, self.quorum, self.grace)
+        return Quorum(self.outer(), self.quorum, self.grace)
+
+    def outer(self) -> Rule:
+        """The outer optimizer of the shards."""
+        return Momentum(self.rate, self.momentum, self.nesterov) if self.momentum else Sgd(self.rate)
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
         w.params.copy_(await store.pull())
-        outer = OuterExchange(w, store)
+        outer = OuterExchange(w, store, self.outer())
         while await store.next(before_waiting=outer.push_and_merge):
             await w.local_step()
             store.count_step()
@@ -74,30 +80,41 @@ class OuterExchange:
     """A worker's exchanges with the shards.
 
     `base` is the shards' model that the worker merged last, `snapshot` its parameters at its last push, and `in_flight`
-    the exchange whose answer it has not merged yet.  `unsent` is the codec's residual, which stays in the worker's
-    parameters until it is sent: see `paceline.families.unsent`.
+    the exchange whose answer it has not merged yet.  `effect` is what the outer optimizer would make of `unsent`, which
+    the codec has left out.  Divided by the worker's weight, it stays in its parameters as `offset`: see
+    `paceline.families.unsent`.
     """
 
-    def __init__(self, w: Replica, store: Store) -> None:
+    def __init__(self, w: Replica, store: Store, outer: Rule) -> None:
         self.w = w
         self.store = store
         self.base = w.params.clone()
         self.snapshot = w.params.clone()
+        self.outer = outer
         self.unsent = torch.zeros_like(w.params)
+        self.effect = torch.zeros_like(w.params)
+        self.offset = torch.zeros_like(w.params)
+        self.weight: float | None = None  # The samples of a push; it follows a smaller push slowly.
+        self.memory = Slot(**outer.memory(self.effect))
         self.in_flight: Op[Tensor] | None = None
 
     def push(self) -> None:
         """Push the delta since `base`, and do not wait for the answer."""
-        delta = self.base - self.snapshot.copy_(self.w.params) - self.unsent
-        self.in_flight = self.store.exchange(delta, self.store.unpushed.take())
+        delta = self.base - self.snapshot.copy_(self.w.params) + self.offset
+        if samples := self.store.unpushed.take():
+            self.weight = followed(self.weight, samples)
+        self.in_flight = self.store.exchange(delta, samples)
 
     async def merge(self) -> None:
         """Continue from the shards' model, plus what this worker has learnt since its push."""
         if self.in_flight is not None:
             self.base.copy_(await self.in_flight)
             self.w.params.add_(self.base - self.snapshot)
-            if (residual := self.store.unsent()) is not None:
-                self.w.params.sub_(self.unsent.copy_(residual))
+            if (unsent := self.store.unsent()) is not None and self.weight:
+                change = unsent - self.unsent
+                self.unsent.copy_(unsent)
+                self.outer.apply(self.effect, change.to(self.effect.dtype), self.memory, Update())
+                self.w.params.add_(torch.div(self.effect, self.weight, out=self.offset))
             self.in_flight = None
 
     async def push_and_merge(self) -> None:

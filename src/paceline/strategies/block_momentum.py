@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import partial
 from math import exp, log
 from typing import Literal
 
@@ -73,13 +72,13 @@ class BlockMomentum(Averaging):
             self._warn(w, samples)
 
         anchor = wide(w.params)
-        m = w.state("outer", model=anchor, delta=torch.zeros_like(anchor))
-        w.published = m.model
-        outer = partial(self.outer, m)
+        memory = {"model": anchor, "delta": torch.zeros_like(anchor)}
         # Alone, by default, there is nothing to filter, and a reset would only hurt: it is plain training.
         is_plain = w.workers == 1 and self.rate == 1 and not self.momentum_of(1, samples=1.0)
         method = replace(self, optimizer_state="keep") if is_plain else self
-        await SyncRounds(w, method, period=self.period, samples=samples, outer=outer).train()
+        rounds = SyncRounds(w, method, period=self.period, samples=samples, outer=self.outer, memory=memory)
+        w.published = rounds.memory.model
+        await rounds.train()
 
     def outer(self, m: Slot, anchor: Tensor, block: Tensor, where: slice, sync: SyncResult) -> None:
         """Filter the mean delta of a block.  The next block starts from the new model, or with Nesterov ahead of it."""

@@ -8,7 +8,6 @@ With `delay`, the next steps start before an exchange has ended.  With rate 1 an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,9 +59,9 @@ class DiLoCo(Averaging):
             raise ValueError(f"DiLoCo(rate={self.rate}): the outer learning rate must be positive")
 
     async def worker(self, w: Replica) -> None:
-        m = w.state("outer", velocity=torch.zeros_like(wide(w.params)))
-        outer = partial(self.outer, m)
-        await SyncRounds(w, self, period=self.period, outer=outer, fragments=self.fragments).train()
+        memory = {"velocity": torch.zeros_like(wide(w.params))}
+        rounds = SyncRounds(w, self, period=self.period, outer=self.outer, memory=memory, fragments=self.fragments)
+        await rounds.train()
 
     def outer(self, m: Slot, anchor: Tensor, mean: Tensor, where: slice, sync: SyncResult) -> None:
         """Move the anchor by an outer step, with the mean delta as the gradient."""

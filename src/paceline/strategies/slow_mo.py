@@ -8,7 +8,6 @@ PeriodicAveraging.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,8 +42,8 @@ class SlowMo(Averaging):
             raise ValueError(f"SlowMo(rate={self.rate}): the slow learning rate must be positive")
 
     async def worker(self, w: Replica) -> None:
-        m = w.state("outer", slow=torch.zeros_like(wide(w.params)))
-        await SyncRounds(w, self, period=self.period, outer=partial(self.outer, m)).train()
+        memory = {"slow": torch.zeros_like(wide(w.params))}
+        await SyncRounds(w, self, period=self.period, outer=self.outer, memory=memory).train()
 
     def outer(self, m: Slot, anchor: Tensor, mean: Tensor, where: slice, sync: SyncResult) -> None:
         """Move the anchor by the slow momentum, which is kept in units of the learning rate."""

@@ -104,9 +104,7 @@ class Replica:
 
     def step(self, g: Tensor, by: Callable[[Tensor], None] | None = None) -> Op[None]:
         """A step of the user's optimizer, with `g` as the gradient; or by the function `by`, in place of it."""
-        if self.batch.fault is not None and self.batch.refuses():
-            return self.learner.skip(self)
-        if not self.batch.update_samples:
+        if (self.batch.fault is not None and self.batch.refuses()) or not self.batch.update_samples:
             return self.learner.skip(self)
         return self.learner.step(self, g, by)
 
