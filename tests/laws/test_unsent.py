@@ -175,7 +175,7 @@ def test_outer_momentum_does_not_amplify_what_was_not_sent(strategy: Any, monkey
     It starts at a height of 66; without a codec, it ends at 0.1 and 0.2.  With their own residuals alone, without their
     effect and without what they leave out as owners, DiLoCo would end at 8.3.
     """
-    one_bit = replace(strategy, codec=OneBit(bucket=512))
+    one_bit = replace(strategy, codec=OneBit(512, "zero"))
     assert height(one_bit) < 0.6
     monkeypatch.setattr(Unsent, "put_into", lambda *_, **__: None)
     assert height(one_bit) > 80
@@ -183,7 +183,7 @@ def test_outer_momentum_does_not_amplify_what_was_not_sent(strategy: Any, monkey
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_worker_of_asynchronous_diloco_keeps_what_it_has_not_sent(delay: int, monkeypatch: pytest.MonkeyPatch):
-    one_bit = AsyncDiLoCo(period=4, delay=delay, codec=OneBit(bucket=512))
+    one_bit = AsyncDiLoCo(period=4, delay=delay, codec=OneBit(512, "zero"))
     assert height(one_bit) < 0.6
     monkeypatch.setattr(Store, "unsent", lambda _: None)
     assert height(one_bit) > 80
