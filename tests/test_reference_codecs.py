@@ -100,15 +100,15 @@ for setting, (codec, code, source) in TWO_LEVELS.items():
 @compared(
     pl.AllReduceSGD(codec=OneBit()),
     "1-bit SGD",
-    "a unit for each output: rows of 70 and a bias, momentum 0.9",
+    "a unit for each output: rows of 130 and a bias, momentum 0.9",
     SEIDE,
     reason=ON_THE_WIRE,
 )
 def _(strategy: pl.Strategy) -> float:
     """An owner's stripe is whole words of 32 bits, and cuts a row into two units."""
-    problem = linear(sgd(lr=0.002, momentum=0.9), 3, steps=12, inputs=70, outputs=6)
+    problem = linear(sgd(lr=0.002, momentum=0.9), 3, steps=12, inputs=130, outputs=6)
     numel = len(problem.start)
-    cuts = {70 * i for i in range(1, 7)} | {stripe_of(i, numel, 3, unit=32).start for i in (1, 2)}
+    cuts = {130 * i for i in range(1, 7)} | {stripe_of(i, numel, 3, unit=32).start for i in (1, 2)}
     code = partial(codes.by_cuts, codes.one_bit, cuts=sorted(cuts))
     return problem.compare(strategy, gradients.two_levels, Sgd(0.002, 0.9), code)
 

@@ -15,6 +15,7 @@ import torch
 import paceline as pl
 from paceline.codecs import OneBit
 from paceline.families.topology import Exponential, RandomPairs, Ring
+from paceline.stripes import stripe_of
 from tests.reference import sync_averaging as averaging
 from tests.reference import sync_gradients as gradients
 from tests.reference.harness import classes, relative, sgd, sync_steps
@@ -29,6 +30,11 @@ DL4J = "DL4J overview"
 ADPSGD = "Jiang & Agrawal"
 ON_THE_WIRE = "values travel in single precision; the reference rounds them too"
 SMALL = partial(by_buckets, one_bit, bucket=64)
+
+
+def stripes(numel: int, workers: int) -> list[slice]:
+    """Which values of a mean each worker owns: whole buckets of 64."""
+    return [stripe_of(i, numel, workers, unit=64) for i in range(workers)]
 
 
 # Plain sums.
@@ -142,7 +148,7 @@ def _(strategy: pl.Strategy) -> float:
 )
 def _(strategy: pl.Strategy) -> float:
     problem = classes(sgd(lr=0.1, momentum=0.9), 3, steps=30, numel=200)
-    return problem.compare(strategy, averaging.coded_averaging, lambda: Sgd(0.1, 0.9), 3, SMALL)
+    return problem.compare(strategy, averaging.coded_averaging, lambda: Sgd(0.1, 0.9), 3, SMALL, stripes(200, 3))
 
 
 for setting, ours, theirs in (
@@ -263,7 +269,8 @@ def _(strategy: pl.Strategy) -> float:
 )
 def _(strategy: pl.Strategy) -> float:
     problem = classes(sgd(lr=0.1), 3, steps=30, numel=200)
-    return problem.compare(strategy, averaging.coded_averaging, lambda: Sgd(0.1), 3, SMALL, rate=0.7, momentum=0.9)
+    settings = {"stripes": stripes(200, 3), "rate": 0.7, "momentum": 0.9}
+    return problem.compare(strategy, averaging.coded_averaging, lambda: Sgd(0.1), 3, SMALL, **settings)
 
 
 @compared(pl.SlowMo(period=4, momentum=0.6, rate=0.9), "SlowMo", "period 4, a drop of the rate", "Wang et al. 2020")

@@ -281,6 +281,8 @@ def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
         return True, value if isinstance(value, (int, float)) else kind(cast("Any", value))
     if origin is Literal:
         return any(isinstance(value, type(choice)) for choice in get_args(kind)), value
+    if origin is list and isinstance(value, list):
+        return _fit_items(value, get_args(kind))[0], value  # The list itself: the caller may add to it.
     if origin in (tuple, list, Sequence):
         return _fit_items(value, [k for k in get_args(kind) if k is not Ellipsis])
     if origin is Callable:

@@ -94,7 +94,10 @@ def test_list_of_one_strategy_shows_only_that_one():
             "BlockMomentum(momentum=1.0): block momentum lies in [0, 1)",
         ),
         (lambda: registry.strategy("parameter-server", servers=0), "ParameterServer(servers=0): at least 1 shard"),
-        (lambda: registry.codec("one-bit", bucket=12), "OneBit(bucket=12): the bucket size is a multiple of 32"),
+        (
+            lambda: registry.codec("one-bit", bucket=12),
+            "OneBit(bucket=12, threshold='mean'): the bucket size is a multiple of 32",
+        ),
         (lambda: registry.rule("sgd", lr=0), "Sgd(lr=0): the learning rate must be positive"),
     ],
 )

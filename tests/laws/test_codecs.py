@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -343,7 +343,7 @@ def test_one_bit_sends_one_bit_per_value_and_two_means_per_bucket():
 
 @pytest.mark.parametrize("bucket", [0, 8, -32, 48])
 def test_one_bit_rejects_a_bucket_that_is_not_a_multiple_of_32(bucket: int):
-    with pytest.raises(ValueError, match=rf"OneBit\(bucket={bucket}\)"):
+    with pytest.raises(ValueError, match=rf"OneBit\(bucket={bucket}, "):
         OneBit(bucket=bucket)
 
 
@@ -376,7 +376,22 @@ def test_one_bit_keeps_every_sign(values: list[float]):
     x = torch.tensor(
         [v if abs(v) > 1e-30 else 0.0 for v in values]
     )  # The mean of smaller ones may vanish, and their sign with it.
-    assert torch.equal(decoded(OneBit(), x) >= 0, x >= 0)
+    assert torch.equal(decoded(OneBit(threshold="zero"), x) >= 0, x >= 0)
+
+
+@given(numel=st.integers(2, 512), values=moderate(least=2, most=2), seed=st.integers(0, 9))
+def test_one_bit_is_exact_for_two_different_values_of_any_sign(numel: int, values: list[float], seed: int):
+    """Up to the rounding of sums.  A threshold of zero gives two values of one sign the same mean."""
+    chosen = torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < 0.5
+    low, high = sorted(values)
+    assume(high - low > 1e-3 * max(abs(low), abs(high)) and chosen.any() and not chosen.all())
+    x = torch.where(chosen, low, high)
+    assert torch.allclose(decoded(OneBit(), x), x, rtol=1e-5, atol=1e-5 * max(abs(low), abs(high)))
+
+
+def test_a_threshold_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match=r"threshold='median'\): the threshold of a unit is 'mean' or 'zero'"):
+        OneBit(threshold="median")
 
 
 @every_size
@@ -384,8 +399,9 @@ def test_one_bit_keeps_every_sign(values: list[float]):
 def test_a_bucket_of_one_sign_leaves_the_other_level_unused(numel: int, sign: float):
     """All decode as their mean; padding does not change it."""
     x = sign * (numbers(numel, dtype=torch.float32).abs() + 0.5)
-    data = OneBit().encode(x)
-    means = data[: 8 * OneBit().scales(numel)].view(torch.float32).view(-1, 2)
+    codec = OneBit(threshold="zero")
+    data = codec.encode(x)
+    means = data[: 8 * codec.scales(numel)].view(torch.float32).view(-1, 2)
     assert not means[:, 0 if sign > 0 else 1].count_nonzero()
     for b, part in enumerate(x.split(512) if numel else ()):
         assert means[b, int(sign > 0)].item() == pytest.approx(part.double().mean().item(), rel=1e-5)

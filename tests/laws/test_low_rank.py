@@ -265,7 +265,9 @@ def test_all_factors_travel_in_two_exchanges_and_small_tensors_with_the_first(tm
 
 def test_a_codec_state_without_factors_raises(tmp_path: Path):
     async def law(endpoint: Any) -> Any:
-        with pytest.raises(TypeError, match=r"ErrorFeedback of OneBit\(bucket=None\): only PowerSGD's"):
+        with pytest.raises(
+            TypeError, match=r"ErrorFeedback of OneBit\(bucket=None, threshold='mean'\): only PowerSGD's"
+        ):
             await mean_by_factors(endpoint, torch.zeros(9), SyncVote(1.0), ErrorFeedback(OneBit(), torch.zeros(9)))
 
     SIMULATOR(tmp_path, 2, law)

@@ -213,5 +213,5 @@ def test_a_skipped_step_does_not_lose_the_residual():
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"nonfinite='ignore'.*'skip', 'stop' and 'pass'"):
+    with pytest.raises(ValueError, match=r"nonfinite='ignore'.*'skip', 'stop', 'pass'"):
         simulate(task_with_bad_samples(), AllReduceSGD(), Cluster(workers=2), nonfinite="ignore")  # pyright: ignore

@@ -77,27 +77,52 @@ def delayed_averaging(w, batches, gradient, optimizer, period, delay):
     return mean
 
 
-def coded_averaging(w, batches, gradient, optimizer, period, code, *, rate=1.0, momentum=0.0):
+class Nesterov:
+    """An outer step: what a displacement makes of the model."""
+
+    def __init__(self, rate, momentum):
+        self.rate = rate
+        self.momentum = momentum
+        self.u = 0.0
+
+    def step(self, delta):
+        self.u = self.momentum * self.u + delta
+        return self.rate * (delta + self.momentum * self.u)
+
+
+def coded_averaging(w, batches, gradient, optimizer, period, code, stripes, *, rate=1.0, momentum=0.0):
     """Workers send their displacements by a code with feedback on two levels.
 
-    A worker starts from the common model plus its own residual, so its next displacement contains the residual once.
-    The mean moves the common model, by an outer Nesterov step if there is a momentum.
+    The mean moves the common model, by an outer Nesterov step if there is a momentum.  Worker i then starts from the
+    common model plus `ahead[i]`: what the outer steps would have made of what it has not sent, its own residual and
+    that of the stripe that it owns, in units of its own model.
     """
-    workers = Workers(w, len(batches[0]), gradient, optimizer)
-    of_owners = np.zeros_like(w)
-    u = np.zeros_like(w)
+    n = len(batches[0])
+    workers = Workers(w, n, gradient, optimizer)
+    outer = Nesterov(rate, momentum)
+    own = [Nesterov(rate, momentum) for _ in range(n)]
+    of_owners, *residuals = (np.zeros_like(w) for _ in range(n + 1))
+    unsent, effects, ahead = ([np.zeros_like(w) for _ in range(n)] for _ in range(3))
     for k, parts in enumerate(batches):
         workers.step(parts)
-        if (k + 1) % period == 0:
-            wanted = [v - w for v in workers.w]
-            sent = [code(d) for d in wanted]
-            mean = weighted_mean(sent, workers.counts) + of_owners
-            delta = code(mean)
-            of_owners = mean - delta
-            u = momentum * u + delta
-            w = w + rate * (delta + momentum * u)
-            workers.restart(w)
-            workers.w = [w + d - s for d, s in zip(wanted, sent, strict=True)]
+        if (k + 1) % period:
+            continue
+        wanted = [v - w - a + r for v, a, r in zip(workers.w, ahead, residuals, strict=True)]
+        sent = [code(d) for d in wanted]
+        mean = weighted_mean(sent, workers.counts) + of_owners
+        delta = code(mean)
+        of_owners = mean - delta
+        w = w + outer.step(delta)
+        for i, count in enumerate(workers.counts):
+            share = count / sum(workers.counts)
+            residuals[i] = wanted[i] - sent[i]
+            now = share * residuals[i]
+            now[stripes[i]] += of_owners[stripes[i]]
+            effects[i] = effects[i] + own[i].step(now - unsent[i])
+            unsent[i] = now
+            ahead[i] = effects[i] / share
+        workers.restart(w)
+        workers.w = [w + a for a in ahead]
     return w
 
 
