@@ -17,7 +17,7 @@ import torch
 
 from paceline.codecs.layout import LANES
 
-SHORTEST = 128  # Shorter rows are joined, up to this many values at least: two means take as much as 64 bits.
+SHORTEST = 64  # Shorter rows are joined, up to this many values at least: two means take as much as 64 bits.
 LONGEST = 1024  # Longer rows are split.
 
 Rows = tuple[tuple[int, int], ...]
@@ -79,7 +79,7 @@ def units_of(rows: Rows) -> Units:
     """The units of these rows.
 
     >>> units_of(((5, 40), (1, 10), (2, 784), (1, 1500))).starts.tolist()
-    [0, 160, 200, 210, 994, 1778, 2546, 3278]
+    [0, 80, 160, 200, 210, 994, 1778, 2546, 3278]
     """
     parts = [np.array(_lengths(count, length), np.int64) for count, length in rows]
     lengths = np.concatenate([np.zeros(1, np.int64), *parts])
