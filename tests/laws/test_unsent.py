@@ -90,6 +90,16 @@ def test_the_anchor_and_the_effect_of_what_is_not_sent_are_the_anchor_without_a_
     assert close(weighted_offsets(coded), effect(coded.states), rtol=1e-9)
 
 
+def test_what_is_not_sent_does_not_count_as_a_spread_of_the_workers():
+    """No worker moves after the first sync, so its distance to the mean is the length of the mean that is sent late."""
+    task = replace(slopes(steps=12), schedule=lambda step: 1.0 if step < 2 else 0.0)
+    one_bit = PeriodicAveraging(period=2, codec=OneBit())
+    first, second = (simulate(task, one_bit, Cluster(workers=3), stop_at=k) for k in (3, 5))
+    late = float((anchor(second) - anchor(first)).square().sum())
+    assert late > 0
+    assert second.trace.syncs[-1].divergence == pytest.approx(late, rel=1e-9)
+
+
 class ByHost(DiLoCo):
     """Three workers on one host, and one on another."""
 

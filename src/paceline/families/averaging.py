@@ -266,7 +266,8 @@ class SyncRounds:
             return pending
         where = self.fragments[pending.fragment]
         params = self.w.params[where] if pending.snapshot is None else pending.snapshot
-        measure = partial(distance_in, params, self._m.anchor[where], pending.vector, where.start)
+        start = self._unsent.start(self._m.anchor[where], where)
+        measure = partial(distance_in, params, start, pending.vector, where.start)
         distance = self.w.learner.flat.counted_once(measure, where)
         stats = stats._replace(squared_distance=distance, state_vectors=float(len(pending.state_names)))
         message = stats.packed(buffers)

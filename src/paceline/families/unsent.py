@@ -66,6 +66,10 @@ class Unsent:
         if self._offset is not None:
             delta.sub_(self._offset[where])
 
+    def start(self, anchor: Tensor, where: slice) -> Tensor:
+        """Where this worker has started since the last sync; how far it has gone is measured from there."""
+        return anchor if self._offset is None else anchor + self._offset[where]
+
     def is_held(self, where: slice) -> bool:
         """Whether there is anything in the slice `where`."""
         return self._offset is not None and bool(self._offset[where].count_nonzero())
