@@ -40,7 +40,7 @@ def codec(name: str, **settings: Any) -> Codec:
     """A codec by its name.
 
     >>> codec("one-bit")
-    OneBit(bucket=None)
+    OneBit(bucket=None, threshold='mean')
     """
     return _named("codec", CODECS, name, settings)
 
