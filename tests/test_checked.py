@@ -169,8 +169,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "Task(optimizer=...): the function must return Optimizer, and it returned (": lambda: simulate(
         task(optimizer=lambda parameters: (1, 2)), AVERAGING, FOUR
     ),
-    "Task(schedule=<StepLR>): schedule is a function from a step": lambda: task(schedule=SCHEDULER),
-    "Task(schedule=StepLR): schedule is a function from a step": lambda: task(schedule=torch.optim.lr_scheduler.StepLR),
+    "Task(schedule=<StepLR>): schedule is a Schedule, or a": lambda: task(schedule=SCHEDULER),
+    "Task(schedule=StepLR): schedule is a Schedule, or a": lambda: task(schedule=torch.optim.lr_scheduler.StepLR),
     "Task(data=<Tensor>): data is a sequence of equally long tensors": lambda: task(data=X),
     "Task(data=<TensorDataset>): data is a sequence of equally long": lambda: task(data=TensorDataset(X)),
     "Task(data=<DataLoader>): data is a sequence of equally long": lambda: task(data=DataLoader(TensorDataset(X))),

@@ -31,6 +31,7 @@ ROOMS = [
     "stripes",
     "aliases",
     "checked",
+    "training",
     "trace",
     "needs",
     "slot_values",

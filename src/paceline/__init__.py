@@ -27,6 +27,7 @@ from paceline.strategies import *  # noqa: F403
 from paceline.strategy import Strategy
 from paceline.task import Task
 from paceline.trace import Trace
+from paceline.training import AutoAdjust, AutoBatch, GrowingBatch, PerSample, Scaling, Schedule
 from paceline.worker.batch import NonFiniteGradient
 from paceline.worker.plan import Plan
 from paceline.worker.replica import Replica
@@ -40,12 +41,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoAdjust",
+    "AutoBatch",
     "Averaging",
     "Cluster",
     "ClusterError",
     "Compute",
     "Constant",
     "Faults",
+    "GrowingBatch",
     "Link",
     "LogNormal",
     "Measured",
@@ -55,11 +59,14 @@ __all__ = [
     "NonFiniteReplica",
     "Op",
     "PeerLost",
+    "PerSample",
     "Plan",
     "Replica",
     "Reply",
     "Request",
     "Run",
+    "Scaling",
+    "Schedule",
     "ServerStrategy",
     "Session",
     "Shard",

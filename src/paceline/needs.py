@@ -84,6 +84,7 @@ class Offers:
     equal_start: bool = True  # All ranks build the same initial model.
     fixed_workers: bool = True  # No worker joins, leaves or dies, and no message is lost.
     unbroken: bool = True  # The run is neither stopped early nor resumed.
+    controlled: bool = False  # The run decides something between epochs, at which all workers stand at one step.
     stages: int = 1  # The number of processes that hold one replica of the model.
     whole_tensors: bool = True  # A rank holds whole tensors, not parts of them (torch's DTensor).
 
@@ -92,7 +93,13 @@ class Offers:
         """What a driver offers that trains a Task."""
         known: list[Length] = [field for field in get_args(Length) if getattr(task.plan, field) is not None]
         is_global = not task.has_own_data
-        return cls(call, data="a Task with data of each worker's own", global_data=is_global, length=known)
+        return cls(
+            call,
+            data="a Task with data of each worker's own",
+            global_data=is_global,
+            length=known,
+            controlled=task.is_controlled,
+        )
 
 
 class Unmet(NamedTuple):
@@ -164,6 +171,12 @@ def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
             "a run without a stop (messages in flight are in no saved state)",
             "a run that is stopped or resumed",
             "use a synchronous method, such as AllReduceSGD or PeriodicAveraging",
+        )
+    if not needs.ordered and offers.controlled:
+        yield Unmet(
+            "a run in which nothing is decided (its workers never stand at the same step)",
+            "a Task with AutoAdjust or AutoBatch",
+            "use a synchronous method, such as AllReduceSGD or BlockMomentum, or a Schedule and a GrowingBatch",
         )
     if not needs.ordered and not offers.whole_tensors:
         yield Unmet(

@@ -26,6 +26,7 @@ class Strategy(Checked):
     servers: int = 0
     coordinators: ClassVar[int] = 0  # How many of the servers, the first ones, hold no part of the model.
     needs: ClassVar[Needs] = Needs()  # A property where it depends on the settings.
+    has_own_momentum: ClassVar[bool] = False  # It takes the steps itself, with a momentum that does not change.
     WITHOUT_CODEC: ClassVar[str] = (  # Why it takes no codec, and what does; for a method without the setting `codec`.
         "it sends its values as they are; AllReduceSGD, the averaging methods and those on servers take a codec"
     )
@@ -44,6 +45,21 @@ class Strategy(Checked):
     @abstractmethod
     async def worker(self, w: Replica) -> None:
         """What one worker does, from its first step to its last."""
+
+    def samples_of_step(self, samples: float, workers: int) -> float:
+        """How many samples stand behind a step of an optimizer, if a minibatch of all workers has `samples`.
+
+        By default a worker steps with its own part.  `Task(scaling=)` sets rate and momentum by this number.
+        """
+        return samples / workers
+
+    def samples_of_rate(self, samples: float, workers: int) -> float:
+        """The same for the learning rate alone.
+
+        It is more where models are averaged as they are: their mean moves by one worker's step in the time in which
+        all workers take one.
+        """
+        return self.samples_of_step(samples, workers)
 
     async def server(self, s: Shard) -> None:
         """What one parameter shard does until all workers have left; only if `servers` is above 0."""

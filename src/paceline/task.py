@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, nan
+from math import isfinite
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +17,17 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.checked import check_settings
 from paceline.state import Resize, StateStore, resize_rule
 from paceline.stripes import stripe_of
+from paceline.training.adjust import AutoAdjust
+from paceline.training.batch_sizes import AutoBatch, BatchPlan, GrowingBatch
+from paceline.training.length import Position
+from paceline.training.scaling import Scaling
+from paceline.training.schedule import Schedule
+from paceline.training.timetable import Timetable
 from paceline.worker.data import Batch, DataOfWorker, GlobalData, OwnData
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.learner import bind_optimizer, evaluates_itself
 from paceline.worker.plan import Plan
+from paceline.worker.rates import Rates
 
 T = TypeVar("T")
 
@@ -38,7 +45,8 @@ INSTEAD = {
     ),
     "schedule": (
         (torch.optim.lr_scheduler.LRScheduler, type),
-        "schedule is a function from a step to a factor on the learning rate; give lambda step: 0.99**step",
+        "schedule is a Schedule, or a function from a step to a factor on the learning rate; give "
+        "Schedule(decay='cosine') or lambda step: 0.99**step",
     ),
     "data": (
         (Tensor, Dataset, DataLoader),
@@ -51,6 +59,10 @@ INSTEAD = {
 class Task:
     """A training job.  `batch` counts the samples of one step over all workers together; give `steps` or `epochs`.
 
+    A `GrowingBatch` or an `AutoBatch` changes that number from epoch to epoch.  `scaling` says for how many samples a
+    step the optimizer's rate and momentum were chosen: they then follow the size of a step.  `adjust` goes back to
+    the best model when the training loss rises.
+
     `data` is a sequence of equally long tensors, which the workers share out.  Or it is a function
     `data(rank, workers)` that gives each worker its own tensors, which no other worker reads; then give `steps`.
     """
@@ -58,13 +70,15 @@ class Task:
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Batch], Tensor]
     data: Sequence[Tensor] | DataOfWorker
-    batch: int
+    batch: int | BatchPlan
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     steps: int | None = None
     epochs: float | None = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     evaluate_every: int | None = None  # steps; None: once an epoch
-    schedule: Callable[[int], float] | None = None  # step: the factor on all learning rates, on servers too
+    schedule: Schedule | Callable[[int], float] | None = None  # The factor on all learning rates, on servers too.
+    scaling: Scaling | None = None
+    adjust: AutoAdjust | None = None
     accumulate: int = 1  # backward passes, each over a part of the worker's samples, that make one gradient
     bucket_bytes: int = BUCKET_BYTES
     seed: int = 0
@@ -77,7 +91,7 @@ class Task:
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): steps and epochs must be at least 0")
         if self.accumulate < 1:
             raise ValueError(f"Task(accumulate={self.accumulate}): a gradient needs at least 1 backward pass")
-        if self.batch < 1:
+        if isinstance(self.batch, int) and self.batch < 1:
             raise ValueError(f"Task(batch={self.batch}): a step needs at least 1 sample")
         if self.evaluate_every is not None and self.evaluate_every < 1:
             raise ValueError(f"Task(evaluate_every={self.evaluate_every}): it counts steps and must be at least 1")
@@ -86,7 +100,32 @@ class Task:
                 f"Task(epochs={self.epochs}) with data of each worker's own: epochs differ from worker to worker; "
                 "give steps"
             )
+        self._check_control()
         assert self.source is not None  # It checks the data.
+
+    def _check_control(self) -> None:
+        """Refuse what does not go together."""
+        needs_epochs = [v for v in (self.adjust, self.batch) if isinstance(v, AutoAdjust | GrowingBatch | AutoBatch)]
+        if needs_epochs and self.has_own_data:
+            raise ValueError(
+                f"Task({type(needs_epochs[0]).__name__}) with data of each worker's own, which has no common epochs: "
+                "give data=[...], which the workers share out"
+            )
+        if isinstance(self.batch, AutoBatch) and self.scaling is None:
+            raise ValueError(
+                f"Task(batch={self.batch}) without scaling: a larger minibatch would change what the learning rate "
+                f"means; give scaling=Scaling(base={self.batch.start})"
+            )
+        if isinstance(self.batch, AutoBatch) and not (self.schedule is None or isinstance(self.schedule, Schedule)):
+            raise ValueError(
+                "Task(batch=AutoBatch(...), schedule=function): the number of a step does not say how far the run "
+                "is; give a Schedule"
+            )
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether the run decides something between epochs."""
+        return self.adjust is not None or isinstance(self.batch, AutoBatch)
 
     @property
     def has_own_data(self) -> bool:
@@ -96,8 +135,15 @@ class Task:
     @cached_property
     def source(self) -> GlobalData | OwnData:
         if callable(self.data):
-            return OwnData(self.data, self.batch, self.seed)
+            return OwnData(self.data, self.first_batch, self.seed)
         return GlobalData(self.data, self.batch, self.seed)
+
+    @property
+    def first_batch(self) -> int:
+        """The samples of the first step."""
+        if isinstance(self.batch, int):
+            return self.batch
+        return self.batch.size(0) if isinstance(self.batch, GrowingBatch) else self.batch.start
 
     @property
     def samples(self) -> int | None:
@@ -106,23 +152,43 @@ class Task:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None if each worker has data of its own."""
-        return self.source.steps_per_epoch if isinstance(self.source, GlobalData) else None
+        """None if each worker has data of its own, or if epochs differ."""
+        if self.samples is None or not isinstance(self.batch, int):
+            return None
+        return -(-self.samples // self.batch)
+
+    def timetable(self, size_of: Callable[[int], int] | None = None) -> Timetable:
+        """Which samples each step reads; `size_of` gives the size of minibatches in an epoch, if a run chooses it."""
+        if self.samples is None:
+            assert self.steps is not None
+            return Timetable(max(1, self.steps) * self.first_batch, lambda epoch: self.first_batch, steps=self.steps)
+        if size_of is None:
+            batch = self.batch
+            size_of = batch.size if isinstance(batch, GrowingBatch) else lambda epoch: self.first_batch
+        return Timetable(self.samples, size_of, steps=self.steps, epochs=self.epochs)
 
     @cached_property
+    def _timetable(self) -> Timetable:
+        return self.timetable()
+
+    @property
     def total_steps(self) -> int:
-        if self.steps is not None:
-            return self.steps
-        assert self.steps_per_epoch is not None
-        return max(1, round((self.epochs or 0) * self.steps_per_epoch))
+        """The steps of the run; with AutoBatch the most that it can take."""
+        return self._timetable.total_steps
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.total_steps, self.steps_per_epoch, self.samples, self.batch)
+        is_fixed = not isinstance(self.batch, AutoBatch)
+        batch = self.batch if isinstance(self.batch, int) else None
+        steps = self.total_steps if is_fixed or self.steps is not None else None
+        timetable = self._timetable if is_fixed and self.samples is not None else None
+        return Plan(steps, self.steps_per_epoch, self.samples, batch, timetable=timetable)
 
-    @cached_property
-    def evaluation_period(self) -> int:
-        return self.evaluate_every or self.steps_per_epoch or max(1, self.total_steps)
+    def is_evaluation_due(self, step: int, timetable: Timetable) -> bool:
+        """Whether the model is evaluated before that step, by default at the start of every epoch but the first."""
+        if self.evaluate is None or not 0 < step < timetable.total_steps:
+            return False
+        return timetable.is_start(step) if self.evaluate_every is None else step % self.evaluate_every == 0
 
     def build(self) -> nn.Module:
         """The initial model, the same on every rank."""
@@ -134,7 +200,21 @@ class Task:
 
     def part(self, step: int, rank: int, workers: int) -> Batch:
         """Worker `rank`'s part of the minibatch of that step; it may be empty."""
-        return self.source.part(step, rank, workers)
+        return self.part_at(step, rank, workers, self._timetable)
+
+    def part_at(self, step: int, rank: int, workers: int, timetable: Timetable) -> Batch:
+        if isinstance(self.source, OwnData):
+            return self.source.part(step, rank, workers)
+        return self.source.part(timetable.place(step), rank, workers)
+
+    def position(self, step: int, timetable: Timetable) -> Position:
+        """How far the run is at a step."""
+        epochs = None if self.samples is None else timetable.epochs_before(step)
+        total = timetable.total_steps
+        whole = self.epochs
+        if whole is None and not isinstance(self.batch, AutoBatch) and epochs is not None:
+            whole = timetable.epochs_before(total)
+        return Position(step, timetable.samples_before(step), epochs, total, whole)
 
     def evaluated(self, model: nn.Module) -> dict[str, float]:
         """The metrics of a model."""
@@ -172,48 +252,49 @@ class Trainee:
                 "workers, or this optimizer in a loop of your own, by attach with PeriodicAveraging"
             )
         self.loss: float | None = None
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.batch_size = task.first_batch  # Of the coming epochs, if the run chooses it.
+        self.timetable = task.timetable((lambda epoch: self.batch_size) if isinstance(task.batch, AutoBatch) else None)
+        self.rates = Rates(
+            self.optimizer,
+            schedule=task.schedule,
+            scaling=task.scaling,
+            is_adjusted=task.adjust is not None,
+            position=lambda step: task.position(step, self.timetable),
+            samples=self.timetable.samples_in,
+            workers=workers,
+        )
+        self.is_trial = False  # Whether the steps are a trial of the run, which no trace shows.
+        self.losses = [
+            0.0,
+            0.0,
+            0.0,
+        ]  # Since the last check: the sum of losses, their samples, and those without a loss.
         self._reads_full_batches = False
         own_seed = (task.seed + 1) * 1_000_003 + stage * workers + rank
         shared_seed = (task.seed + 1) * 1_000_003 - 1 - stage
         self._rng = torch.Generator().manual_seed(own_seed).get_state()
         self._rng_of_all = torch.Generator().manual_seed(shared_seed).get_state()
 
+    @property
+    def plan(self) -> Plan:
+        """What is known about the run before it starts; its timetable is that of this worker."""
+        plan = self.task.plan
+        return plan if plan.timetable is None and plan.steps is not None else replace(plan, timetable=self.timetable)
+
     def has_data(self, step: int) -> bool:
-        return step < self.task.total_steps
-
-    def rate(self, step: int) -> float:
-        """The schedule's factor on the learning rates at that step."""
-        if self.task.schedule is None:
-            return 1.0
-        given: Any = self.task.schedule(step)
-        try:
-            factor = float(given)
-        except (TypeError, ValueError):
-            factor = nan
-        if not 0 <= factor < inf:
-            raise ValueError(
-                f"Task(schedule=...): schedule({step}) is {given!r}, and the factor on the learning rate must be a "
-                "finite number, at least 0"
-            )
-        return factor
-
-    def rates(self, step: int) -> list[float]:
-        """The learning rates of the optimizer's groups at that step."""
-        if self.task.schedule is None:
-            return [group["lr"] for group in self.optimizer.param_groups]
-        factor = self.rate(step)
-        return [rate * factor for rate in self._rates]
+        return step < self.timetable.total_steps
 
     def draw(self, step: int, shard: int | None = None) -> Batch | None:
         """This worker's part of the step's minibatch, or another part `shard`; None if there is none or it is empty."""
         if not self.has_data(step):
             return None
-        for group, rate in zip(self.optimizer.param_groups, self.rates(step), strict=True):
-            group["lr"] = rate
+        self.rates.apply(step)
         mine = self.rank if shard is None else shard
-        whole = self._reads_full_batches
-        part = self.task.part(step, 0, 1) if whole else self.task.part(step, mine, self.workers)
+        rank, workers = (0, 1) if self._reads_full_batches else (mine, self.workers)
+        if self.task.is_controlled:  # The sizes of its minibatches are decided here.
+            part = self.task.part_at(step, rank, workers, self.timetable)
+        else:
+            part = self.task.part(step, rank, workers)
         return part if len(part[0]) else None
 
     def use_full_batches(self, whole: bool) -> None:
@@ -244,6 +325,14 @@ class Trainee:
                 loss.backward()
                 total += loss.item()
         self.loss = total
+        self._count_loss(total, samples)
+
+    def _count_loss(self, loss: float, samples: int) -> None:
+        if isfinite(loss):
+            self.losses[0] += loss * samples
+            self.losses[1] += samples
+        else:
+            self.losses[2] += samples
 
     @contextmanager
     def passing(self) -> Generator[None]:

@@ -10,7 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
@@ -58,6 +58,15 @@ class Evaluation(NamedTuple):
     values: dict[str, float]
 
 
+class Decision(NamedTuple):
+    """What the run itself decided before a step: "adjust", "batch" or "stop", and from what."""
+
+    time: float
+    step: int
+    kind: str
+    values: dict[str, Any]
+
+
 class Trace:
     """Spans, points, synchronisations and evaluations in the order in which they ended.
 
@@ -77,6 +86,7 @@ class Trace:
         self.staleness_counts: Counter[int] = Counter(p.staleness for p in self.points if p.staleness is not None)
         self.syncs: list[Sync] = []
         self.evaluations: list[Evaluation] = []
+        self.decisions: list[Decision] = []
 
     def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
         self.spans.append(Span(rank, kind, start, stop, nbytes))
@@ -103,6 +113,9 @@ class Trace:
     def evaluation(self, time: float, samples: int, values: dict[str, float]) -> None:
         self.evaluations.append(Evaluation(time, samples, values))
 
+    def decision(self, time: float, step: int, kind: str, values: dict[str, Any]) -> None:
+        self.decisions.append(Decision(time, step, kind, values))
+
     def merge(self, other: Trace) -> None:
         """Add the trace of another rank.  All entries stay in the order of time."""
         for rank, nbytes in other.sent.items():
@@ -112,6 +125,7 @@ class Trace:
         self.points = sorted(self.points + other.points, key=lambda p: (p.time, p.rank))
         self.syncs = sorted(self.syncs + other.syncs, key=lambda s: (s.time, s.rank))
         self.evaluations = sorted(self.evaluations + other.evaluations, key=lambda e: e.time)
+        self.decisions = sorted(self.decisions + other.decisions, key=lambda d: d.time)
 
     def move_to(self, rank: int) -> None:
         """Give all entries, which are of one process, to this rank."""
@@ -165,7 +179,7 @@ class Trace:
 
     def dumps(self) -> str:
         """The whole trace as JSON.  Equal traces give equal text."""
-        parts = {
+        parts: dict[str, Any] = {
             "sent": self.sent,
             "staleness": dict(sorted(self.staleness_counts.items())),
             "spans": self.spans,
@@ -173,6 +187,8 @@ class Trace:
             "syncs": self.syncs,
             "evaluations": self.evaluations,
         }
+        if self.decisions:
+            parts["decisions"] = self.decisions
         return json.dumps(parts, separators=(",", ":"))
 
     @classmethod
@@ -190,6 +206,7 @@ class Trace:
         trace.spans = [Span(*s) for s in raw["spans"]]
         trace.syncs = [Sync(*s) for s in raw["syncs"]]
         trace.evaluations = [Evaluation(*e) for e in raw["evaluations"]]
+        trace.decisions = [Decision(*d) for d in raw.get("decisions", [])]
         return trace
 
     def save(self, path: str | Path) -> None:

@@ -29,9 +29,10 @@ from paceline import (
     simulate,
 )
 from paceline.errors import ClusterError
-from paceline.strategies.block_momentum import TooFewSamples, time_constant
+from paceline.strategies.block_momentum import TooFewSamples
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
+from paceline.training.scaling import time_constant_of
 from tests.laws.tasks import OPTIMIZERS, close, params, quadratic, regression, same, trained_alone, values, vector
 
 FOUR = Cluster(workers=4)
@@ -280,14 +281,16 @@ def test_cntks_nesterov_has_nearly_twice_the_gain(nesterov: bool, gain: float):
 )
 def test_time_constants_are_those_of_cntks_manual_and_convert_both_ways(workers: int, expected: int):
     eta = BlockMomentum().momentum_of(workers, 120_000)
-    assert (eta, round(time_constant(120_000, eta))) == (1 - 1 / workers, expected)
-    assert BlockMomentum(time_constant=time_constant(120_000, eta)).momentum_of(workers, 120_000) == pytest.approx(eta)
-    assert (time_constant(120_000, 0.0), BlockMomentum(time_constant=0).momentum_of(4, 120_000)) == (0.0, 0.0)
+    assert (eta, round(time_constant_of(eta, 120_000))) == (1 - 1 / workers, expected)
+    assert BlockMomentum(time_constant=time_constant_of(eta, 120_000)).momentum_of(workers, 120_000) == pytest.approx(
+        eta
+    )
+    assert (time_constant_of(0.0, 120_000), BlockMomentum(time_constant=0).momentum_of(4, 120_000)) == (0.0, 0.0)
 
 
 def test_block_momentum_by_time_constant_equals_that_momentum():
     task = regression(steps=16, batch=8)
-    by_constant = BlockMomentum(period=4, time_constant=time_constant(8, 0.6))
+    by_constant = BlockMomentum(period=4, time_constant=time_constant_of(0.6, 8))
     assert close(end(task, by_constant), end(task, BlockMomentum(period=4, momentum=0.6)), rtol=1e-9)
 
 

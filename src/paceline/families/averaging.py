@@ -67,6 +67,14 @@ class Averaging(Strategy):
     def _name(self) -> str:
         return type(self).__name__
 
+    def samples_of_rate(self, samples: float, workers: int) -> float:
+        """The mean of the models moves by one worker's step, unless the method adds it up in the end."""
+        return samples / self.outer_gain(samples, workers)
+
+    def outer_gain(self, samples: float, workers: int) -> float:
+        """By how many times their mean delta the models are moved in the end; `samples` are those of a minibatch."""
+        return 1.0
+
     def check_period(self, period: int | None, samples: int | None = None) -> None:
         """A period is given in steps, or in samples of each worker; not in both."""
         if period is not None and samples is not None:

@@ -16,6 +16,7 @@ from paceline.session.backward import Each
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.tensor_parallel import TensorParallel
 from paceline.state import StateStore
+from paceline.strategy import Strategy
 from paceline.worker.flat import FlatModel
 from paceline.worker.learner import bind_optimizer
 from paceline.worker.replica import Replica
@@ -104,6 +105,9 @@ class LoopLearner:
 
     def has_data(self, step: int) -> bool:
         return not self.has_ended
+
+    def follow(self, method: Strategy) -> None:
+        """The user's own schedule sets the rates."""
 
     def rate(self, step: int) -> float:
         """The current learning rate divided by the first one.  It must be the same number for all groups."""

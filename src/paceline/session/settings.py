@@ -22,6 +22,7 @@ from paceline.families.sync import COMMON_SCHEDULE
 from paceline.session.batches import digest
 from paceline.strategy import Strategy
 from paceline.task import Task
+from paceline.training.schedule import Schedule
 
 Settings = list[tuple[str, str]]
 """Names and values, both as text."""
@@ -41,7 +42,7 @@ def described(strategy: Strategy, optimizer: torch.optim.Optimizer | None, argum
 def described_task(task: Task, model: nn.Module) -> Settings:
     """What a task says that must be the same on all ranks.  Functions are compared by their names and their values."""
     found: Settings = [("Task's steps", str(task.total_steps))]
-    for name in ("batch", "seed", "accumulate", "bucket_bytes"):
+    for name in ("batch", "seed", "accumulate", "bucket_bytes", "scaling", "adjust"):
         _describe(f"Task's {name}", getattr(task, name), found)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found.append(("the model's number of trainable parameters", str(trainable)))
@@ -57,8 +58,8 @@ def described_task(task: Task, model: nn.Module) -> Settings:
 
 def _describe_schedule(task: Task, found: Settings) -> None:
     """Some factors of the schedule, and a hash of more; to 12 digits, since processors round differently."""
-    if task.schedule is None:
-        found.append(("Task's schedule", "None"))
+    if task.schedule is None or isinstance(task.schedule, Schedule):
+        _describe("Task's schedule", task.schedule, found)
         return
     last = max(0, task.total_steps - 1)
     steps = sorted({round(i * last / 1024) for i in range(1025)})

@@ -50,7 +50,7 @@ class Terms:
         given = {"nonfinite": self.nonfinite, "ordered": self.ordered, "stages": self.stages}
         if self.depth > 1:
             given |= {"microbatches": self.microbatches, "pipeline": self.pipeline}
-            given |= {"evaluate": self.task.evaluate, "the steps between evaluations": self.task.evaluation_period}
+            given |= {"evaluate": self.task.evaluate, "the steps between evaluations": self.task.evaluate_every}
         settings = described(self.strategy, None, given) + described_task(self.task, model)
         check_same_settings(store, rank, workers, settings, call="train", is_elastic=self.is_elastic)
 

@@ -96,7 +96,8 @@ class ProcessLearner(TaskLearner):
         self.trainee.backward(batch, lambda: setattr(self, "_each", each))
         now = self.endpoint.now()
         self.endpoint.trace.span(replica.rank, "gradient", start, now)
-        self.endpoint.trace.point(now, replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss)
+        if not self.trainee.is_trial:
+            self.endpoint.trace.point(now, replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss)
         return True
 
 
@@ -132,6 +133,11 @@ def train(
     silent_s = checked_seconds("train", "silent_s", silent_s)
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
     check_stages("train", strategy, stages, microbatches)
+    if terms.depth > 1 and task.is_controlled:
+        raise ValueError(
+            f"train(stages={stages}) with a Task that has AutoAdjust or AutoBatch: a replica in stages cannot go "
+            "back; use a Schedule and a GrowingBatch, or one stage"
+        )
     place = detect()
     # A shell under srun or mpiexec is a job of one process, which can still fork workers.
     is_alone = place is not None and place.world == 1 and not dist.is_initialized()
@@ -202,7 +208,10 @@ def _work(
         learner = _learner(terms, job, model)
         if not is_forked:  # Forked workers have their task and strategy from one process.
             terms.check_same_optimizer(learner.optimizer, _store_of_stage(job, learner), job.rank, job.workers)
-        run = WorkerRun(strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=task.plan)
+        trainee = learner.trainee
+        run = WorkerRun(
+            strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=trainee.plan, trainee=trainee
+        )
         run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
         _train(terms, job, learner, run, progress)
         model = learner.whole()
@@ -242,17 +251,18 @@ def _train(
 ) -> None:
     """Run the strategy; the first replica evaluates the model at times and at the end."""
     task = terms.task
+    timetable = learner.trainee.timetable
     endpoint = learner.endpoint
 
     def evaluate(k: int) -> None:
         values = learner.evaluated(run.replica.published)
         if job.rank == 0:
-            endpoint.trace.evaluation(endpoint.now(), k * task.batch, values)
+            endpoint.trace.evaluation(endpoint.now(), timetable.samples_before(k), values)
 
     def on_step(k: int) -> None:
         if progress is not None and job.rank == 0:
             progress(k)
-        if task.evaluate is not None and 0 < k < task.total_steps and k % task.evaluation_period == 0:
+        if task.is_evaluation_due(k, timetable):
             evaluate(k)
 
     is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
@@ -266,7 +276,7 @@ def _train(
     if buffers is not None and not run.missed_end:
         buffers.take_mean()
     if task.evaluate is not None and is_first and not run.missed_end:
-        evaluate(task.total_steps)
+        evaluate(timetable.total_steps)
 
 
 class _ForkedWorkers:

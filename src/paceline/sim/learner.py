@@ -100,6 +100,8 @@ class SimLearner(TaskLearner):
         return self.pipeline.seconds(seconds, samples)
 
     def _note(self, replica: Replica, batch: Batch) -> None:
+        if self.trainee.is_trial:
+            return
         self.endpoint.trace.point(
             self.endpoint.now(), replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss
         )

@@ -131,7 +131,7 @@ class Simulation:
         trainee = Trainee(self.task, model, rank, self.cluster.workers)
         endpoint = SimEndpoint(self.world, rank)
         learner = SimLearner(trainee, endpoint, self.cluster, self.pipeline, self.progress)
-        run = WorkerRun(self.strategy, endpoint, learner, nonfinite=self.nonfinite, plan=self.task.plan)
+        run = WorkerRun(self.strategy, endpoint, learner, nonfinite=self.nonfinite, plan=trainee.plan, trainee=trainee)
         worker = SimWorker(run, trainee)
         run.on_step = partial(self._before_step, worker)
         run.replica.cursor.on_end = partial(self._keep_buffers, worker)
@@ -182,11 +182,10 @@ class Simulation:
         for w in there:
             weights = [other.replica.batch.total for other in there]
             w.trainee.flat.set_buffers([self._buffers[other.rank] for other in there], weights)
-        self._evaluate(self.task.total_steps)
+        self._evaluate(self._first_alive().trainee.timetable.total_steps)
 
     def _before_step(self, worker: SimWorker, step: int) -> None:
-        is_between = self.task.evaluate is not None and 0 < step < self.task.total_steps
-        if is_between and step % self.task.evaluation_period == 0 and worker is self._first_alive():
+        if worker is self._first_alive() and self.task.is_evaluation_due(step, worker.trainee.timetable):
             self._evaluate(step)
         if step == self.stop_at:
             raise Stopped
@@ -200,8 +199,9 @@ class Simulation:
             return
         first = self._first_alive()
         vector = first.replica.published
-        if vector is None and step < self.task.total_steps:
+        timetable = first.trainee.timetable
+        if vector is None and step < timetable.total_steps:
             replicas = [w.replica for w in self.workers if w.rank not in self.world.dead]
             vector = torch.stack([r.params for r in replicas if r.cursor.has_started]).mean(0)
         values = first.trainee.evaluate(vector)
-        self.simulator.trace.evaluation(self.simulator.now, step * self.task.batch, values)
+        self.simulator.trace.evaluation(self.simulator.now, timetable.samples_before(step), values)

@@ -49,6 +49,9 @@ class AllReduceSGD(Strategy):
             "after scaler.unscale_(session.optimizer), or train in bfloat16, which needs no scaler"
         )
 
+    def samples_of_step(self, samples: float, workers: int) -> float:
+        return samples
+
     async def worker(self, w: Replica) -> None:
         codec_state = w.codec_state(self.codec)
         if w.workers == 1 and self.clip is None:

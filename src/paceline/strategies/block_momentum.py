@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from math import exp, log
 from typing import Literal
 
 import torch
@@ -18,6 +17,7 @@ from paceline.families.averaging import Averaging, OptimizerState, SyncRounds
 from paceline.families.deltas import wide
 from paceline.families.sync import SyncResult
 from paceline.state import Slot
+from paceline.training.scaling import momentum_of, time_constant_of
 from paceline.worker.replica import Replica
 
 
@@ -94,6 +94,14 @@ class BlockMomentum(Averaging):
             if self.nesterov:
                 anchor.add_(m.delta, alpha=eta)
 
+    def outer_gain(self, samples: float, workers: int) -> float:
+        """By default `workers`: so the learning rate stays that of one worker."""
+        block = self.samples or 120_000 if self.period is None else self.period * samples / workers
+        eta = self.momentum_of(workers, block)
+        if self.form == "cntk":
+            return self.rate * workers * (1 + eta if self.nesterov else 1)
+        return self.rate / (1 - eta)
+
     def momentum_of(self, workers: int, samples: float) -> float:
         """The momentum for a block of `samples` of each worker.
 
@@ -101,7 +109,7 @@ class BlockMomentum(Averaging):
         0.75
         """
         if self.time_constant is not None:
-            return exp(-samples / self.time_constant) if self.time_constant else 0.0
+            return momentum_of(self.time_constant, samples)
         return 1 - 1 / workers if self.momentum is None else self.momentum
 
     def _warn(self, w: Replica, samples: float | None) -> None:
@@ -110,7 +118,7 @@ class BlockMomentum(Averaging):
             return
         block = samples or (self.period or 0) * (w.plan.batch or 0) / w.workers
         eta = self.momentum_of(w.workers, block)
-        needed = time_constant(block, eta) * w.workers
+        needed = time_constant_of(eta, block) * w.workers
         if w.plan.samples is not None and w.plan.samples < needed:
             warnings.warn(
                 TooFewSamples(
@@ -127,12 +135,3 @@ class BlockMomentum(Averaging):
                 f"{gain:g} times their mean delta after every block: at 2 or more, or without momentum, it overshoots",
                 stacklevel=2,
             )
-
-
-def time_constant(samples: float, momentum: float) -> float:
-    """The number of samples after which an update has decayed to 1/e, with blocks of `samples`.
-
-    >>> round(time_constant(120_000, 0.75))
-    417127
-    """
-    return -samples / log(momentum) if momentum > 0 else 0.0

@@ -58,6 +58,9 @@ class DiLoCo(Averaging):
         if self.rate <= 0:
             raise ValueError(f"DiLoCo(rate={self.rate}): the outer learning rate must be positive")
 
+    def outer_gain(self, samples: float, workers: int) -> float:
+        return self.rate / (1 - self.momentum)
+
     async def worker(self, w: Replica) -> None:
         memory = {"velocity": torch.zeros_like(wide(w.params))}
         rounds = SyncRounds(w, self, period=self.period, outer=self.outer, memory=memory, fragments=self.fragments)

@@ -50,6 +50,9 @@ class Gossip(Strategy):
                 f"Gossip(rounds={self.rounds}): with overlap there is one average for each gradient; give overlap=False"
             )
 
+    def samples_of_rate(self, samples: float, workers: int) -> float:
+        return samples  # The mean of the models moves by one worker's step.
+
     async def worker(self, w: Replica) -> None:
         if w.cursor.shards == 1:
             return await train_alone(w)

@@ -9,7 +9,7 @@ momentum SGD with a rate for each value, for which error feedback works.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class OneBitAdam(Strategy):
     eps: float = 1e-8  # This and the next are used only with `betas`.
     weight_decay: float = 0.0
 
+    has_own_momentum: ClassVar = True
+
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 1:
             raise ValueError(f"OneBitAdam(warmup={self.warmup}): a variance needs at least 1 step with full gradients")
@@ -57,6 +59,9 @@ class OneBitAdam(Strategy):
     @property
     def needs_unscaled(self) -> str:
         return "it adds gradients of several steps, whose scales differ; train in bfloat16, which needs no scaler"
+
+    def samples_of_step(self, samples: float, workers: int) -> float:
+        return samples
 
     async def worker(self, w: Replica) -> None:
         moments = self.moments(w)

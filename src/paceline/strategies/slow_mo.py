@@ -41,6 +41,9 @@ class SlowMo(Averaging):
         if self.rate <= 0:
             raise ValueError(f"SlowMo(rate={self.rate}): the slow learning rate must be positive")
 
+    def outer_gain(self, samples: float, workers: int) -> float:
+        return self.rate / (1 - self.momentum)
+
     async def worker(self, w: Replica) -> None:
         memory = {"slow": torch.zeros_like(wide(w.params))}
         await SyncRounds(w, self, period=self.period, outer=self.outer, memory=memory).train()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from math import ceil
 from typing import ClassVar
 
 import torch
@@ -73,11 +72,11 @@ class Then(Strategy):
                     f"{self}: the first method would take {end} steps, but the whole run has only {w.plan.steps}; "
                     "give it fewer, or train longer"
                 )
-            with w.phase("first", until=end):
+            with w.phase("first", self.first, until=end):
                 await self.first.worker(w)
             await agree(w)
             m.is_second = True
-        with w.phase("second"):
+        with w.phase("second", self.then):
             await self.then.worker(w)
 
     async def server(self, s: Shard) -> None:
@@ -89,12 +88,15 @@ class Then(Strategy):
             return self.steps
         if self.samples is not None:
             return w.plan.steps_for(samples=self.samples, by="Then(samples=...)")
-        return ceil(round((self.epochs or 0) * w.plan.require("steps_per_epoch", "Then(epochs=...)"), 9))
+        return w.plan.steps_for_epochs(self.epochs or 0, by="Then(epochs=...)")
 
 
 @dataclass(frozen=True)
 class Replicated(Strategy):
     """Every worker trains on the same whole minibatches: no parallelism and no communication."""
+
+    def samples_of_step(self, samples: float, workers: int) -> float:
+        return samples
 
     async def worker(self, w: Replica) -> None:
         with w.cursor.full_batches():

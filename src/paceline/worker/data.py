@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.stripes import stripe_of
+from paceline.training.timetable import Place
 
 Batch = tuple[Tensor, ...]
 DataOfWorker = Callable[[int, int], Sequence[Tensor]]
@@ -34,10 +35,9 @@ def shuffled(samples: int, seed: int) -> Tensor:
 class GlobalData:
     """One data set.  Every global minibatch is cut into one part a worker."""
 
-    def __init__(self, data: Sequence[Tensor], batch: int, seed: int) -> None:
+    def __init__(self, data: Sequence[Tensor], batch: object, seed: int) -> None:
         check_lengths(data, f"Task(batch={batch})")
         self.data = data
-        self.batch = batch
         self.seed = seed
         self._orders: dict[int, Tensor] = {}  # The order of the samples, of the epoch that was read last.
 
@@ -45,17 +45,13 @@ class GlobalData:
     def samples(self) -> int:
         return len(self.data[0])
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.samples // self.batch)
-
-    def part(self, step: int, rank: int, workers: int) -> Batch:
-        """Worker `rank`'s part of the step-th global minibatch; it may be empty."""
-        epoch, within = divmod(step, self.steps_per_epoch)
+    def part(self, place: Place, rank: int, workers: int) -> Batch:
+        """Worker `rank`'s part of the global minibatch at that place; it may be empty."""
+        epoch, first, size = place
         if epoch not in self._orders:
             self._orders.clear()
             self._orders[epoch] = shuffled(self.samples, self.seed * 1_000_003 + epoch)
-        indices = self._orders[epoch][within * self.batch : (within + 1) * self.batch]
+        indices = self._orders[epoch][first : first + size]
         mine = indices[stripe_of(rank, len(indices), workers)]
         return tuple(t[mine] for t in self.data)
 

@@ -20,6 +20,7 @@ from paceline.worker.flat import Bucket, FlatModel
 from paceline.worker.tensors import local
 
 if TYPE_CHECKING:
+    from paceline.strategy import Strategy
     from paceline.task import Trainee
     from paceline.worker.replica import Replica
 
@@ -61,6 +62,10 @@ class Learner(Protocol):
 
     def has_data(self, step: int) -> bool:
         """Whether there is a minibatch for that step."""
+        ...
+
+    def follow(self, method: Strategy) -> None:
+        """From now on this method takes the steps: learning rates may depend on what a step is."""
         ...
 
     def rate(self, step: int) -> float:
@@ -117,10 +122,13 @@ class TaskLearner:
         return self.trainee.has_data(step)
 
     def rate(self, step: int) -> float:
-        return self.trainee.rate(step)
+        return self.trainee.rates.rate(step)
 
     def lr(self, step: int) -> float:
-        return float(max(self.trainee.rates(step)))
+        return float(max(self.trainee.rates.rates(step)))
+
+    def follow(self, method: Strategy) -> None:
+        self.trainee.rates.follow(method)
 
     def coming_lr(self, step: int) -> Op[float]:
         return Ready("learning rate", self.lr(step))

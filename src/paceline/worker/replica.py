@@ -19,7 +19,7 @@ from paceline.collectives import Groups, SyncVote
 from paceline.endpoint import Endpoint
 from paceline.op import Op, Ready
 from paceline.state import ResizeRule, Slot, StateStore, same
-from paceline.strategy import Ended
+from paceline.strategy import Ended, Strategy
 from paceline.worker.batch import BatchRecord, NonFinite
 from paceline.worker.cursor import Cursor
 from paceline.worker.flat import Bucket
@@ -69,8 +69,7 @@ class Replica:
 
     @property
     def lr(self) -> float:
-        """The largest learning rate of the optimizer's groups at the current step; after the last step, that of the
-        last.
+        """The largest learning rate of the optimizer's groups at this step; after the last step, that of the last.
 
         In the user's own loop a scheduler may still change it before the step is taken: see `cursor.coming_lr`.
         """
@@ -116,11 +115,12 @@ class Replica:
         return self.learner.local_step(self)
 
     @contextmanager
-    def phase(self, name: str, *, until: int | None = None) -> Generator[None]:
-        """Within this block another strategy runs, up to the step `until` or to the end of the run.
+    def phase(self, name: str, method: Strategy, *, until: int | None = None) -> Generator[None]:
+        """Within this block another strategy, `method`, runs, up to the step `until` or to the end of the run.
 
         The slots that it declares are saved under `name`.  They are dropped when another strategy follows.
         """
+        self.learner.follow(method)
         if until is None:
             with self._states.scope(name, keep=True):
                 yield

@@ -7,7 +7,7 @@ model, the position in the data, what the learner and the strategy declare.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,9 +16,13 @@ from paceline.endpoint import Endpoint
 from paceline.state import StateStore, per_worker
 from paceline.strategy import Ended, MissedEnd, Stopped, Strategy
 from paceline.worker.batch import NonFinite
+from paceline.worker.control import Control
 from paceline.worker.learner import Learner
 from paceline.worker.plan import Plan
 from paceline.worker.replica import Replica, take_published
+
+if TYPE_CHECKING:
+    from paceline.task import Trainee
 
 
 class WorkerRun:
@@ -32,7 +36,9 @@ class WorkerRun:
         *,
         nonfinite: NonFinite = "skip",
         plan: Plan | None = None,
+        trainee: Trainee | None = None,
     ) -> None:
+        """`trainee` is given if the run of a task may decide something between epochs."""
         self.strategy = strategy
         learner.flat.method = type(strategy).__name__
         self.states = StateStore()
@@ -43,6 +49,17 @@ class WorkerRun:
         self._bind_model()
         self.states.bind("position", rule=per_worker, save=self._save_position, load=self._load_position)
         learner.bind_state(self.states)
+        learner.follow(strategy)
+        self._control: Control | None = None
+        if trainee is not None and trainee.task.is_controlled:
+            self._control = Control(
+                trainee,
+                self.replica,
+                self.states,
+                role=self._train,
+                state=self.state_dict,
+                load=self.load_state_dict,
+            )
 
     @property
     def rank(self) -> int:
@@ -58,11 +75,9 @@ class WorkerRun:
         replica = self.replica
         flat = replica.learner.flat
         try:
-            await self.strategy.worker(replica)
+            await (self._train() if self._control is None else self._control.train())
         except MissedEnd:
             self.missed_end = True
-        except Ended:  # What the strategy does after its last step would come here.
-            await replica.mean_of_buffers()
         except Stopped:
             await self.states.before_save()
             flat.publish()
@@ -71,6 +86,15 @@ class WorkerRun:
         flat.publish()
         flat.refresh()
         return True
+
+    async def _train(self) -> None:
+        """The strategy's worker role, to its end."""
+        try:
+            await self.strategy.worker(self.replica)
+        except MissedEnd:
+            raise
+        except Ended:  # What the strategy does after its last step would come here.
+            await self.replica.mean_of_buffers()
 
     # State.
 
@@ -93,6 +117,10 @@ class WorkerRun:
 
     def _step(self, step: int) -> None:
         self.states.check_complete()  # By now the strategy has declared all its slots.
+        if self._control is not None:
+            self._control.before(step)
+            if self._control.hides_steps:
+                return
         self.on_step(step)
 
     def _bind_model(self) -> None:

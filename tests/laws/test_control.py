@@ -1,0 +1,318 @@
+"""What a run decides between epochs: to go back to its best state (AutoAdjust), and to grow its minibatches
+(AutoBatch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline import (
+    AdaptiveAveraging,
+    AllReduceSGD,
+    AutoAdjust,
+    AutoBatch,
+    BlockMomentum,
+    Cluster,
+    DiLoCo,
+    GrowingBatch,
+    ParameterServer,
+    PeriodicAveraging,
+    Replicated,
+    Run,
+    Scaling,
+    Strategy,
+    Task,
+    Then,
+    resized,
+    simulate,
+)
+from paceline.codecs import OneBit
+from paceline.task import Batch, Trainee
+from tests.laws.tasks import OPTIMIZERS, numbers, regression, squared_distance
+
+SAMPLES = 48
+BATCH = 12
+EPOCH = SAMPLES // BATCH
+METHODS = [
+    AllReduceSGD(),
+    AllReduceSGD(codec=OneBit()),
+    PeriodicAveraging(period=3),
+    PeriodicAveraging(period=3, delay=1, codec=OneBit()),
+    BlockMomentum(period=3, momentum=0.5),
+    AdaptiveAveraging(period=2, warmup=2, sampling=7),
+    DiLoCo(period=4, fragments=2),
+    Then(Replicated(), AllReduceSGD(codec=OneBit()), steps=6),
+]
+WATCHING = AutoAdjust(load_best=False, reduce_below=-inf)  # It checks, and never does anything.
+
+
+def job(**more: Any) -> Task:
+    given: dict[str, Any] = {"steps": None, "batch": BATCH, "samples": SAMPLES, "epochs": 5} | more
+    return regression(**given)
+
+
+def on(workers: int) -> Cluster:
+    return Cluster(workers=workers)
+
+
+@pytest.mark.parametrize("strategy", METHODS, ids=repr)
+def test_checks_that_change_nothing_leave_the_run_as_it_is(strategy: Strategy):
+    plain = simulate(job(), strategy, on(3))
+    watched = simulate(job(adjust=WATCHING), strategy, on(3))
+    assert torch.equal(watched.params, plain.params)
+    assert [d.step for d in watched.trace.decisions] == [EPOCH * i for i in range(1, 6)]
+
+
+def bursts(epoch: int, factor: float) -> Any:
+    """A schedule with one epoch at a rate that is much too high."""
+    return lambda step: factor if step // EPOCH == epoch else 1.0
+
+
+@pytest.mark.parametrize("strategy", METHODS, ids=repr)
+def test_all_workers_go_back_to_the_best_state_with_everything_that_the_method_remembers(strategy: Strategy):
+    adjust = AutoAdjust(rollbacks=30)
+
+    def task(schedule: Callable[[int], float], adjust: AutoAdjust) -> Task:
+        return job(schedule=schedule, adjust=adjust, optimizer=OPTIMIZERS["sgd"], epochs=3)
+
+    run = simulate(task(bursts(2, 30.0), adjust), strategy, on(3))
+    back = [d for d in run.trace.decisions if d.values["goes_back"]]
+    assert back and {d.step for d in back} == {3 * EPOCH}
+    factor = 0.618 ** len(back)
+    stopped = simulate(task(lambda step: 1.0, adjust), strategy, on(3), stop_at=2 * EPOCH)
+    slower = task(lambda step: factor * bursts(2, 30.0)(step), WATCHING)
+    again = simulate(slower, strategy, on(3), resume=stopped.states)
+    assert torch.allclose(run.params, again.params, rtol=1e-12, atol=1e-14)
+
+
+def test_a_criterion_that_falls_changes_nothing():
+    calm = job(epochs=4)
+    run = simulate(replace(calm, adjust=AutoAdjust()), AllReduceSGD(), on(2))
+    assert not any(d.values["goes_back"] for d in run.trace.decisions)
+    assert torch.equal(run.params, simulate(calm, AllReduceSGD(), on(2)).params)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "goes_back", "factor"),
+    [
+        (2.5, True, 0.618),
+        (nan, True, 0.618),
+        (inf, True, 0.618),
+        (2.0, False, 0.618),
+        (1.9, False, 1.0),
+        (1.0, False, 1.382),
+    ],
+)
+def test_verdicts_are_those_of_cntk(criterion: float, goes_back: bool, factor: float):
+    assert AutoAdjust(increase_above=0.4).judge(criterion, 2.0) == (goes_back, factor)
+
+
+def test_a_run_that_only_gets_worse_ends_with_its_best_state():
+    task = job(schedule=bursts(2, 1e6), adjust=AutoAdjust(rollbacks=2, decrease=0.9))
+    run = simulate(task, PeriodicAveraging(period=3), on(3))
+    assert [d.kind for d in run.trace.decisions] == ["adjust"] * 5 + ["stop"]
+    best = simulate(job(epochs=2, adjust=WATCHING), PeriodicAveraging(period=3), on(3))
+    assert torch.equal(run.params, best.params)
+
+
+def test_training_ends_when_the_rate_is_below_the_minimum():
+    task = job(schedule=bursts(1, 1e6), adjust=AutoAdjust(minimum=0.5))
+    run = simulate(task, AllReduceSGD(), on(2))
+    assert run.trace.decisions[-1].values["reason"] == "the learning rate is below the minimum"
+    assert torch.equal(run.params, simulate(job(epochs=1), AllReduceSGD(), on(2)).params)
+
+
+def test_a_loss_that_is_nan_from_the_start_is_an_error():
+    def lost(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch[0]).sum() * nan
+
+    task = replace(job(adjust=AutoAdjust()), loss=lost)
+    with pytest.raises(FloatingPointError, match="there is no better model to go back to"):
+        simulate(task, AllReduceSGD(), on(2), nonfinite="pass")
+    with pytest.raises(FloatingPointError, match="there is no better"), pytest.warns(RuntimeWarning, match="NaN"):
+        simulate(task, AllReduceSGD(), on(2))
+
+
+FAST = AutoBatch(BATCH, every=2, multiple=4, trial=0.5, margin=10.0)
+
+
+@pytest.mark.parametrize("stop_at", [1, EPOCH, 2 * EPOCH, 2 * EPOCH + 1, 4 * EPOCH + 3])
+@pytest.mark.parametrize(
+    "batch", [BATCH, AutoBatch(BATCH, every=2, multiple=4, trial=0.5, margin=10.0)], ids=["fixed", "auto"]
+)
+def test_a_run_with_decisions_stops_and_resumes_anywhere(stop_at: int, batch: Any):
+    def task() -> Task:
+        more = {} if batch == BATCH else {"scaling": Scaling(base=BATCH, momentum="none"), "schedule": None}
+        return job(**({"schedule": bursts(2, 8.0), "adjust": AutoAdjust(), "batch": batch} | more))
+
+    strategy = PeriodicAveraging(period=3, codec=OneBit())
+    whole = simulate(task(), strategy, on(3))
+    if whole.trace.decisions and stop_at < whole.states[0]["step"]:
+        stopped = simulate(task(), strategy, on(3), stop_at=stop_at)
+        again = simulate(task(), strategy, on(3), resume=stopped.states)
+        assert torch.equal(again.params, whole.params)
+        two = simulate(task(), strategy, on(2), resume=resized(stopped.states, 2))
+        assert two.params.isfinite().all()
+
+
+# Minibatches that grow.
+
+
+def auto(**more: Any) -> AutoBatch:
+    given: dict[str, Any] = {"start": 8, "multiple": 8, "trial": 1.0, "margin": 0.01} | more
+    return AutoBatch(**given)
+
+
+def flat_task(batch: Any, *, lr: float, epochs: int = 4, samples: int = 256, scaling: Scaling | None = None) -> Task:
+    from tests.laws.tasks import Point
+
+    return Task(
+        lambda: Point(5),
+        squared_distance,
+        [numbers(samples, 5, seed=1)],
+        batch,
+        partial(torch.optim.SGD, lr=lr),
+        epochs=epochs,
+        scaling=scaling or Scaling(base=8),
+    )
+
+
+def chosen(run: Run) -> list[int]:
+    return [d.values["chosen"] for d in run.trace.decisions if d.kind == "batch"]
+
+
+def test_a_criterion_that_does_not_depend_on_the_size_gives_the_largest_size():
+    run = simulate(flat_task(auto(largest=128), lr=0.0), AllReduceSGD(), on(2))
+    assert chosen(run) == [128, 128, 128, 128]
+    searched = run.trace.decisions[0].values["sizes"]
+    assert searched == [8, 16, 24, 32, 48, 64, 88, 128] and all(size % 8 == 0 for size in searched)
+
+
+def test_a_criterion_that_rises_at_once_keeps_the_smallest_size():
+    run = simulate(flat_task(auto(), lr=0.9), AllReduceSGD(), on(2))
+    assert chosen(run)[0] == 8
+
+
+def test_a_size_is_at_most_twice_the_one_before_and_every_third_epoch_searches():
+    task = flat_task(auto(every=3, margin=1e9), lr=1e-6, epochs=13, samples=4096)
+    run = simulate(task, PeriodicAveraging(period=2), on(2))
+    sizes = chosen(run)
+    assert [d.values["epoch"] + 1 for d in run.trace.decisions] == [1, 2, 3, 6, 9, 12]
+    assert all(after <= 2 * before for before, after in pairwise(sizes))
+
+
+@given(current=st.integers(1, 5000) | st.none(), rate=st.floats(1e-3, 4.0), start=st.integers(64, 600))
+def test_sizes_to_try_are_multiples_that_grow(current: int | None, rate: float, start: int):
+    sizes = AutoBatch(start=start, largest=4096).sizes(current, rate)
+    assert sizes == sorted(set(sizes)) and sizes
+    assert all(size % 64 == 0 and size <= 4096 for size in sizes)
+    if current is not None:
+        assert sizes[-1] <= max(64, 2 * current + 32)
+
+
+@dataclass(frozen=True)
+class Fussy(AutoBatch):
+    """It tries three sizes, and takes the last."""
+
+    def accepts(self, criterion: float, base: float) -> bool:
+        return True
+
+    def sizes(self, current: int | None, rate: float) -> list[int]:
+        return [24, 40, 16]
+
+
+@pytest.mark.parametrize("strategy", METHODS[:5], ids=repr)
+def test_a_search_changes_nothing_but_the_size(strategy: Strategy):
+    """The last of the sizes that it tries is that of the plain run."""
+    searched = simulate(flat_task(Fussy(start=16, multiple=8, trial=0.3), lr=0.05), strategy, on(3))
+    assert [len(d.values["losses"]) for d in searched.trace.decisions] == [3, 3, 3, 3]
+    assert torch.equal(searched.params, simulate(flat_task(16, lr=0.05), strategy, on(3)).params)
+
+
+def test_any_number_of_workers_chooses_the_same():
+    runs = [simulate(flat_task(auto(trial=0.5), lr=0.02), AllReduceSGD(), on(n)) for n in (1, 2, 3, 5)]
+    assert len({tuple(chosen(run)) for run in runs}) == 1
+    assert chosen(runs[0])[-1] > 8
+
+
+def test_nan_is_never_chosen():
+    class Lost(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return model.w.square().sum() * (nan if len(batch[0]) > 10 else 1.0)
+
+    task = Task(
+        Lost, loss, [numbers(64, 1)], auto(), partial(torch.optim.SGD, lr=0.01), epochs=2, scaling=Scaling(base=8)
+    )
+    run = simulate(task, AllReduceSGD(), on(1), nonfinite="pass")
+    assert chosen(run) == [8, 8]
+    assert run.trace.decisions[0].values["losses"][-1] != run.trace.decisions[0].values["losses"][-1]
+
+    never = replace(task, loss=lambda model, batch: model.w.sum() * nan)
+    with pytest.raises(FloatingPointError, match="the trial with 8 samples a step had a training loss of nan"):
+        simulate(never, AllReduceSGD(), on(1), nonfinite="pass")
+
+
+def test_every_epoch_reads_each_sample_once_whatever_the_sizes():
+    for batch in (GrowingBatch(start=4, end=12, epochs=3, multiple=2), auto(start=8, margin=1e9)):
+        task = flat_task(batch, lr=0.0, epochs=5, samples=50)
+        run = simulate(task, PeriodicAveraging(period=3), on(3))
+        assert sum(p.samples for p in run.trace.points) == 5 * 50
+        trainees = [Trainee(task, task.build(), rank, 3) for rank in range(3)]
+        seen = [
+            tuple(row.tolist())
+            for step in range(trainees[0].timetable.start(1))
+            for t in trainees
+            if (part := t.draw(step)) is not None
+            for row in part[0]
+        ]
+        assert sorted(seen) == sorted(tuple(row.tolist()) for row in task.data[0])  # pyright: ignore
+
+
+def test_minibatches_grow_evenly_to_the_last_size():
+    sizes = [GrowingBatch(start=16, end=128, epochs=5, multiple=8).size(epoch) for epoch in range(8)]
+    assert sizes == [16, 32, 56, 80, 104, 128, 128, 128]
+
+
+def test_a_warm_start_in_epochs_ends_there_also_if_minibatches_grow():
+    task = flat_task(GrowingBatch(start=8, end=32, epochs=2), lr=0.01, epochs=4, samples=64)
+    run = simulate(task, Then(Replicated(), PeriodicAveraging(period=2), epochs=1), on(2))
+    first = min(s.start for s in run.trace.spans if s.nbytes)
+    assert sum(p.samples for p in run.trace.points if p.time <= first and p.rank == 0) == 64
+
+
+# What does not go together.
+
+
+def test_decisions_need_a_method_whose_workers_stand_at_one_step():
+    for more in ({"adjust": AutoAdjust()}, {"batch": auto(), "scaling": Scaling(base=8, momentum="none")}):
+        with pytest.raises(
+            ValueError, match="a Task with AutoAdjust or AutoBatch does not offer; use a synchronous method"
+        ):
+            simulate(job(**more), ParameterServer(), Cluster(workers=2))
+
+
+def test_what_cannot_follow_is_refused():
+    with pytest.raises(ValueError, match=r"give scaling=Scaling\(base=8\)"):
+        job(batch=auto())
+    with pytest.raises(ValueError, match="give a Schedule"):
+        job(batch=auto(), scaling=Scaling(base=8), schedule=lambda step: 1.0)
+    with pytest.raises(ValueError, match="has no common epochs"):
+        Task(
+            nn.Linear, squared_distance, lambda r, n: [numbers(4, 5)], 4, torch.optim.SGD, steps=3, adjust=AutoAdjust()
+        )
+    with pytest.raises(ValueError, match="minibatches of one size"):
+        simulate(job(batch=auto(), scaling=Scaling(base=8)), AdaptiveAveraging(), on(2))
