@@ -163,6 +163,11 @@ def _check_choices(call: str, given: Mapping[str, Any], kinds: Mapping[str, Any]
             raise _wrong(call, name, given[name], kind)
 
 
+def settings_of(cls: type) -> dict[str, Any]:
+    """The settings of a dataclass, with their types."""
+    return dict(_types(cls))
+
+
 @cache
 def _types(cls: type) -> dict[str, Any]:
     """The type of every setting of a dataclass; found when its first instance is made."""

@@ -8,6 +8,7 @@ Files that start with an underscore are not commands.
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Annotated
@@ -44,10 +45,17 @@ def _options(
     """Options before the command."""
 
 
+def _one_line(message: Warning | str, category: type[Warning], *_: object) -> str:
+    return f"{category.__name__}: {message}\n"
+
+
 def main() -> None:
-    """Show an error of the user or of the cluster in one line, without a traceback."""
+    """Show an error of the user or of the cluster, and a warning, in one line, without a traceback."""
+    warnings.formatwarning = _one_line
     try:
         app()
     except (ValueError, ClusterError) as error:
+        if report := getattr(error, "report", None):  # The traceback of a module of the user's.
+            print(report, file=sys.stderr)
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(1)

@@ -44,12 +44,13 @@ class Schedule:
     over: str | Length | None = None
 
     def __post_init__(self) -> None:
-        check_settings(self)
         for name in ("warmup", "over"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Length.of(f"Schedule({name})", given))
-        lengths = tuple(Length.of(f"Schedule(milestones[{i}])", m) for i, m in enumerate(self.milestones))
-        object.__setattr__(self, "milestones", lengths)
+        if isinstance(self.milestones, (list, tuple)):
+            lengths = tuple(Length.of(f"Schedule(milestones[{i}])", m) for i, m in enumerate(self.milestones))
+            object.__setattr__(self, "milestones", lengths)
+        check_settings(self)
         if isinstance(self.start, float | int) and not 0 <= self.start <= 1:
             raise ValueError(f"Schedule(start={self.start}): a warm-up starts with a share of the rate, from 0 to 1")
         if self.power <= 0 or not (self.factor >= 0 and self.end >= 0):

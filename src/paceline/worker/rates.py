@@ -64,7 +64,14 @@ class Rates:
         groups = self._optimizer.param_groups
         if self._is_fixed:
             return [group["lr"] for group in groups]
-        rate = self.rate(step)
+        return self._scaled(step, self.rate(step))
+
+    def unscheduled(self, step: int) -> list[float]:
+        """The learning rates for a step of that size, before the schedule and without what the run has adjusted."""
+        return self._scaled(step, 1.0 if self._scaling is None else self._scaling.gain(self._behind(step)[1]))
+
+    def _scaled(self, step: int, rate: float) -> list[float]:
+        groups = self._optimizer.param_groups
         found: list[float] = []
         for group, initial in zip(groups, self._initial, strict=True):
             own = 1.0 if self._scaling is None else self._scaling.apply(group, initial, self._behind(step)[0])

@@ -1,0 +1,113 @@
+"""What `paceline train` and `paceline simulate` share: the settings file, the header, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.run import Run
+    from paceline.settings import Recipe, Settings
+    from paceline.task import Task
+
+
+def train_by_settings(path: Path, flags: Sequence[str]) -> None:
+    """Train on forked processes, or as a rank of a launched job, of which only the first shows and writes anything."""
+    from paceline.engines.place import detect
+    from paceline.session.train import train
+    from paceline.settings import load
+
+    settings = load(path, flags)
+    place = detect()
+    is_rank = place is not None and place.world > 1
+    workers = place.world if place is not None and is_rank else settings.workers
+    if is_rank and settings.workers not in (1, workers):
+        raise ValueError(
+            f"workers = {settings.workers} under a launcher that started {workers} processes: leave out `workers`, "
+            "or start as many"
+        )
+    recipe, task = _prepared(path, settings, workers)
+    is_first = place is None or place.rank == 0
+    if is_first:
+        where = f"as ranks of {place.engine}" if place is not None and is_rank else "on processes of this machine"
+        _show_header(path, recipe, task, f"{workers} workers {where}")
+    how = settings.processes
+    run = train(
+        task,
+        recipe.strategy,
+        None if is_rank else workers,
+        ordered=how.ordered,
+        nonfinite=how.nonfinite,
+        timeout_s=how.timeout,
+        replacements=how.replacements,
+    )
+    if is_first:
+        _show_result(run, recipe, "s")
+
+
+def simulate_by_settings(path: Path, flags: Sequence[str]) -> None:
+    """Train on a simulated cluster."""
+    import torch
+
+    from paceline.settings import load
+    from paceline.sim import simulate
+
+    settings = load(path, flags)
+    recipe, task = _prepared(path, settings, settings.workers)
+    cluster = recipe.cluster()
+    _show_header(path, recipe, task, f"simulated, {cluster.bandwidth} and {cluster.latency} to each worker")
+    torch.set_num_threads(1)  # As workers of `train` have.
+    run = simulate(task, recipe.strategy, cluster, nonfinite=settings.processes.nonfinite)
+    _show_result(run, recipe, "virtual s")
+
+
+def _prepared(path: Path, settings: Settings, workers: int) -> tuple[Recipe, Task]:
+    """The recipe and its task; files that cannot be written are refused now."""
+    from paceline.settings import Recipe, naming
+    from paceline.settings.saving import check_writable
+
+    with naming(path):
+        for key, name in (("save.model", settings.save.model), ("save.trace", settings.save.trace)):
+            if name is not None:
+                check_writable(Path(name), key)
+        recipe = Recipe(settings, workers, Path.cwd())
+        return recipe, recipe.task()
+
+
+def _show_header(path: Path, recipe: Recipe, task: Task, how: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.settings import naming
+    from paceline.settings.header import header
+
+    with naming(path):  # It builds the model.
+        lines = header(recipe, task) | {"runs": how}
+    table = Table.grid(padding=(0, 2))
+    for name, text in lines.items():
+        table.add_row(name, text)
+    Console(highlight=False).print(table)
+
+
+def _show_result(run: Run, recipe: Recipe, seconds: str) -> None:
+    """Print how the run ended, and write the files that the settings ask for."""
+    from rich.console import Console
+
+    from paceline.settings.saving import save_model
+
+    console = Console(highlight=False)
+    values = ", ".join(f"{name} {_shown(name, value)}" for name, value in run.final.items())
+    sent = run.trace.bytes_sent(0) / 1e6
+    console.print(f"[bold]{values or 'done'}[/bold]: {run.seconds:.1f} {seconds}, {sent:,.1f} MB sent by worker 0")
+    save = recipe.settings.save
+    if save.model is not None:
+        save_model(run.model, Path(save.model))
+        console.print(f"model: {save.model}")
+    if save.trace is not None:
+        run.trace.save(save.trace)
+        console.print(f"trace: {save.trace}")
+
+
+def _shown(name: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if name == "accuracy" else f"{value:.4f}"

@@ -1,0 +1,121 @@
+"""Optimizers by name: torch's, ours, and the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from paceline import optimizers
+from paceline.checked import spelled
+from paceline.settings.decode import SettingsError, Table, located
+from paceline.settings.imported import arguments, function
+from paceline.settings.sections import Optimizer, Settings
+from paceline.training import PerSample
+from paceline.training.length import Length
+from paceline.worker.plan import Plan
+
+ALL = [
+    *(v for v in vars(torch.optim).values() if isinstance(v, type) and issubclass(v, torch.optim.Optimizer)),
+    *(getattr(optimizers, name) for name in optimizers.__all__),
+]
+EVALUATE_THEMSELVES = {"lbfgs", "sparseadam"}
+
+
+def _name(cls: type) -> str:
+    return spelled(cls) if cls.__module__.startswith("paceline") else cls.__name__.lower()
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    name: cls for cls in ALL if cls is not torch.optim.Optimizer and (name := _name(cls)) not in EVALUATE_THEMSELVES
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An optimizer with its settings, not yet with parameters."""
+
+    cls: Callable[..., torch.optim.Optimizer]
+    settings: dict[str, Any]
+    is_per_sample: bool  # Its rate is given for each sample.
+    length: Length | None = None  # Of the first stage of a two-stage optimizer.
+
+    def make(self, parameters: Iterable[nn.Parameter], plan: Plan | None = None) -> torch.optim.Optimizer:
+        more: dict[str, Any] = {}
+        if self.length is not None and plan is not None:
+            more["steps"] = _steps(self.length, plan)
+        elif self.length is not None:
+            more["steps"] = 1
+        with located("optimizer"):
+            return self.cls(parameters, **self.settings, **more)
+
+
+def _steps(length: Length, plan: Plan) -> int:
+    if length.unit == "steps":
+        return ceil(length.value)
+    if length.unit == "samples":
+        return plan.steps_for(samples=ceil(length.value), by="optimizer.length")
+    return plan.steps_for_epochs(length.value, by="optimizer.length")
+
+
+def chosen_optimizer(settings: Settings, base: int, folder: Path) -> Chosen:
+    """The optimizer of a settings file, whose rate belongs to steps of `base` samples."""
+    table = settings.optimizer
+    cls = function(table.name, "optimizer.name", OPTIMIZERS, "optimizer", folder)
+    given = dict(table.arguments)
+    length: Length | None = None
+    if cls is optimizers.TwoStage:
+        length = Length.of("optimizer.length", given.pop("length", None))
+        for stage in ("first", "second"):
+            given[stage] = _stage(given.get(stage), f"optimizer.{stage}", folder)
+    if settings.scaling is not None and settings.scaling.base is not None:
+        base = settings.scaling.base
+    given |= _per_sample(table, given, base)
+    skipped = ["params", "steps"] if length is not None else ["params"]
+    made = arguments(cls, given, "optimizer", given=skipped)
+    is_per_sample = table.lr_per_sample is not None or table.momentum_time_constant is not None
+    chosen = Chosen(cls, _tuples(made), is_per_sample, length)
+    chosen.make([nn.Parameter(torch.zeros(1))])  # Wrong values are refused before the data are read.
+    return chosen
+
+
+def _stage(value: Any, path: str, folder: Path) -> Callable[..., Any]:
+    """One of the two optimizers of a TwoStage."""
+    table: Any = {"name": value} if isinstance(value, str) else value
+    if not isinstance(table, dict) or "name" not in table:
+        raise SettingsError(f"{path}.name is missing: give an optimizer, as in {path} = {{name = 'sgd', lr = 0.1}}")
+    rest = dict(cast("Table", table))
+    cls = function(rest.pop("name"), f"{path}.name", OPTIMIZERS, "optimizer", folder)
+    found = _tuples(arguments(cls, rest, path, given=["params"]))
+    return partial(cls, **found)
+
+
+def _per_sample(table: Optimizer, given: Table, base: int) -> Table:
+    """`lr` and `momentum` from the rate of a sample and the time constant."""
+    pairs = (("lr_per_sample", "lr"), ("momentum_time_constant", "momentum"))
+    for ours, torchs in pairs:
+        if getattr(table, ours) is not None and torchs in given:
+            name = ours.replace("_", "-")
+            raise SettingsError(
+                f"optimizer.{name} = {getattr(table, ours)} and optimizer.{torchs} = {given[torchs]}: each follows "
+                "from the other; give one of them"
+            )
+    found: Table = {}
+    momentum = cast("float", given.get("momentum", 0.0))
+    if table.momentum_time_constant is not None:
+        with located("optimizer"):
+            found["momentum"] = momentum = PerSample(0.0, table.momentum_time_constant).settings(base)["momentum"]
+    if table.lr_per_sample is not None:
+        with located("optimizer"):
+            found["lr"] = PerSample(table.lr_per_sample).settings(base)["lr"] * (1 - momentum)
+    return found
+
+
+def _tuples(values: Table) -> Table:
+    return {name: tuple(cast("list[Any]", v)) if isinstance(v, list) else v for name, v in values.items()}

@@ -1,0 +1,264 @@
+"""Recipe: the task, the strategy and the cluster that a settings file means for a number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.data import digits, fashion_mnist
+from paceline.models import MODELS
+from paceline.settings.decode import SettingsError, located
+from paceline.settings.imported import arguments, function
+from paceline.settings.optimizers import Chosen, chosen_optimizer
+from paceline.settings.sections import Settings
+from paceline.sim.cluster import Cluster
+from paceline.strategies import Then
+from paceline.strategy import Strategy
+from paceline.task import Batch, Task
+from paceline.training import AutoBatch, GrowingBatch, Scaling
+from paceline.training.length import Length
+
+Tensors = tuple[Tensor, ...]
+
+
+def _digits() -> Tensors:
+    return digits()
+
+
+def _fashion_mnist(folder: str | None = None) -> Tensors:
+    found = fashion_mnist.load(folder)
+    x, test = (images.float().div_(255).sub_(0.286).div_(0.353) for images in (found.images, found.test_images))
+    return x, found.labels.long(), test, found.test_labels.long()
+
+
+DATA: dict[str, Callable[..., Any]] = {"digits": _digits, "fashion-mnist": _fashion_mnist}
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+LOSSES: dict[str, Callable[..., Any]] = {"cross-entropy": cross_entropy, "squared-error": squared_error}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings for a number of workers; modules of the user's are looked for in `folder`."""
+
+    settings: Settings
+    workers: int
+    folder: Path
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise SettingsError(f"workers = {self.workers}: there must be at least 1 worker")
+        given = {name: getattr(self.settings, name) for name in ("epochs", "steps")}
+        if (given["epochs"] is None) == (given["steps"] is None):
+            raise SettingsError(f"epochs = {given['epochs']}, steps = {given['steps']}: give one of the two")
+
+    # Data.
+
+    @cached_property
+    def data(self) -> tuple[Tensors, Tensors]:
+        """The tensors to train on, and those to test on (none if there are no test data)."""
+        table = self.settings.data
+        make = function(table.name, "data.name", DATA, "data set", self.folder)
+        given: Any = make(**arguments(make, table.arguments, "data"))
+        if isinstance(given, dict) and "train" in given:
+            parts = cast("dict[str, Any]", given)
+            train, test = tuple(parts["train"]), tuple(parts.get("test") or ())
+        elif isinstance(given, (tuple, list)) and len(cast("Sequence[Any]", given)) in (2, 4):
+            every = tuple(cast("Sequence[Any]", given))
+            train, test = every[:2], every[2:]
+        else:
+            raise SettingsError(
+                f"data.name = {table.name!r}: the function returned {_shown(given)}; it must return tensors (inputs, "
+                "targets), or (inputs, targets, test inputs, test targets), or a dict of 'train' and 'test' with "
+                "tuples of tensors"
+            )
+        for name, part in (("train", train), ("test", test)):
+            if not all(isinstance(t, Tensor) for t in part):
+                raise SettingsError(
+                    f"data.name = {table.name!r}: the {name} data are {_shown(part)}; they must be tensors"
+                )
+        if len(train[0]) < self.workers:
+            raise SettingsError(
+                f"data.name = {table.name!r} has {len(train[0])} samples for workers = {self.workers}: every worker "
+                f"needs at least one; give --workers {max(1, len(train[0]))} or fewer"
+            )
+        return train, test
+
+    @property
+    def factor(self) -> int:
+        """By how much the samples of a step grow with the workers."""
+        return self.workers if self.settings.data.batch_of == "worker" else 1
+
+    @cached_property
+    def batch(self) -> int | GrowingBatch | AutoBatch:
+        """The samples of a step of all workers."""
+        table = self.settings.data
+        given = {n: v for n in ("batch", "grow", "auto") if (v := getattr(table, n)) is not None}
+        if len(given) != 1:
+            names = " and ".join(f"data.{name}" for name in given) or "none of data.batch, data.grow and data.auto"
+            raise SettingsError(f"{names} is given: give one of them, the samples of a step")
+        if table.grow is not None:
+            start, end = table.grow.start * self.factor, table.grow.end * self.factor
+            multiple = table.grow.multiple * self.factor
+            return replace(table.grow, start=start, end=end, multiple=multiple)
+        if table.auto is not None:
+            start, multiple = table.auto.start * self.factor, table.auto.multiple * self.factor
+            largest = table.auto.largest * self.factor
+            return replace(table.auto, start=start, largest=largest, multiple=multiple)
+        assert table.batch is not None
+        if table.batch < 1:
+            raise SettingsError(f"data.batch = {table.batch}: a step needs at least 1 sample")
+        return table.batch * self.factor
+
+    @property
+    def base(self) -> int:
+        """The samples of a step for which rate and momentum are given, if the file does not say."""
+        batch = self.batch
+        first = batch if isinstance(batch, int) else batch.start
+        return first // self.factor
+
+    # What is trained.
+
+    @cached_property
+    def optimizer(self) -> Chosen:
+        return chosen_optimizer(self.settings, self.base, self.folder)
+
+    @property
+    def scaling(self) -> Scaling | None:
+        table = self.settings.scaling
+        if table is None:
+            return Scaling(self.base) if self.optimizer.is_per_sample else None
+        with located("scaling"):
+            return Scaling(self.base if table.base is None else table.base, table.rate, table.momentum)
+
+    def task(self) -> Task:
+        """The task: everything but how the workers cooperate."""
+        settings = self.settings
+        train, test = self.data
+        loss = function(settings.loss.name, "loss.name", LOSSES, "loss", self.folder)
+        extra = arguments(loss, settings.loss.arguments, "loss", given=list(_parameters(loss))[:2])
+        with located("data"):
+            unfinished = Task(
+                model=self._model(),
+                loss=partial(loss, **extra) if extra else loss,
+                data=train,
+                batch=self.batch,
+                optimizer=self.optimizer.make,
+                steps=settings.steps,
+                epochs=settings.epochs,
+                evaluate=self._evaluate(test),
+                schedule=settings.schedule,
+                scaling=self.scaling,
+                adjust=settings.adjust,
+                accumulate=settings.data.accumulate,
+                seed=settings.seed,
+            )
+        return replace(
+            unfinished,
+            evaluate_every=self._evaluation_period(unfinished),
+            optimizer=partial(self.optimizer.make, plan=unfinished.plan),
+        )
+
+    def _model(self) -> Callable[[], nn.Module]:
+        table = self.settings.model
+        make = function(table.name, "model.name", MODELS, "model", self.folder)
+        if table.name in MODELS:
+            (x, y, *_), _ = self.data
+            classes = int(y.max()) + 1 if not y.dtype.is_floating_point else int(y[0].numel())
+            given = arguments(make, table.arguments, "model", given=("shape", "classes"))
+            return partial(_built, partial(make, list(x.shape[1:]), classes, **given))
+        return partial(_built, partial(make, **arguments(make, table.arguments, "model")))
+
+    def _evaluate(self, test: Tensors) -> Callable[[nn.Module], dict[str, float]] | None:
+        table = self.settings.evaluation
+        if table.function is not None:
+            return partial(
+                _by_function, function(table.function, "evaluation.function", {}, "function", self.folder), test
+            )
+        if not test:
+            return None
+        metrics = list(table.metrics)
+        if test[1].dtype.is_floating_point and "accuracy" in metrics:
+            metrics.remove("accuracy")
+        loss = function(self.settings.loss.name, "loss.name", LOSSES, "loss", self.folder)
+        return partial(evaluated, test, metrics, loss, table.batch)
+
+    def _evaluation_period(self, task: Task) -> int | None:
+        every = self.settings.evaluation.every
+        if every is None:
+            return None
+        with located("evaluation"):
+            length = Length.of("evaluation.every", every)
+        if length.unit == "steps":
+            return max(1, round(length.value))
+        steps = task.plan.steps_for_epochs if length.unit == "epochs" else partial(_steps_for, task)
+        return max(1, steps(length.value))
+
+    @property
+    def strategy(self) -> Strategy:
+        warm = self.settings.warm_start
+        if warm is None:
+            return self.settings.strategy
+        length = Length.of("warm-start.length", warm.length)
+        value = length.value if length.unit == "epochs" else round(length.value)
+        with located("warm-start"):
+            return Then(warm.strategy, self.settings.strategy, **{length.unit: value})  # pyright: ignore[reportArgumentType]
+
+    def cluster(self) -> Cluster:
+        network = self.settings.cluster
+        with located("cluster"):
+            return Cluster(self.workers, **vars(network))
+
+
+def _built(make: Callable[[], nn.Module]) -> nn.Module:
+    with located("model"):
+        return make()
+
+
+def _steps_for(task: Task, samples: float) -> int:
+    return task.plan.steps_for(samples=round(samples))
+
+
+def _by_function(evaluate: Callable[..., dict[str, float]], test: Tensors, model: nn.Module) -> dict[str, float]:
+    return evaluate(model, *test)
+
+
+def evaluated(
+    test: Tensors, metrics: Sequence[str], loss: Callable[..., Tensor], batch: int, model: nn.Module
+) -> dict[str, float]:
+    """Metrics of a model on the test data, over minibatches of that size."""
+    right = 0
+    total = 0.0
+    for start in range(0, len(test[0]), batch):
+        part = tuple(t[start : start + batch] for t in test)
+        total += float(loss(model, part)) * len(part[0])
+        if "accuracy" in metrics:
+            right += int((model(part[0]).argmax(1) == part[1]).sum())
+    found = {"accuracy": right / len(test[0]), "loss": total / len(test[0])}
+    return {name: found[name] for name in metrics}
+
+
+def _parameters(call: Callable[..., Any]) -> Sequence[str]:
+    import inspect
+
+    return list(inspect.signature(call).parameters)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(cast('Sequence[Any]', value))}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,361 @@
+"""Settings files: what they mean, and what is wrong with one, by its path."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from paceline import (
+    AllReduceSGD,
+    AutoAdjust,
+    AutoBatch,
+    BlockMomentum,
+    GrowingBatch,
+    ParameterServer,
+    PeriodicAveraging,
+    Replicated,
+    Scaling,
+    Then,
+    registry,
+    simulate,
+)
+from paceline.checked import spelled
+from paceline.cli import app
+from paceline.codecs import Entropy, OneBit
+from paceline.server.rules import Momentum
+from paceline.settings import Recipe, Settings, SettingsError, load
+from paceline.settings.optimizers import OPTIMIZERS
+from paceline.settings.schema import settings_schema
+from paceline.settings.template import TEMPLATE
+from paceline.strategies import STRATEGIES
+from tests.laws.every import STRATEGIES as EVERY
+
+SMALL = """
+steps = 6
+[model]
+name = "perceptron"
+hidden = [8]
+[data]
+name = "digits"
+batch = 16
+[log]
+progress = false
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+
+
+def written(text: str, name: str = "settings.toml") -> Path:
+    path = Path(name)
+    path.write_text(text)
+    return path
+
+
+def loaded(*flags: str, text: str = SMALL) -> Settings:
+    return load(written(text), flags)
+
+
+def recipe(*flags: str, workers: int = 2, text: str = SMALL) -> Recipe:
+    return Recipe(loaded(*flags, text=text), workers, Path.cwd())
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def refused(*flags: str, text: str = SMALL, workers: int = 2) -> str:
+    with pytest.raises(SettingsError) as error:
+        made = recipe(*flags, text=text, workers=workers)
+        made.task().build()
+        made.cluster()
+        assert made.strategy
+    return str(error.value)
+
+
+def test_the_file_of_init_trains_and_simulates():
+    assert run("init").exit_code == 0
+    assert Path("settings.toml").read_text() == TEMPLATE
+    done = run("simulate", "settings.toml", "--epochs", "2", "--workers", "3")
+    assert done.exit_code == 0, done.output
+    assert "accuracy" in done.output and "lr 0.05 for 32 samples" in done.output
+    assert Path("model.safetensors").stat().st_size > 4 * 19_210
+
+
+def test_init_replaces_no_file_unless_forced():
+    written("epochs = 1")
+    assert run("init").exception is not None and "--force" in str(run("init").exception)
+    assert run("init", "--force").exit_code == 0
+
+
+def test_every_key_can_be_given_as_a_flag():
+    given = loaded("--strategy.name", "block-momentum", "--strategy.period=16", "--workers", "8", "--seed=3")
+    assert (given.strategy, given.workers, given.seed) == (BlockMomentum(period=16), 8, 3)
+    assert loaded("--strategy", "periodic-averaging").strategy == PeriodicAveraging()
+    text = SMALL + '[strategy]\nname = "block-momentum"\ntime-constant = 1e5\n'
+    assert loaded("--strategy.time_constant", "2e5", text=text).strategy == BlockMomentum(time_constant=2e5)
+
+
+def test_a_table_in_python_is_the_same_as_in_a_file():
+    text = (
+        SMALL
+        + """
+[strategy]
+name = "all-reduce-sgd"
+codec = { name = "entropy", codec = "one-bit" }
+[warm-start]
+length = "2 epochs"
+[adjust]
+interval = 2
+[scaling]
+momentum = "none"
+[schedule]
+warmup = "1 epoch"
+start = "base"
+decay = "multistep"
+milestones = ["3 epochs", "5 epochs"]
+"""
+    )
+    made = recipe(text=text)
+    assert made.strategy == Then(Replicated(), AllReduceSGD(codec=Entropy(OneBit())), epochs=2)
+    assert made.scaling == Scaling(16, momentum="none")
+    task = made.task()
+    assert task.adjust == AutoAdjust(interval=2)
+    assert repr(task.schedule).count("Length") == 3
+    server = SMALL + '[strategy]\nname = "parameter-server"\nservers = 2\nrule = { name = "momentum", lr = 0.05 }\n'
+    assert loaded(text=server).strategy == ParameterServer(servers=2, rule=Momentum(lr=0.05))
+
+
+@pytest.mark.parametrize("name", [name for name, case in EVERY.items() if type(case.strategy) in STRATEGIES])
+def test_every_strategy_can_be_written_in_a_file(name: str):
+    strategy = EVERY[name].strategy
+    text = "strategy = " + toml(plain(strategy)) + "\n" + SMALL
+    assert loaded(text=text).strategy == strategy
+
+
+def plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = {f: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init and f.repr}
+        required = {f.name for f in found if f.default is f.default_factory}
+        given = {f.name: v for f, v in found.items() if v is not None or f.name in required}
+        return {"name": spelled(type(value))} | {k.replace("_", "-"): v for k, v in given.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return '"none"' if value is None else json.dumps(value) if isinstance(value, (str, bool)) else repr(value)
+
+
+def test_the_minibatch_of_each_worker_grows_with_the_workers():
+    assert recipe(workers=4).batch == 64
+    assert recipe("--data.batch-of", "all", workers=4).batch == 16
+    grown = SMALL.replace("batch = 16", "grow = { start = 4, end = 16, epochs = 2 }")
+    assert recipe(text=grown, workers=3).batch == GrowingBatch(12, 48, 2, multiple=3)
+    auto = SMALL.replace("batch = 16", "auto = { start = 16, multiple = 8, every = 3 }") + "[scaling]\n"
+    assert recipe(text=auto, workers=3).batch == AutoBatch(48, 3 * 1_048_576, every=3, multiple=24)
+    assert recipe(text=auto, workers=3).scaling == Scaling(16)
+
+
+def test_a_rate_for_each_sample_is_that_of_the_minibatch():
+    made = recipe("--optimizer.lr-per-sample", "0.0005", "--optimizer.momentum-time-constant", "151.86", workers=4)
+    [group] = made.task().optimizer([torch.nn.Parameter(torch.zeros(2))]).param_groups
+    assert group["momentum"] == pytest.approx(0.9, abs=1e-5)
+    assert group["lr"] == pytest.approx(0.0005 * 16 * 0.1, rel=1e-4)
+    assert made.scaling == Scaling(16)
+
+
+def test_two_stages_of_an_optimizer():
+    table = """
+[optimizer]
+name = "two-stage"
+first = { name = "sgd", lr = 0.1 }
+second = { name = "adam", lr = 0.001, betas = [0.9, 0.99] }
+length = "1 epoch"
+"""
+    task = recipe(text=SMALL + table).task()
+    made = task.optimizer([torch.nn.Parameter(torch.zeros(2))])
+    assert type(made).__name__ == "TwoStage"
+    assert simulate(task, AllReduceSGD(), recipe(text=SMALL + table).cluster()).params.isfinite().all()
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"two-stage", "muon"}))
+def test_every_optimizer_trains_by_name(name: str):
+    made = recipe("--optimizer.name", name, "--optimizer.lr", "0.01", "--steps", "1", workers=1)
+    assert simulate(made.task(), AllReduceSGD(), made.cluster()).params.isfinite().all()
+
+
+def test_functions_of_the_user_s_own():
+    Path("mine_for_settings.py").write_text(
+        "import torch\n"
+        "def net(width): return torch.nn.Linear(3, width)\n"
+        "def load(count=12): return torch.ones(count, 3), torch.zeros(count, 2)\n"
+        "def mean(model, batch, scale=1.0): return model(batch[0]).square().mean() * scale\n"
+        "def measure(model, *test): return {'size': float(sum(p.numel() for p in model.parameters()))}\n"
+    )
+    made = recipe(
+        *("--model", "mine_for_settings:net", "--model.width", "2", "--data.name", "mine_for_settings:load"),
+        *("--data.count", "8", "--loss", "mine_for_settings:mean", "--loss.scale", "0.5"),
+        *("--evaluation.function", "mine_for_settings:measure", "--data.batch=2"),
+        text=SMALL.replace("hidden = [8]", ""),
+    )
+    ended = simulate(made.task(), AllReduceSGD(), made.cluster())
+    assert ended.final == {"size": 8.0}
+
+
+def test_a_module_that_does_not_import_shows_its_own_traceback():
+    Path("broken_for_settings.py").write_text("import math\nx = 1 / 0\n")
+    with pytest.raises(SettingsError, match="does not import") as error:
+        recipe("--model", "broken_for_settings:f", text=SMALL.replace("hidden = [8]", "")).task()
+    assert "line 2" in error.value.report and "ZeroDivisionError" in error.value.report
+    assert "paceline" not in error.value.report
+
+
+WRONG = [
+    (("--workres", "3"), "workres: a settings file has no 'workres'; did you mean 'workers'?"),
+    (
+        ("--strategy.name=block-momentum", "--strategy.peirod=4"),
+        "strategy.peirod: BlockMomentum has no 'peirod'; did you mean 'pe",
+    ),
+    (("--strategy", "asgdd"), "strategy.name: there is no strategy 'asgdd'; did you mean 'asgd'?"),
+    (("--strategy.codec", "one-bitt"), "strategy.name is missing"),
+    (("--strategy.name=asgd", "--strategy.period=2", "--strategy.samples=8"), "strategy: ASGD(period=2, samples=8)"),
+    (
+        ("--strategy.name=periodic-averaging", "--strategy.period=2", "--strategy.samples=8"),
+        "give the period in steps or in samples",
+    ),
+    (("--epochs", "2"), "epochs = 2, steps = 6: give one of the two"),
+    (("--data.auto.start", "64"), "data.batch and data.auto is given: give one of them"),
+    (("--workers", "two"), "workers = 'two': workers is an integer"),
+    (("--data.batch-of", "all2"), "data.batch-of = 'all2': 'all2' is not one of 'worker', 'all'"),
+    (("--evaluation.metrics", "['acc']"), "evaluation.metrics = ['acc']: 'acc' is not one of 'accuracy', 'loss'"),
+    (("--model.name", "perceptrn"), "there is no model of that name; did you mean 'perceptron'?"),
+    (("--model.hiden", "3"), "model.hiden: perceptron has no 'hiden'; did you mean 'hidden'?"),
+    (("--data.name", "fashion"), "there is no data set of that name; did you mean 'fashion-mnist'?"),
+    (("--optimizer.name", "sdg"), "there is no optimizer of that name; did you mean 'sgd'?"),
+    (("--optimizer.momentun", "0.9"), "optimizer.momentun: SGD has no 'momentun'; did you mean 'momentum'?"),
+    (("--optimizer.lr", "-1"), "optimizer: Invalid learning rate: -1"),
+    (
+        ("--optimizer.lr=1", "--optimizer.lr-per-sample=1"),
+        "optimizer.lr-per-sample = 1 and optimizer.lr = 1: each",
+    ),
+    (("--schedule.warmup", "5"), "write a number and a unit, steps, samples or epochs"),
+    (("--schedule.power", "2"), "power has no effect without decay='polynomial'"),
+    (("--evaluation.every", "2 weeks"), "evaluation.every='2 weeks': write a number and a unit"),
+    (("--adjust.interval", "0"), "adjust: AutoAdjust(interval=0"),
+    (("--cluster.bandwidth", "fast"), "cluster: Cluster(bandwidth='fast'): 'fast' is not a bandwidth"),
+    (("--model", "no_such_module:f"), "there is no module 'no_such_module'"),
+    (("--model", "json:nothing"), "model.name: the module 'json' has no 'nothing'"),
+    (("--warm-start.length", "2 epochs", "--warm-start.strategy", "parameter-server"), "warm-start: Then("),
+    (("--scaling.base", "0"), "scaling: Scaling(base=0)"),
+]
+
+
+@pytest.mark.parametrize(("flags", "text"), WRONG, ids=[" ".join(flags) for flags, _ in WRONG])
+def test_what_is_wrong_is_named_by_its_path(flags: tuple[str, ...], text: str):
+    assert text in refused(*flags)
+
+
+def test_fewer_samples_than_workers():
+    assert "has 1437 samples for workers = 2000: every worker needs at least one" in refused(workers=2000)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "settings.toml: it is empty; `paceline init` writes"),
+        (b"epochs = 1\n# \xff", "settings.toml: line 2 is not UTF-8 text (byte 13)"),
+        (b"epochs = = 1", "settings.toml: it is not TOML: "),
+        (b"epochs = 1", "settings.toml: [model] is missing"),
+        (b"model = 3", "settings.toml: model = 3: it is a table, as in [model], or a name"),
+    ],
+)
+def test_a_file_that_cannot_be_read(content: bytes, text: str):
+    Path("settings.toml").write_bytes(content)
+    with pytest.raises(SettingsError) as error:
+        load("settings.toml")
+    assert text in str(error.value)
+
+
+def test_a_file_that_is_not_there_or_a_folder():
+    with pytest.raises(SettingsError, match=r"No such file or directory; `paceline init nope\.toml`"):
+        load("nope.toml")
+    Path("folder").mkdir()
+    with pytest.raises(SettingsError, match="folder: it is a folder; give a settings file"):
+        load("folder")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_training():
+    written(SMALL)
+    for key in ("save.model", "save.trace"):
+        done = run("train", "settings.toml", f"--{key}", "/no/such/folder/file")
+        assert f"{key} = '/no/such/folder/file': there is no folder" in str(done.exception)
+
+
+def test_the_schema_accepts_the_template_and_knows_every_strategy():
+    schema = settings_schema()
+    assert json.loads(run("schema").output) == schema
+    assert conforms(tomllib.loads(TEMPLATE), schema, schema)
+    assert {option["properties"]["name"]["const"] for option in schema["$defs"]["strategy"]["anyOf"][1:]} == {
+        spelled(cls) for cls in STRATEGIES
+    }
+    for wrong in ({"workers": "two"}, {"strategy": {"name": "block-momentum", "peirod": 3}}, {"nothing": 1}):
+        assert not conforms(tomllib.loads(TEMPLATE) | wrong, schema, schema)
+
+
+def conforms(value: Any, schema: Any, root: Any) -> bool:
+    """A check of the parts of JSON schema that ours uses."""
+    if "$ref" in schema:
+        return conforms(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema:
+        return any(conforms(value, option, root) for option in schema["anyOf"])
+    if "const" in schema:
+        return value == schema["const"]
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds: dict[str, Any] = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "boolean": bool,
+        "integer": int,
+        "number": (int, float),
+    }
+    kind = schema.get("type")
+    if kind is None:
+        return True
+    if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        return False
+    if kind == "array":
+        return all(conforms(item, schema.get("items", {}), root) for item in value)
+    if kind != "object":
+        return True
+    known = schema.get("properties", {})
+    return (
+        all(name in value for name in schema.get("required", []))
+        and (schema.get("additionalProperties", True) or set(value) <= set(known))
+        and all(conforms(v, known[name], root) for name, v in value.items() if name in known)
+    )
+
+
+def test_registry_and_files_spell_alike():
+    assert (
+        registry.strategy("block-momentum", period=4)
+        == loaded("--strategy.name", "block-momentum", "--strategy.period", "4").strategy
+    )

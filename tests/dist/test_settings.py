@@ -1,0 +1,68 @@
+"""A settings file on real processes: the simulator's result, under either way to start them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline import simulate
+from paceline.cli._training import train_by_settings
+from paceline.settings import Recipe, load
+
+TEXT = """
+epochs = 1
+workers = 4
+[model]
+name = "perceptron"
+hidden = [8]
+[data]
+name = "digits"
+batch = 40
+[optimizer]
+lr = 0.1
+momentum = 0.9
+[scaling]
+[schedule]
+warmup = "300 samples"
+start = "base"
+decay = "cosine"
+[strategy]
+name = "{strategy}"
+[processes]
+ordered = true
+[save]
+model = "model.safetensors"
+[log]
+progress = false
+"""
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce-sgd", "block-momentum"])
+def test_a_file_gives_the_same_result_on_the_simulator_and_on_four_processes(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = Path("settings.toml")
+    path.write_text(TEXT.format(strategy=strategy))
+    flags = ["--strategy.period", "3"] if strategy == "block-momentum" else []
+    recipe = Recipe(load(path, flags), 4, tmp_path)
+    simulated = simulate(recipe.task(), recipe.strategy, recipe.cluster())
+    train_by_settings(path, flags)
+    saved = load_file("model.safetensors")
+    assert torch.equal(
+        torch.cat([saved[name].view(-1) for name, _ in simulated.model.named_parameters()]), simulated.params
+    )
+
+
+def test_ranks_of_a_job_train_by_a_file_and_one_of_them_writes_the_model(tmp_path: Path):
+    (tmp_path / "settings.toml").write_text(TEXT.format(strategy="all-reduce-sgd").replace("workers = 4", ""))
+    command = ["-m", "paceline.cli", "run", "-n", "2", "-m", "paceline.cli", "train", "settings.toml"]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("accuracy") == 1 and "2 workers as ranks of" in done.stdout
+    assert (tmp_path / "model.safetensors").exists()
