@@ -34,6 +34,7 @@ from paceline.worker.replica import Replica
 if TYPE_CHECKING:
     from paceline.session.attach import attach
     from paceline.session.ddp import ddp_hook
+    from paceline.session.partition import Partition
     from paceline.session.session import Session
     from paceline.session.train import train
 
@@ -54,6 +55,7 @@ __all__ = [
     "NonFiniteGradient",
     "NonFiniteReplica",
     "Op",
+    "Partition",
     "PeerLost",
     "Plan",
     "Replica",
@@ -89,6 +91,7 @@ __all__ = [
 __all__ += strategies.__all__
 
 _LATER = {
+    "Partition": "paceline.session.partition",
     "Session": "paceline.session.session",
     "attach": "paceline.session.attach",
     "ddp_hook": "paceline.session.ddp",
