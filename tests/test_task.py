@@ -53,6 +53,28 @@ def test_parts_are_disjoint_nearly_equal_and_together_the_minibatch(samples: int
         assert sorted(seen) == list(range(samples))
 
 
+@given(lengths=st.lists(st.integers(1, 9), min_size=7, max_size=7), batch=st.integers(1, 20))
+def test_each_worker_reads_every_sample_of_its_own_once_in_each_of_its_epochs(lengths: list[int], batch: int):
+    """One task, on 1 to 7 workers one after the other."""
+    task = Task(
+        lambda: nn.Linear(1, 1),
+        lambda model, batch: model.weight.sum(),
+        lambda rank, workers: [torch.arange(lengths[rank] + workers)],
+        batch,
+        OPTIMIZERS["sgd"],
+        steps=30,
+    )
+    for workers in range(1, 8):
+        steps = drawn(task, workers)
+        assert all(sum(map(len, parts)) == batch for parts in steps)
+        for rank in range(workers):
+            samples = lengths[rank] + workers
+            read = [i for parts in steps for i in parts[rank]]
+            epochs = [read[i : i + samples] for i in range(0, len(read), samples)]
+            assert all(sorted(epoch) == list(range(samples)) for epoch in epochs[:-1])
+            assert all(len({*epoch}) == len(epoch) for epoch in epochs)
+
+
 @given(samples=st.integers(1, 60), batch=st.integers(1, 20), workers=st.integers(2, 9))
 def test_the_global_order_does_not_depend_on_the_number_of_workers(samples: int, batch: int, workers: int):
     alone, together = (

@@ -35,6 +35,7 @@ from paceline.worker.replica import Replica
 if TYPE_CHECKING:
     from paceline.session.attach import attach
     from paceline.session.ddp import ddp_hook
+    from paceline.session.partition import Partition
     from paceline.session.session import Session
     from paceline.session.train import train
 
@@ -58,6 +59,7 @@ __all__ = [
     "NonFiniteGradient",
     "NonFiniteReplica",
     "Op",
+    "Partition",
     "PeerLost",
     "PerSample",
     "Plan",
@@ -96,6 +98,7 @@ __all__ = [
 __all__ += strategies.__all__
 
 _LATER = {
+    "Partition": "paceline.session.partition",
     "Session": "paceline.session.session",
     "attach": "paceline.session.attach",
     "ddp_hook": "paceline.session.ddp",

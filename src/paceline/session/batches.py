@@ -137,6 +137,16 @@ def _hash(value: Any, update: Callable[[bytes], None]) -> None:
         update((repr(value) if _is_scalar(value) else type(value).__name__).encode())
 
 
+def is_plain(batch: Any) -> bool:
+    """Whether the digest of a minibatch shows every value in it: there are no objects of other types."""
+    if _is_numpy(batch):
+        return not batch.dtype.hasobject
+    if isinstance(batch, Tensor) or _is_scalar(batch):
+        return True
+    children = _children(batch)
+    return children is not None and all(is_plain(child) for _, child in children)
+
+
 # What a minibatch is made of.  Types of values are unknown here, so these tests do not narrow them.
 
 

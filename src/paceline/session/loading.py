@@ -1,8 +1,9 @@
 """Each worker's part of every minibatch.
 
-A DataLoader is rebuilt so that a worker reads only its own part.  Any other iterable is read whole and cut.  In both
-cases the parts of one minibatch are disjoint, their sizes differ by at most one, and together they are the minibatch.
-With a function of the user's (`split`) every minibatch is read whole, and that function says what a part is.
+A DataLoader is rebuilt so that a worker reads only its own part.  Any other iterable is read whole and cut, and so is a
+DataLoader if the user wants that.  In all cases the parts of one minibatch are disjoint, their sizes differ by at most
+one, and together they are the minibatch.  With a function of the user's (`split`) every minibatch is read whole, and
+that function says what a part is.
 """
 
 from __future__ import annotations
@@ -11,20 +12,19 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from paceline.endpoint import Endpoint
-from paceline.session.batches import SPLIT, Cutter, digest
-from paceline.stripes import stripe_of
+from paceline.session.batches import SPLIT, Cutter, digest, is_plain
+from paceline.session.partition import EmptyShard, Partition, filled
 
-
-class EmptyShard(RuntimeWarning):
-    """A worker got no data at all."""
+Read = Literal["part", "whole"]
+"""Whether a worker reads only its part of each minibatch, or the whole of it and keeps its part."""
 
 
 class Agreement(Protocol):
@@ -96,23 +96,27 @@ class Parts:
     def __init__(
         self,
         loader: Iterable[Any],
-        index: int,
-        workers: int,
+        partition: Partition,
         agreement: Agreement,
         *,
         cutter: Cutter | None = None,
         accumulate: int = 1,
+        reads_whole: bool = False,
         reads_full_batches: Callable[[], bool] = lambda: False,
     ) -> None:
-        """While `reads_full_batches` is true, every worker gets every minibatch whole."""
+        """With `reads_whole` a worker reads whole minibatches and keeps its part of them.
+
+        While `reads_full_batches` is true, every worker gets every minibatch whole.
+        """
         self.loader = loader
-        self.index = index
-        self.workers = workers
+        self.partition = partition
         self.agreement = agreement
         self.cutter = Cutter() if cutter is None else cutter
         self.accumulate = accumulate
+        self.reads_whole = reads_whole or self.cutter.split is not None
         self.reads_full_batches = reads_full_batches
         self.skipped = 0
+        self._most = 0  # Samples of a minibatch so far.
 
     def skip(self, most: int) -> int:
         """Skip up to `most` minibatches more, if possible without reading them; return how many remain."""
@@ -130,29 +134,21 @@ class Parts:
 
     def __iter__(self) -> Generator[tuple[Any, int]]:
         seen = 0
-        filled = 0
-        for part, samples in self._rebuilt() if self._can_rebuild() else self._sliced():
+        has_data = False
+        for part, samples in self._rebuilt() if can_rebuild(self.loader) else self._sliced():
             seen += 1
-            filled += samples > 0
+            has_data |= samples > 0
             yield part, samples
         if not seen and not self.skipped:
             raise no_minibatch(self.loader)
-        if not filled and not self.skipped:
+        if not has_data and not self.skipped:
             warnings.warn(
                 EmptyShard(
-                    f"rank {self.index} got no sample out of {seen} minibatches: they have fewer than {self.workers} "
-                    "samples"
+                    f"rank {self.partition.index} got no sample out of {seen} minibatches: they have at most "
+                    f"{self._most} samples for {self.partition.workers} workers"
                 ),
                 stacklevel=3,
             )
-
-    def _can_rebuild(self) -> bool:
-        loader = self.loader
-        return (
-            isinstance(loader, DataLoader)
-            and loader.batch_sampler is not None
-            and not isinstance(loader.dataset, IterableDataset)
-        )
 
     def _rebuilt(self) -> Iterator[tuple[Any, int]]:
         loader = self.loader
@@ -172,16 +168,12 @@ class Parts:
         )
         for i, batch in enumerate(rebuilt):
             samples, is_whole = sampler.requested.popleft()
+            is_cut = is_whole and not self.reads_full_batches()
             # A minibatch may be fetched whole before the change to parts.  If that will happen, it is tested at once.
-            if (
-                is_whole
-                and self.cutter.split is None
-                and (not self.reads_full_batches() or (loader.num_workers and not i))
-            ):
+            will_be_cut = is_whole and not i and (self.reads_whole or loader.num_workers)
+            if self.cutter.split is None and (is_cut or will_be_cut):
                 self._check_collated(batch, samples)
-            if is_whole and not self.reads_full_batches():
-                batch, samples = self._cut(batch)
-            yield batch, samples
+            yield self._cut(batch) if is_cut else (batch, samples)
 
     def _check_collated(self, batch: Any, samples: int) -> None:
         """Raise ValueError if a minibatch of a DataLoader cannot be cut into its samples."""
@@ -193,30 +185,31 @@ class Parts:
             )
 
     def _sliced(self) -> Iterator[tuple[Any, int]]:
-        for i, batch in enumerate(self.loader):
-            if i == 0:
+        if isinstance(self.loader, DataLoader) and not getattr(self.loader, "in_order", True):
+            raise ValueError(
+                f"session.shard({loader_name(self.loader)}, in_order=False): workers would cut different minibatches, "
+                "in the order in which the loader workers of each are ready; leave in_order out"
+            )
+        read = 0
+        for read, batch in enumerate(read_whole(self.loader), start=1):
+            if read == 1:
                 self.check_same(batch)
-            if i < self.skipped:
-                continue
-            yield (batch, self.cutter.samples(batch)) if self.reads_full_batches() else self._cut(batch)
+            if read > self.skipped:
+                yield (batch, self.cutter.samples(batch)) if self.reads_full_batches() else self._cut(batch)
+        check_skip(self.loader, self.skipped, read)
 
     def _cut(self, batch: Any) -> tuple[Any, int]:
         """This worker's part of a whole minibatch, and how many of its samples count."""
         if self.cutter.split is None:
             where, samples = self.stripe(self.cutter.samples(batch))
             return self.cutter.part(batch, where), samples
-        return self.cutter.apply(batch, self.index, self.workers)
+        return self.cutter.apply(batch, self.partition.index, self.partition.workers)
 
     def stripe(self, samples: int) -> tuple[slice, int]:
         """This worker's slice of a minibatch of `samples`, and how many of its samples count."""
-        if samples < self.workers and self.accumulate > 1:
-            raise ValueError(
-                f"session.shard: a minibatch has {samples} samples for {self.workers} workers, and {self.accumulate} "
-                "minibatches make a step, so a sample would count twice; let the loader drop it (drop_last=True), or "
-                "give every worker at least one sample"
-            )
-        where = stripe_of(self.index, samples, self.workers)
-        return (where, where.stop - where.start) if where.stop > where.start else (slice(0, 1), 0)
+        check_accumulated(samples, self.partition.workers, self.accumulate)
+        self._most = max(self._most, samples)
+        return filled(self.partition.part(samples))
 
     def check_same(self, first: Any) -> None:
         """Raise ValueError if the ranks read different first minibatches."""
@@ -232,8 +225,7 @@ class _PartSampler:
         # The batches that the DataLoader requested and has not yet returned: samples, and whether the batch is whole.
         self.requested: deque[tuple[int, bool]] = deque()
         self._seed = None
-        sampler = loader.sampler
-        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        if is_shuffled_anew(loader):
             # Without a generator torch draws a seed from the process's own generator, which may differ between ranks.
             self._seed = parts.agreement.seed()
 
@@ -245,7 +237,7 @@ class _PartSampler:
             return
         self.parts.check_same(list(first))
         for indices in islice(chain([first], batches), self.parts.skipped, None):
-            is_whole = self.parts.reads_full_batches() or self.parts.cutter.split is not None
+            is_whole = self.parts.reads_full_batches() or self.parts.reads_whole
             where, samples = (slice(None), len(indices)) if is_whole else self.parts.stripe(len(indices))
             self.requested.append((samples, is_whole))
             yield list(indices)[where]
@@ -263,6 +255,78 @@ class _PartSampler:
 
     def __len__(self) -> int:
         return len(self.batch_sampler)  # pyright: ignore[reportArgumentType]
+
+
+def can_rebuild(loader: Iterable[Any]) -> bool:
+    """Whether a loader can be built anew so that it reads only a part of each minibatch."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__  # Otherwise its own way of reading would be left out.
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def is_shuffled_anew(loader: Iterable[Any]) -> bool:
+    """Whether a loader draws a seed of its own for every pass."""
+    if not isinstance(loader, DataLoader):
+        return False
+    sampler: Any = loader.sampler
+    is_random = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    return is_random and sampler.generator is None
+
+
+def read_whole(loader: Iterable[Any]) -> Iterator[Any]:
+    """Its minibatches; ValueError if each of torch's loader workers reads the whole of a stream."""
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset) or loader.num_workers < 2:
+        yield from loader
+        return
+    first: bytes | None = None
+    for number, batch in enumerate(loader):
+        if number < 2 and is_plain(batch):  # They are the first ones of two loader workers.
+            found = digest(batch)
+            if found == first:
+                raise _read_twice(loader)
+            first = found
+        yield batch
+
+
+def _read_twice(loader: DataLoader[Any]) -> ValueError:
+    stream = type(loader.dataset).__name__
+    return ValueError(
+        f"session.shard({loader_name(loader)}): its {loader.num_workers} loader workers begin with equal minibatches, "
+        f"so each of them reads the whole stream, and every sample would come {loader.num_workers} times: let "
+        f"{stream}.__iter__ share its samples out by torch.utils.data.get_worker_info(), or read it by "
+        f"pl.Partition(session.rank, session.workers).loader({stream}(...), batch=..., num_workers="
+        f"{loader.num_workers})"
+    )
+
+
+def loader_name(loader: Iterable[Any]) -> str:
+    """A loader as an error shows it."""
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        return name
+    workers = f", num_workers={loader.num_workers}" if loader.num_workers else ""
+    return f"{name}({type(loader.dataset).__name__}{workers})"
+
+
+def check_skip(loader: Iterable[Any], skip: int, length: int) -> None:
+    if skip > length:
+        raise ValueError(
+            f"session.shard({type(loader).__name__}, skip={skip}): the loader has {length} minibatches; skip those of "
+            "this epoch alone"
+        )
+
+
+def check_accumulated(samples: int, workers: int, accumulate: int) -> None:
+    """Raise ValueError if a worker without a part would add another worker's sample to its gradient."""
+    if samples < workers and accumulate > 1:
+        raise ValueError(
+            f"session.shard: a minibatch has {samples} samples for {workers} workers, and {accumulate} minibatches "
+            "make a step, so a sample would count twice; let the loader drop it (drop_last=True), or give every worker "
+            "at least one sample"
+        )
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from numbers import Real
 from operator import index
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 
@@ -19,8 +19,10 @@ from paceline.op import drive
 from paceline.session.batches import Cutter, Split
 from paceline.session.ending import end_with_same_model
 from paceline.session.feed import Feed, ShardedLoader
+from paceline.session.loading import Read
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
+from paceline.session.reading import PartLoader
 from paceline.session.resuming import check_states
 from paceline.session.settings import GroupSettings
 from paceline.session.shared_buffers import SharedBuffers
@@ -96,17 +98,33 @@ class Session:
 
     # Data.
 
+    @overload
+    def shard(self, loader: PartLoader) -> ShardedLoader[Any]: ...
+
+    @overload
     def shard(
-        self, loader: Iterable[B], *, dim: int = 0, split: Split | None = None, skip: int = 0
-    ) -> ShardedLoader[B]:
+        self, loader: Iterable[B], *, dim: int = 0, split: Split | None = None, skip: int = 0, read: Read | None = None
+    ) -> ShardedLoader[B]: ...
+
+    def shard(
+        self,
+        loader: Iterable[Any],
+        *,
+        dim: int = 0,
+        split: Split | None = None,
+        skip: int = 0,
+        read: Read | None = None,
+    ) -> ShardedLoader[Any]:
         """This worker's part of every minibatch of `loader`, to be iterated over once in every epoch.
 
-        Every rank gives the same loader.  Minibatches that are read to evaluate the model (in eval mode, or without
-        gradients) are split in the same way and change nothing.  Samples lie along the dimension `dim` of each array.
-        For other minibatches `split(batch, index, workers)` returns the part of a worker and the number of its
-        samples.  The first pass leaves out the first `skip` minibatches: so a resumed run finds its place.
+        Every rank gives the same loader, or that of its own `Partition`.  Minibatches that are read to evaluate the
+        model (in eval mode, or without gradients) are split in the same way and change nothing.  Samples lie along the
+        dimension `dim` of each array.  For other minibatches `split(batch, index, workers)` returns the part of a
+        worker and the number of its samples.  The first pass leaves out the first `skip` minibatches: so a resumed run
+        finds its place.  A DataLoader fetches only the part; with `read="whole"` it fetches whole minibatches, and the
+        part is cut.
         """
-        return ShardedLoader(self._feed, loader, Cutter(dim, split), skip)
+        return ShardedLoader(self._feed, loader, Cutter(dim, split), skip, read)
 
     def count(self, samples: int) -> None:
         """Without `shard`: give the number of samples of the next backward pass; means are weighted by it."""

@@ -32,6 +32,11 @@ def shuffled(samples: int, seed: int) -> Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
 
 
+def order_of(samples: int, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch shows the samples."""
+    return shuffled(samples, seed * 1_000_003 + epoch)
+
+
 class GlobalData:
     """One data set.  Every global minibatch is cut into one part a worker."""
 
@@ -50,7 +55,7 @@ class GlobalData:
         epoch, first, size = place
         if epoch not in self._orders:
             self._orders.clear()
-            self._orders[epoch] = shuffled(self.samples, self.seed * 1_000_003 + epoch)
+            self._orders[epoch] = order_of(self.samples, self.seed, epoch)
         indices = self._orders[epoch][first : first + size]
         mine = indices[stripe_of(rank, len(indices), workers)]
         return tuple(t[mine] for t in self.data)
@@ -67,7 +72,7 @@ class OwnData:
         self.batch = batch
         self.seed = seed
         self._data: dict[tuple[int, int], Sequence[Tensor]] = {}
-        self._orders: dict[tuple[int, int], Tensor] = {}  # By rank and epoch.
+        self._orders: dict[tuple[int, int, int], Tensor] = {}  # By rank, workers and epoch.
 
     def part(self, step: int, rank: int, workers: int) -> Batch:
         """Worker `rank`'s own minibatch for that step; empty if there are more workers than samples in a batch."""
@@ -79,7 +84,7 @@ class OwnData:
         places = torch.arange(first, first + size)
         mine = torch.cat(
             [
-                self._order(rank, epoch, samples)[places[places // samples == epoch] % samples]
+                self._order(rank, workers, epoch, samples)[places[places // samples == epoch] % samples]
                 for epoch in _epochs(places, samples)
             ]
             or [places]
@@ -93,12 +98,16 @@ class OwnData:
             self._data[rank, workers] = data
         return self._data[rank, workers]
 
-    def _order(self, rank: int, epoch: int, samples: int) -> Tensor:
-        if (rank, epoch) not in self._orders:
-            self._orders = {key: order for key, order in self._orders.items() if key[0] != rank or key[1] >= epoch - 1}
+    def _order(self, rank: int, workers: int, epoch: int, samples: int) -> Tensor:
+        if (rank, workers, epoch) not in self._orders:
+            self._orders = {
+                key: order
+                for key, order in self._orders.items()
+                if key[1] == workers and (key[0] != rank or key[2] >= epoch - 1)
+            }
             seed = (self.seed * 1_000_003 + epoch) * 1_000_003 + rank + 1
-            self._orders[rank, epoch] = shuffled(samples, seed)
-        return self._orders[rank, epoch]
+            self._orders[rank, workers, epoch] = shuffled(samples, seed)
+        return self._orders[rank, workers, epoch]
 
 
 def _epochs(places: Tensor, samples: int) -> Sequence[int]:
