@@ -33,6 +33,8 @@ ROOMS = [
     "checked",
     "training",
     "trace",
+    "report",
+    "monitor",
     "needs",
     "slot_values",
     "resize",
@@ -56,7 +58,6 @@ ROOMS = [
     "sim",
     "session",
     "data",
-    "report",
     "study",
     "cli",
 ]
