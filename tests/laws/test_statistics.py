@@ -260,6 +260,17 @@ def test_a_report_waits_for_nobody_longer_than_one_block():
     assert report.workers[1].samples == 8, "what came late counts in the next report"
 
 
+def test_a_report_has_the_same_syncs_of_all_workers_and_what_faster_ones_did_is_not_left_behind():
+    ledger = Ledger(3)
+    for rank in (0, 1, 1, 2, 2, 2, 2):
+        ledger.add(block(rank))
+    [report] = ledger.reports()
+    assert {rank: f.syncs for rank, f in report.workers.items()} == {0: 1, 1: 1, 2: 3}
+    ledger.add(block(0))
+    [report] = ledger.reports()
+    assert {rank: f.syncs for rank, f in report.workers.items()} == {0: 1, 1: 1, 2: 1}
+
+
 def test_a_worker_that_has_ended_is_not_waited_for():
     ledger = Ledger(2)
     ledger.add(block(1, is_rest=True))

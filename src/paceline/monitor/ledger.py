@@ -161,14 +161,26 @@ class Ledger:
         return len(self._open[0])
 
     def _next_report(self) -> Report:
-        """Of the first worker's next block, and the same of the others; the last one takes all that is there."""
+        """Of the first worker's next block, and of those of the others up to the same number of syncs."""
+        most = self._totals[0].syncs + self._open[0][0].figures.syncs
         is_last = self.own_blocks == 1
         blocks: list[Block] = []
         for rank in sorted(self._open):
-            blocks += self._open[rank][: None if is_last else 1]
-            del self._open[rank][: None if is_last else 1]
+            taken = 1 if rank == 0 else self._taken(rank, most, is_last=is_last)
+            blocks += self._open[rank][:taken]
+            del self._open[rank][:taken]
         workers = self._entered(blocks)
         return self._report(blocks, workers, [rank for rank in self._workers if rank not in workers])
+
+    def _taken(self, rank: int, most: int, *, is_last: bool) -> int:
+        """How many blocks of another worker go into a report that ends after `most` syncs of the first one."""
+        syncs = self._totals[rank].syncs
+        ahead = 0
+        for block in self._open[rank]:
+            syncs += block.figures.syncs
+            ahead += syncs > most
+        # Of a worker that is faster all the time, at most one block is left for the next report.
+        return max(1, len(self._open[rank]) - (min(ahead, 1) if is_last else ahead))
 
     def last_reports(self) -> Iterator[Report]:
         """At the end of the run: of the blocks that are left, and of the whole run."""

@@ -49,8 +49,7 @@ class RecordMeter:
         return self._events(self._step_now)
 
     def end(self) -> Iterator[Record]:
-        watched = self._watched
-        last = next((p.step for p in reversed(watched.trace.points) if p.staleness is None), None)
+        last = self._last_step()
         step = self._step or 0 if last is None else self._within(last + 1)
         if self._step is not None and step != self._step:
             yield self._record(step, is_last=True)
@@ -59,7 +58,14 @@ class RecordMeter:
     def _within(self, step: int) -> int:
         """The steps that are done; a worker whose data has ended takes empty ones with the others."""
         steps = self._watched.steps()
-        return step if steps is None else min(step, steps)
+        if steps is None:
+            last = self._last_step()
+            return step if last is None else min(step, last + 1)
+        return min(step, steps)
+
+    def _last_step(self) -> int | None:
+        """The last step in the trace."""
+        return next((p.step for p in reversed(self._watched.trace.points) if p.staleness is None), None)
 
     def _record(self, step: int, *, is_last: bool = False) -> Record:
         watched = self._watched
