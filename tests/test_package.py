@@ -34,6 +34,8 @@ ROOMS = [
     "optimizers",
     "training",
     "trace",
+    "report",
+    "monitor",
     "needs",
     "slot_values",
     "resize",
@@ -59,7 +61,6 @@ ROOMS = [
     "data",
     "models",
     "settings",
-    "report",
     "study",
     "cli",
 ]

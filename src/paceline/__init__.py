@@ -1,8 +1,9 @@
 """paceline: data-parallel training over workers that are far apart, slow to reach, unequal or unreliable.
 
-The verbs are here (`attach`, `train`, `simulate`, `tune`, `ddp_hook`, `split`), the strategies, and what a Task and a
-Cluster are made of.  Other names live in small namespaces: `codecs` (wire formats), `rules` and `gates` (of parameter
-servers), `topologies` (of gossip), `state` (slots and resize rules), `registry` (strategies and codecs by name).
+The verbs are here (`attach`, `train`, `simulate`, `tune`, `ddp_hook`, `split`), the strategies, what a Task and a
+Cluster are made of, and the monitors that watch a run.  Other names live in small namespaces: `codecs` (wire
+formats), `rules` and `gates` (of parameter servers), `topologies` (of gossip), `state` (slots and resize rules),
+`registry` (strategies and codecs by name).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from paceline.families import topology as topologies
 from paceline.families.averaging import Averaging, NonFiniteReplica, SyncRounds
 from paceline.families.server_strategy import ServerStrategy
 from paceline.families.sync import SyncResult
+from paceline.monitor import Monitor, ProgressBar, Recorder, Statistics
 from paceline.needs import Needs
 from paceline.op import Op
 from paceline.pipeline.split import Split, split
@@ -58,6 +60,7 @@ __all__ = [
     "LogNormal",
     "Measured",
     "Message",
+    "Monitor",
     "Needs",
     "NonFiniteGradient",
     "NonFiniteReplica",
@@ -66,7 +69,9 @@ __all__ = [
     "PeerLost",
     "PerSample",
     "Plan",
+    "ProgressBar",
     "RateRange",
+    "Recorder",
     "Replica",
     "Reply",
     "Request",
@@ -78,6 +83,7 @@ __all__ = [
     "Shard",
     "Slot",
     "Split",
+    "Statistics",
     "Store",
     "Stragglers",
     "Strategy",

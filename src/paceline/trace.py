@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,15 @@ class Point(NamedTuple):
     samples: int
     loss: float | None
     staleness: int | None = None
+
+
+class Meeting(NamedTuple):
+    """A rank's part in a collective of the group `ranks`: from when it called it to when it had the result."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    start: float
+    stop: float
 
 
 class Sync(NamedTuple):
@@ -67,6 +77,29 @@ class Decision(NamedTuple):
     values: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """The sum of the staleness of some updates, and how many they are.
+
+    >>> (Staleness(7, 3) - Staleness(4, 1)).mean
+    1.5
+    """
+
+    total: int = 0
+    updates: int = 0
+
+    def __add__(self, other: Staleness) -> Staleness:
+        return Staleness(self.total + other.total, self.updates + other.updates)
+
+    def __sub__(self, other: Staleness) -> Staleness:
+        return Staleness(self.total - other.total, self.updates - other.updates)
+
+    @property
+    def mean(self) -> float | None:
+        """None if there are no updates."""
+        return self.total / self.updates if self.updates > 0 else None
+
+
 class Trace:
     """Spans, points, synchronisations and evaluations in the order in which they ended.
 
@@ -87,6 +120,9 @@ class Trace:
         self.syncs: list[Sync] = []
         self.evaluations: list[Evaluation] = []
         self.decisions: list[Decision] = []
+        # What only those read who watch a run while it goes, and no file has.
+        self.meetings: list[Meeting] | None = None  # None: nobody asks for them.
+        self.told: dict[int, Staleness] = {}  # By server, as its last answer said: it has a trace of its own.
 
     def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
         self.spans.append(Span(rank, kind, start, stop, nbytes))
@@ -115,6 +151,12 @@ class Trace:
 
     def decision(self, time: float, step: int, kind: str, values: dict[str, Any]) -> None:
         self.decisions.append(Decision(time, step, kind, values))
+
+    def meeting(self, rank: int, ranks: tuple[int, ...], start: float, stop: float) -> None:
+        if self.meetings is not None:
+            self.meetings.append(Meeting(rank, ranks, start, stop))
+            if self.keep is not None and len(self.meetings) > 2 * self.keep:
+                del self.meetings[: self.keep]
 
     def merge(self, other: Trace) -> None:
         """Add the trace of another rank.  All entries stay in the order of time."""

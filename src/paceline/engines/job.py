@@ -85,8 +85,8 @@ class Job:
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)
-            self._hosts = Hosts(self.store, self.rank, self.workers)
-            self.layout = Layout(self.workers, _servers(served, len(self._hosts), stages))
+            self.hosts = Hosts(self.store, self.rank, self.workers)
+            self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
@@ -102,7 +102,7 @@ class Job:
 
     @property
     def is_one_host(self) -> bool:
-        return self._hosts.is_one
+        return self.hosts.is_one
 
     def _meet(self, place: Place | None) -> None:
         """Find the store that all ranks share, and this process's rank in it."""
@@ -124,10 +124,10 @@ class Job:
             self._base,
             self._prefix,
             epoch=epoch,
-            bind=self._hosts.address,
+            bind=self.hosts.address,
             timeout_s=self.timeout_s,
             silent_s=self._silent_s,
-            workers={rank: int(pids[rank]) for rank in self._hosts.ranks[self._hosts.own]},
+            workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
             is_elastic=self._is_elastic,
             may_lose_starter=may_lose_starter,
             takes_nonfinite=takes_nonfinite,
@@ -136,25 +136,25 @@ class Job:
 
     def _serve(self, served: Strategy, settings: ServerSettings, launcher_pipe: int | None, forks: bool) -> None:
         """Start the servers of this host, on its first rank; an earlier incarnation of it may have done so."""
-        own = self._hosts.own
-        if self.rank == self._hosts.ranks[own][0] and not self.store.check([f"served/{own}"]):
-            ranks = [rank for j, rank in enumerate(self.layout.server_ranks) if j % len(self._hosts) == own]
+        own = self.hosts.own
+        if self.rank == self.hosts.ranks[own][0] and not self.store.check([f"served/{own}"]):
+            ranks = [rank for j, rank in enumerate(self.layout.server_ranks) if j % len(self.hosts) == own]
             self._servers = ServerProcesses(served, ranks, settings, launcher_pipe=launcher_pipe, forks=forks)
             self.store.set(f"served/{own}", "")
 
     def _synchronous_endpoint(self, apart: bool) -> ProcessEndpoint:
         """The endpoint of a worker that takes part in collectives from the first step to the last."""
         # A collective through shared memory advances in the thread that waits for it; a GPU has its own streams.
-        self.comm_thread = None if self._hosts.is_one or self._device.type != "cpu" else CommThread()
+        self.comm_thread = None if self.hosts.is_one or self._device.type != "cpu" else CommThread()
         is_ring = self.comm_thread is not None and not self._ordered
-        by_host = is_ring and 1 < len(self._hosts) < self.workers
+        by_host = is_ring and 1 < len(self.hosts) < self.workers
         group: dist.ProcessGroup | None = None
         if self.workers > 1:
             # Its own prefix: a second job of the same processes must not find the first one's addresses.
             self._groups.make_default(dist.PrefixStore(f"{self._prefix}/torch", self._base), self.rank, self.workers)
             group = self._groups.of_all(apart=apart or self.comm_thread is not None)
         if by_host:
-            self._groups.open_from_all(tuple(min(ranks) for ranks in self._hosts.ranks), self.rank)
+            self._groups.open_from_all(tuple(min(ranks) for ranks in self.hosts.ranks), self.rank)
         return ProcessEndpoint(
             self.rank,
             self.layout,
@@ -164,7 +164,7 @@ class Job:
                 process_group=group,
                 extras_group=self._groups.of_all(apart=True) if is_ring and not by_host else None,
                 comm_thread=self.comm_thread,
-                hosts=self._hosts.ranks if by_host else None,
+                hosts=self.hosts.ranks if by_host else None,
                 is_ordered=self._ordered,
             ),
             open_mailbox=self._open_mailbox,
@@ -204,7 +204,7 @@ class Job:
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
-        bind = self._hosts.address
+        bind = self.hosts.address
         return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
@@ -217,7 +217,7 @@ class Job:
             self.store,
             rank,
             self.layout.size,
-            bind=self._hosts.address,
+            bind=self.hosts.address,
             is_open=True,
             timeout_s=self.timeout_s,
             beat_s=None if has_servers else beat_s,
@@ -229,7 +229,7 @@ class Job:
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
         """Memory shared with these ranks, if they are all on this host."""
-        if len(ranks) == 1 or not self._hosts.are_together(ranks) or not hasattr(os, "memfd_create"):
+        if len(ranks) == 1 or not self.hosts.are_together(ranks) or not hasattr(os, "memfd_create"):
             return None
         store = dist.PrefixStore(f"shared/{'-'.join(map(str, ranks))}", self.store)
         return SharedMemory.connect(store, self.rank, ranks, timeout_s=self.timeout_s)

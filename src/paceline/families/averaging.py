@@ -131,7 +131,7 @@ class SyncRounds:
         self._own = w.state(
             "sync.own", rule=per_worker, version=2, before_save=self._drain, losses=[0.0, 0.0], pending={}
         )
-        w.batch.track_syncs(fragments)
+        w.batch.track_syncs(fragments, noted=True)
         self._codec_state = w.codec_state(method.codec, "sync")
         self._unsent = Unsent(w, method.codec, outer, memory or {})
         self._pending: Op[PendingSync] | None = None

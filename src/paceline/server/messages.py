@@ -111,12 +111,17 @@ class WorkerLost(Message):
 
 
 class Value(Reply):
-    """The value, or with `runs` some values of it.  To a `Join`: how many steps were done of the data shard."""
+    """The value, or with `runs` some values of it.  To a `Join`: how many steps were done of the data shard.
+
+    The shard has applied so many `updates`; `stale` is the sum of their staleness.
+    """
 
     value: Tensor
     version: Version = 0
     runs: Tensor | None = None
     steps_done: Version = 0
+    updates: Version = 0
+    stale: Version = 0
 
 
 class Arrived(Reply):

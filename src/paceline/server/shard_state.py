@@ -71,6 +71,8 @@ class ShardState:
         self._known: dict[int, Tensor] = {}  # With a pull codec: the value as each worker knows it.
         # The last versions, and the runs that each has changed; None is all of the value.
         self._changes: deque[tuple[int, Tensor | None]] = deque(maxlen=CHANGES)
+        self._updates = 0
+        self._stale = 0  # The sum of their staleness.
         self._states = states
         self._slots: dict[Rule, str] = {}  # The slot of each rule that was declared.
         states.bind("value", rule=shard, save=self._save, load=self._load, check=_check_saved)
@@ -139,6 +141,8 @@ class ShardState:
             work = lambda: self._apply_to_some(rule, update, positions(runs), m, described)  # noqa: E731
         applied = await self.endpoint.compute(work, kind="apply", nbytes=push.nbytes)
         self._changes.append((self.version + 1, runs))
+        self._updates += 1
+        self._stale += staleness
         self.endpoint.trace.point(
             self.endpoint.now(), self.endpoint.rank, self.version, push.samples, None, described.staleness
         )
@@ -184,6 +188,8 @@ class ShardState:
             steps_done=wanted.steps_done,
             request_id=wanted.request_id,
             incarnation=wanted.incarnation,
+            updates=self._updates,
+            stale=self._stale,
         )
         if wanted.since is not None and (changed := self._changed_since(wanted.since)) is not None:
             reply.value = self.value[positions(changed)]

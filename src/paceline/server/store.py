@@ -16,6 +16,7 @@ from paceline.server.messages import Arrived, Bye, Exchange, Join, Leave, Pull, 
 from paceline.server.shard_client import ShardClient
 from paceline.server.work_source import WorkSource
 from paceline.stripes import stripe_of
+from paceline.trace import Staleness
 from paceline.worker.replica import Replica
 from paceline.worker.rows import positions, within
 
@@ -232,3 +233,5 @@ class Store:
         else:
             target.copy_(values)
         self.versions[shard] = answer.version
+        if answer.updates:
+            self.endpoint.trace.told[self.shards[shard]] = Staleness(answer.stale, answer.updates)

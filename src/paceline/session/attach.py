@@ -7,7 +7,7 @@ GradScaler see the mean of all ranks.  A strategy that exchanges parameters does
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,8 @@ from torch import nn
 
 from paceline.checked import check_arguments, checked, checked_seconds, instance_of
 from paceline.engines.job import Job
+from paceline.monitor.monitor import INSTEAD as NO_CLASS
+from paceline.monitor.monitor import Monitor
 from paceline.needs import Length, Offers, check
 from paceline.session.guard import LoopGuard
 from paceline.session.learner import NO_RATE, LoopLearner, first_rates
@@ -30,6 +32,7 @@ from paceline.session.session import Session, refuse_attached
 from paceline.session.settings import GroupSettings, check_same_settings, described
 from paceline.session.tensor_parallel import TensorParallel, tensor_parallel
 from paceline.session.watch import ModelWatch, refuse_wrapped
+from paceline.session.watching import LoopWatch
 from paceline.session.whereabouts import Whereabouts
 from paceline.strategy import Strategy
 from paceline.transport.endpoint import ProcessEndpoint
@@ -46,6 +49,7 @@ INSTEAD = {
         type,
         "optimizer is an instance, or None; give one of the model's parameters, SGD(model.parameters(), lr=0.1)",
     ),
+    **NO_CLASS,
     "loader": ((int, float), "loader is the loader that session.shard will split; its length is that of an epoch"),
 }
 
@@ -64,6 +68,7 @@ def attach(
     ordered: bool = False,
     timeout_s: float | str = 1800.0,
     mesh: dist.DeviceMesh | None = None,
+    monitor: Monitor | Sequence[Monitor] | None = None,
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
 
@@ -73,16 +78,14 @@ def attach(
     whose minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.
     `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.  `timeout_s` is a
     number of seconds, or text such as "5min".  If the model is tensor-parallel (torch's DTensor), `mesh` is the
-    dimension of the device mesh along which there are replicas.
+    dimension of the device mesh along which there are replicas.  `monitor` watches the run while it goes.
     """
     _check_arguments(locals())
     strategy = instance_of("attach", "strategy", strategy, Strategy)
     timeout_s = checked_seconds("attach", "timeout_s", timeout_s)
     plan = _plan(loader, epochs, accumulate)
-    offers = _offers(plan, optimizer, initial, mesh)
-    check(strategy, offers)
-    parts = tensor_parallel(model, mesh)
-    flat = _flat_model(model, bucket_bytes, parts)
+    offers = _checked_offers(strategy, plan, optimizer, initial, mesh)
+    flat, parts = _flat_model(model, bucket_bytes, mesh)
     inner = _checked_optimizer(optimizer, flat, strategy)
     same = {"accumulate": accumulate, "nonfinite": nonfinite, "initial": initial, "ordered": ordered}
     settings = described(strategy, optimizer, {**same, "bucket_bytes": bucket_bytes, **_length_of(strategy, plan)})
@@ -106,17 +109,21 @@ def attach(
         run = WorkerRun(strategy, endpoint, learner, nonfinite=nonfinite, plan=plan)
         run.replica.cursor.shard = job.rank
         loop = Loop(run, learner, session_optimizer, _guard(job, endpoint, run, inner), accumulate=accumulate)
+        watch = on_failure.enter_context(LoopWatch(monitor, job, loop))
         loop.start()
-        session = Session(job, loop, session_optimizer, strategy)
+        session = Session(job, loop, session_optimizer, strategy, watch)
         on_failure.pop_all()
-    return session
+        return session
 
 
-def _flat_model(model: nn.Module, bucket_bytes: int, parts: TensorParallel | None) -> FlatModel:
+def _flat_model(
+    model: nn.Module, bucket_bytes: int, mesh: dist.DeviceMesh | None
+) -> tuple[FlatModel, TensorParallel | None]:
+    parts = tensor_parallel(model, mesh)
     flat = FlatModel(model, bucket_bytes=bucket_bytes, takes_parts=parts is not None)
     if parts is not None:
         parts.mark_repeated(flat)
-    return flat
+    return flat, parts
 
 
 def _length_of(strategy: Strategy, plan: Plan) -> dict[str, Plan]:
@@ -157,10 +164,15 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"attach(accumulate={given['accumulate']}): a gradient needs at least 1 backward pass")
 
 
-def _offers(
-    plan: Plan, optimizer: torch.optim.Optimizer | None, initial: Initial, mesh: dist.DeviceMesh | None
+def _checked_offers(
+    strategy: Strategy,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer | None,
+    initial: Initial,
+    mesh: dist.DeviceMesh | None,
 ) -> Offers:
-    return Offers(
+    """What a user's loop offers, if that is what the strategy needs."""
+    offers = Offers(
         "attach",
         global_data=False,
         optimizer=optimizer is not None,
@@ -168,6 +180,8 @@ def _offers(
         equal_start=initial == "equal",
         whole_tensors=mesh is None,
     )
+    check(strategy, offers)
+    return offers
 
 
 def _plan(loader: Iterable[Any] | None, epochs: float | None, accumulate: int) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from paceline.op import Op
@@ -18,6 +18,8 @@ class StrategyDriver:
 
     def __init__(self) -> None:
         self.request: Request | None = None  # Where the strategy waits; None if it has ended.
+        # Told whose turn it is: the strategy's, or the user's loop's.
+        self.on_turn: Callable[[bool], None] | None = None
         self._coroutine: Coroutine[Op[Any], Any, Any] | None = None
 
     def start(self, coroutine: Coroutine[Op[Any], Any, Any]) -> None:
@@ -28,6 +30,15 @@ class StrategyDriver:
 
     def advance(self, value: Any) -> None:
         """Fulfil the request with `value`, and run to the next one."""
+        if self.on_turn is None:
+            return self._advance(value)
+        self.on_turn(True)
+        try:
+            self._advance(value)
+        finally:
+            self.on_turn(False)
+
+    def _advance(self, value: Any) -> None:
         assert self._coroutine is not None
         self.request = None
         error: Exception | None = None

@@ -60,7 +60,7 @@ class Loop:
         self._optimizer = optimizer
         optimizer.on_step = self.on_step
         self._gradients = Gradients(learner.flat)
-        self._driver = StrategyDriver()
+        self.driver = StrategyDriver()
         self.guard = guard
         self._doing = "in backward()"
         self._was_exchanged = False  # Whether the gradient of this step is one that all ranks have.
@@ -74,12 +74,12 @@ class Loop:
     def start(self) -> None:
         """Run the strategy to its first request."""
         with self._flat.in_vector():
-            self._driver.start(self.run.run())
+            self.driver.start(self.run.run())
         self._prepare()
 
     def close(self) -> None:
         self.is_closed = True
-        self._driver.close()
+        self.driver.close()
         self.guard.close()
         self._watch.remove()
         if self._hooks is not None:
@@ -93,7 +93,7 @@ class Loop:
         if self.is_paused:
             return None
         self._tell_rate()
-        request = self._driver.request
+        request = self.driver.request
         if request is None or isinstance(request, LocalStepRequest):
             return None
         if self._runs_inside_another(request):
@@ -144,7 +144,7 @@ class Loop:
         self.last_own_step = self.replica.cursor.step
         self._doing = "in session.step()"
         self._tell_rate()
-        request = self._driver.request
+        request = self.driver.request
         if not isinstance(request, StepRequest):
             self.guard.check_model()
         if request is None:
@@ -170,7 +170,7 @@ class Loop:
 
     def check_between_steps(self, call: str) -> None:
         """Raise if a gradient has been computed and no step was taken with it: no saved state holds it."""
-        if isinstance(self._driver.request, StepRequest) or self.epoch.has_open_gradient:
+        if isinstance(self.driver.request, StepRequest) or self.epoch.has_open_gradient:
             raise RuntimeError(
                 f"{call} between backward() and session.step(): a state has no gradient, so that of this step would be "
                 "lost; call it after the step"
@@ -217,7 +217,7 @@ class Loop:
 
         A strategy whose servers take the steps waits for its next gradient instead.
         """
-        request = self._driver.request
+        request = self.driver.request
         if not isinstance(request, StepRequest):
             return
         if self._was_exchanged:
@@ -243,13 +243,13 @@ class Loop:
         self.guard.check_model()
         self.guard.watch.check_members()
         self._fulfil_step(overflow=True)  # If the user left the loop between backward and step.
-        while self._driver.request is not None:
+        while self.driver.request is not None:
             self._step_empty()
 
     def _step_empty(self) -> None:
         """Take part in the exchanges of a step for which this worker has no data."""
         self._tell_rate()
-        request = self._driver.request
+        request = self.driver.request
         if request is None:
             return
         self.batch.begin_empty()
@@ -265,18 +265,18 @@ class Loop:
 
     def _tell_rate(self) -> None:
         """A step begins, so its learning rate is known: tell it to a strategy that waits for it."""
-        if isinstance(self._driver.request, RateRequest):
+        if isinstance(self.driver.request, RateRequest):
             with torch.no_grad():
                 self._advance(self.learner.lr(self.replica.cursor.step))
 
     def _advance(self, value: Tensor | float | None) -> None:
         with self.guard.during(self._doing), self._flat.in_vector():
-            self._driver.advance(value)
+            self.driver.advance(value)
         self._prepare()
 
     def _prepare(self) -> None:
         """Prepare the user's loop for the request at which the strategy waits now."""
-        request = self._driver.request
+        request = self.driver.request
         if isinstance(request, StepRequest):
             if request.gradient is not None:
                 self._gradients.expose(request.gradient)

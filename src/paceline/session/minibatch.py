@@ -134,6 +134,13 @@ class Minibatch:
             self._learner.loss,
         )
 
+    def tell(self, loss: float) -> None:
+        """Give its loss; if its gradient was exchanged already, add the loss to what the trace has of it."""
+        self._learner.loss = loss
+        points = self._replica.endpoint.trace.points
+        if points and points[-1].step == self._replica.cursor.step and points[-1].loss is None:
+            points[-1] = points[-1]._replace(loss=loss)
+
     def finish(self) -> None:
         """Its step is taken: the next samples and the next loss are those of another minibatch."""
         self.forget_samples()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from numbers import Real
 from operator import index
 from types import TracebackType
@@ -26,6 +26,7 @@ from paceline.session.reading import PartLoader
 from paceline.session.resuming import check_states
 from paceline.session.settings import GroupSettings
 from paceline.session.shared_buffers import SharedBuffers
+from paceline.session.watching import LoopWatch
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.worker.flat import untie
@@ -40,18 +41,19 @@ class UnclosedSession(RuntimeWarning):
 class Session:
     """A model under a strategy, until the `with` block ends."""
 
-    def __init__(self, job: Job, loop: Loop, optimizer: SessionOptimizer, strategy: Strategy) -> None:
+    def __init__(self, job: Job, loop: Loop, optimizer: SessionOptimizer, strategy: Strategy, watch: LoopWatch) -> None:
         self.job = job
         self.loop = loop
         self.optimizer = optimizer
         self.strategy = strategy
+        self._watch = watch
         self._endpoint = loop.replica.endpoint
         self._settings = GroupSettings(self._endpoint, job.store, optimizer.inner)
         self._is_open = True
         if strategy.needs.collectives:  # Otherwise no rank waits for another one in its loop.
             loop.guard.whereabouts.start()
         _open.add(self)
-        self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers)
+        self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers, watch)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
 
     @property
@@ -94,7 +96,7 @@ class Session:
         if isinstance(loss, bool) or not isinstance(loss, Real):
             given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"session.step(loss): loss is {given}, and must be one number, the mean of the minibatch")
-        self.loop.learner.loss = float(loss)
+        self.loop.batch.tell(float(loss))
 
     # Data.
 
@@ -133,6 +135,13 @@ class Session:
         self.loop.batch.count(index(samples))
 
     # Evaluation and accumulation.
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """Add the values of an evaluation to the trace, for monitors and reports to show."""
+        batch = self.loop.replica.batch
+        numbers = {name: float(value) for name, value in values.items()}
+        self.trace.evaluation(self._endpoint.now(), round(batch.total * self.workers), numbers)
+        self._watch.look()
 
     @contextmanager
     def published(self) -> Generator[None]:
@@ -189,10 +198,12 @@ class Session:
             check_states(state, type(self.strategy).__name__, self._endpoint)
         try:
             run.load_state_dict(state)
+            self._watch.restart()
             self.loop.start()
             run.states.check_complete()
         except BaseException:
             run.load_state_dict(before)
+            self._watch.restart()
             self.loop.start()
             raise
 
@@ -224,10 +235,12 @@ class Session:
         self._is_open = False
         _open.discard(self)
         self._unclosed.detach()
-        self.loop.close()
-        self.optimizer.release()
-        self.optimizer.on_step = _refuse_step
-        self.job.close(failed=failed)
+        with ExitStack() as closing:
+            closing.callback(self.job.close, failed=failed)
+            closing.callback(self._watch.end, failed=failed)
+            self.loop.close()
+            self.optimizer.release()
+            self.optimizer.on_step = _refuse_step
         untie(self.loop.learner.flat.parameters)
 
     def __enter__(self) -> Session:
@@ -275,8 +288,9 @@ def refuse_attached(model: nn.Module) -> None:
                 )
 
 
-def _warn_of_unclosed(strategy: str, loop: Loop, workers: int) -> None:
+def _warn_of_unclosed(strategy: str, loop: Loop, workers: int, watch: LoopWatch) -> None:
     loop.guard.whereabouts.close()
+    watch.end(failed=True)
     if workers > 1 and loop.last_own_step >= 0:
         warnings.warn(
             UnclosedSession(

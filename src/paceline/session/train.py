@@ -28,6 +28,7 @@ from paceline.engines.job import Job
 from paceline.engines.place import Place, detect
 from paceline.engines.processes import die_with_parent
 from paceline.engines.supervisor import Supervisor, Worker, write_report
+from paceline.monitor.monitor import INSTEAD, Monitor
 from paceline.needs import Offers, check
 from paceline.op import Begun, Op, drive
 from paceline.pipeline.processes import Order, StageLearner, staged
@@ -37,6 +38,7 @@ from paceline.session.backward import BucketHooks, Each
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.shared_buffers import SharedBuffers
 from paceline.session.terms import Terms
+from paceline.session.watching import Watching
 from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
@@ -115,6 +117,7 @@ def train(
     microbatches: int | None = None,
     pipeline: Order = "1f1b",
     progress: Callable[[int], None] | None = None,
+    monitor: Monitor | Sequence[Monitor] | None = None,
 ) -> Run:
     """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each.
 
@@ -123,11 +126,11 @@ def train(
     stopped or is cut off, counts as dead.
 
     With several `stages` (see `split`) each worker is that many processes.  Its minibatches pass through them in
-    `microbatches`, by default four a stage, in the order of `pipeline`.
+    `microbatches`, by default four a stage, in the order of `pipeline`.  `monitor` watches the run while it goes.
     """
     if pipeline not in ("1f1b", "gpipe"):
         raise ValueError(f"train(pipeline={pipeline!r}): microbatches go through the stages by '1f1b' or 'gpipe'")
-    check_arguments(train, locals())
+    check_arguments(train, locals(), INSTEAD)
     strategy = instance_of("train", "strategy", strategy, Strategy)
     timeout_s = checked_seconds("train", "timeout_s", timeout_s)
     silent_s = checked_seconds("train", "silent_s", silent_s)
@@ -138,6 +141,7 @@ def train(
             f"train(stages={stages}) with a Task that has AutoAdjust or AutoBatch: a replica in stages cannot go "
             "back; use a Schedule and a GrowingBatch, or one stage"
         )
+    watching = Watching(monitor, progress)
     place = detect()
     # A shell under srun or mpiexec is a job of one process, which can still fork workers.
     is_alone = place is not None and place.world == 1 and not dist.is_initialized()
@@ -150,7 +154,7 @@ def train(
             raise ValueError(
                 f"train(workers={workers}) under a launcher that started {place.world}: leave `workers` out"
             )
-        return _work(terms, progress, place).run
+        return _work(terms, watching, place).run
     if workers is None or workers < 1:
         raise ValueError(
             f"train(workers={workers}): say how many processes to start, at least 1, or start them by paceline run, "
@@ -158,7 +162,7 @@ def train(
         )
     if terms.depth > 1:
         split_for(task, task.build(), stages, workers)  # A model that cannot be split is refused here, not in a worker.
-    return _ForkedWorkers(terms, workers * terms.depth).run(progress)
+    return _ForkedWorkers(terms, workers * terms.depth, watching).run()
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class Outcome:
 
 def _work(
     terms: Terms,
-    progress: Callable[[int], None] | None,
+    watching: Watching,
     place: Place,
     *,
     is_forked: bool = False,
@@ -213,7 +217,7 @@ def _work(
             strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=trainee.plan, trainee=trainee
         )
         run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
-        _train(terms, job, learner, run, progress)
+        _train(terms, job, learner, run, watching)
         model = learner.whole()
         if terms.depth > 1:
             learner.endpoint.trace.move_to(job.rank)
@@ -247,7 +251,7 @@ def _train(
     job: Job,
     learner: ProcessLearner | StageLearner,
     run: WorkerRun,
-    progress: Callable[[int], None] | None,
+    watching: Watching,
 ) -> None:
     """Run the strategy; the first replica evaluates the model at times and at the end."""
     task = terms.task
@@ -259,39 +263,44 @@ def _train(
         if job.rank == 0:
             endpoint.trace.evaluation(endpoint.now(), timetable.samples_before(k), values)
 
-    def on_step(k: int) -> None:
-        if progress is not None and job.rank == 0:
-            progress(k)
-        if task.is_evaluation_due(k, timetable):
-            evaluate(k)
-
     is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
-    if is_first:
-        run.on_step = on_step
-    buffers = None
-    if len(endpoint.ranks) > 1 and terms.strategy.needs.keeps_own_buffers:
-        store = _store_of_stage(job, learner)
-        buffers = SharedBuffers(store, run.replica, job.rank // terms.depth, job.workers // terms.depth)
-    drive(run.run())
-    if buffers is not None and not run.missed_end:
-        buffers.take_mean()
-    if task.evaluate is not None and is_first and not run.missed_end:
-        evaluate(timetable.total_steps)
+    with watching.worker(job, run, learner.trainee, terms.depth) as watch:
+
+        def on_step(k: int) -> None:
+            if watching.progress is not None and job.rank == 0:
+                watching.progress(k)
+            if is_first and task.is_evaluation_due(k, timetable):
+                evaluate(k)
+            watch.step(k)
+
+        if is_first or watch.is_on:
+            run.on_step = on_step
+        buffers = None
+        if len(endpoint.ranks) > 1 and terms.strategy.needs.keeps_own_buffers:
+            store = _store_of_stage(job, learner)
+            buffers = SharedBuffers(store, run.replica, job.rank // terms.depth, job.workers // terms.depth)
+        drive(run.run())
+        if buffers is not None and not run.missed_end:
+            buffers.take_mean()
+        if task.evaluate is not None and is_first and not run.missed_end:
+            evaluate(timetable.total_steps)
+        watch.end()
 
 
 class _ForkedWorkers:
     """Workers forked from this process, and the folder and memory through which they return what they have done."""
 
-    def __init__(self, terms: Terms, workers: int) -> None:
+    def __init__(self, terms: Terms, workers: int, watching: Watching) -> None:
         self._terms = terms
         self._workers = workers
+        self._watching = watching
         self._is_elastic = terms.is_elastic
         self._context = multiprocessing.get_context("fork")
         self._processes: dict[int, BaseProcess] = {}  # The last one of each rank.
         # Anonymous memory that forked workers share: a flag for each rank that has joined, and rank 0's step.
         self._shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
 
-    def run(self, progress: Callable[[int], None] | None) -> Run:
+    def run(self) -> Run:
         import_module("torch._dynamo")  # torch imports it with the first optimizer; once here is faster.
         if self._terms.depth > 1:
             import_module("torch.distributed.pipelining")
@@ -304,11 +313,12 @@ class _ForkedWorkers:
                 self._report_path,
                 replacements=self._terms.replacements if self._is_elastic else None,
                 has_joined=lambda rank: bool(self._shared[rank]),
-                every_tick=lambda: progress(int(self._shared[-1])) if progress is not None else None,
+                every_tick=lambda: self._watching.show(int(self._shared[-1])),
                 with_traceback=True,
             )
             try:
-                supervisor.run()
+                with self._watching.forked(self._folder, self._terms, self._workers):
+                    supervisor.run()
             finally:
                 os.close(self._pipe[0])
                 os.close(self._pipe[1])
@@ -341,9 +351,10 @@ class _ForkedWorkers:
             self._shared[-1] = k
 
         path = str(self._folder / "store")
+        self._watching.leave(report if rank == 0 else None)
         outcome = _work(
             self._terms,
-            report if rank == 0 else None,
+            self._watching,
             Place("train", rank, self._workers, lambda _: dist.FileStore(path), rank, self._workers),
             is_forked=True,
             launcher_pipe=self._pipe[0] if self._is_elastic else None,

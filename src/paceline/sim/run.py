@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 
 from paceline.checked import check_arguments, instance_of
 from paceline.endpoint import Layout
+from paceline.monitor.monitor import INSTEAD, Monitor, Monitors, Watch
+from paceline.monitor.watched import Facts
 from paceline.needs import Offers, check
 from paceline.op import Op
 from paceline.pipeline.stand_in import check_stages, count
@@ -24,6 +26,7 @@ from paceline.sim.fault_schedule import FaultSchedule, check_faults
 from paceline.sim.faults import Faults
 from paceline.sim.learner import SimLearner
 from paceline.sim.simulator import Simulator
+from paceline.sim.watching import watches
 from paceline.sim.world import World
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Task, Trainee
@@ -46,13 +49,16 @@ def simulate(
     resume: list[State] | None = None,
     faults: Faults = Faults(),  # noqa: B008 (frozen)
     progress: Callable[[int], None] | None = None,
+    monitor: Monitor | Sequence[Monitor] | None = None,
 ) -> Run:
     """Train `task` by `strategy` on `cluster`.
 
     `stop_at` stops the run before that step.  `resume` takes the states of a stopped run; use `resized` if the number
-    of workers has changed.  `faults` says which failures happen, and when.
+    of workers has changed.  `faults` says which failures happen, and when.  `monitor` watches the run while it goes.
     """
-    check_arguments(simulate, locals(), {"cluster": (int, "cluster is a Cluster; give Cluster(workers=...)")})
+    check_arguments(
+        simulate, locals(), {"cluster": (int, "cluster is a Cluster; give Cluster(workers=...)"), **INSTEAD}
+    )
     strategy = instance_of("simulate", "strategy", strategy, Strategy)
     is_unbroken = resume is None and stop_at is None
     offers = Offers.of_task("simulate", task)
@@ -64,6 +70,7 @@ def simulate(
         )
     check_faults(faults, strategy, cluster.workers, count(cluster.stages))
     check_stages("simulate", strategy, cluster.stages, cluster.microbatches)
+    monitors = Monitors(monitor)
     simulation = Simulation(
         task,
         strategy,
@@ -76,7 +83,8 @@ def simulate(
     )
     if resume is not None:
         simulation.load(resume)
-    return simulation.run()
+    with monitors.shown(Facts(repr(strategy), cluster.workers, task.total_steps, is_simulated=True)):
+        return simulation.run(monitors)
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,7 @@ class Simulation:
         self.simulator = Simulator(layout.name)
         self.world = World(self.simulator, cluster, layout, strict=strict, faults=faults)
         ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
+        self._watches: dict[int, Watch] = {}
         self._buffers: dict[int, torch.Tensor] = {}  # Of each worker that has computed its last gradient.
         self.workers = [self._worker(rank, copy.deepcopy(model)) for rank in ranks]
 
@@ -142,13 +151,17 @@ class Simulation:
         for worker, state in zip(self.workers, states, strict=True):
             worker.run.load_state_dict(state)
 
-    def run(self) -> Run:
+    def run(self, monitors: Monitors) -> Run:
         """Run every rank to its end."""
+        runs = [(worker.run, worker.trainee) for worker in self.workers]
+        self._watches = watches(monitors, self.simulator, self.cluster.workers, runs)
         FaultSchedule(self.world, [w.run for w in self.workers], self._run_worker).start()
         self.simulator.run(self._roles())
         first = self._first_alive()
         if first is not self.workers[0]:
             self._end()
+        for watch in reversed(self._watches.values()):  # The first worker reports on the others.
+            watch.end()
         states = [worker.run.state_dict() for worker in self.workers]
         flat = first.trainee.flat
         params = flat.round(flat.params.clone())
@@ -187,8 +200,15 @@ class Simulation:
     def _before_step(self, worker: SimWorker, step: int) -> None:
         if worker is self._first_alive() and self.task.is_evaluation_due(step, worker.trainee.timetable):
             self._evaluate(step)
+        if self._watches:
+            self._watch(worker, step)
         if step == self.stop_at:
             raise Stopped
+
+    def _watch(self, worker: SimWorker, step: int) -> None:
+        self._watches[worker.rank].step(step)
+        if worker.rank and worker is self._first_alive():  # The first worker is dead, and has the reports.
+            self._watches[0].step(step)
 
     def _first_alive(self) -> SimWorker:
         return next((w for w in self.workers if w.rank not in self.world.dead), self.workers[0])

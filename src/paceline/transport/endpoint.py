@@ -110,8 +110,11 @@ class Recorded(Op[T]):
             if self._inner is not None:
                 self._value = self._inner.wait()
                 self._inner = None
-                stop = self._endpoint.now()
-                self._endpoint.trace.span(self._endpoint.rank, self.kind, self._start, stop, self._nbytes)
+                endpoint = self._endpoint
+                stop = endpoint.now()
+                endpoint.trace.span(endpoint.rank, self.kind, self._start, stop, self._nbytes)
+                if self.kind in network.COLLECTIVES:
+                    endpoint.trace.meeting(endpoint.rank, endpoint.ranks, self._start, stop)
 
 
 class ProcessEndpoint:

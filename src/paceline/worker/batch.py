@@ -43,6 +43,7 @@ class BatchRecord:
         self._since_mean = 0.0
         self._since_buffers = 0.0
         self._was_averaged = False
+        self.notes_syncs = False  # Whether each sync of the parameters is in the trace.
         self._marks: list[float] = []  # For each fragment of the parameters: `total` at its last sync.
 
     def begin(self, samples: float) -> None:
@@ -83,9 +84,14 @@ class BatchRecord:
         self._was_averaged = True
         self._since_buffers = 0.0
         self._marks = []
+        self.notes_syncs = False
 
-    def track_syncs(self, fragments: int = 1) -> None:
-        """From now on count the samples since each fragment of the parameters was last averaged."""
+    def track_syncs(self, fragments: int = 1, *, noted: bool = False) -> None:
+        """From now on count the samples since each fragment of the parameters was last averaged.
+
+        With `noted` the strategy adds each sync to the trace.
+        """
+        self.notes_syncs = noted
         if len(self._marks) != fragments:
             self._marks = [self.total] * fragments
 

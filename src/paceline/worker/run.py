@@ -70,6 +70,12 @@ class WorkerRun:
         """The vector to evaluate in place of the model's parameters."""
         return self.replica.published
 
+    def lr(self) -> float | None:
+        """The largest learning rate of the last step; None if servers take the steps."""
+        if not self.strategy.needs.optimizer:
+            return None
+        return max(float(group["lr"]) for group in self.replica.learner.optimizer.param_groups)
+
     async def run(self) -> bool:
         """The strategy's worker role; False if it was stopped before its end."""
         replica = self.replica
