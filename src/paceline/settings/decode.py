@@ -56,7 +56,8 @@ def _check_type(name: str, value: Any, kind: Any, path: str, given: Any) -> None
     try:
         checked("", name, value, kind)
     except ValueError as error:
-        raise SettingsError(f"{path} = {given!r}: {str(error).partition('): ')[2]}") from None
+        right = str(error).partition("): ")[2].replace(" or None", "")  # In a file a key that is None is left out.
+        raise SettingsError(f"{path} = {given!r}: {right}") from None
     inner = [o for option in options_of(kind) for o in (option, *get_args(option)) if get_origin(o) is Literal]
     choices = [choice for option in inner for choice in get_args(option)]
     for one in value if isinstance(value, tuple) else (value,):
@@ -129,11 +130,18 @@ def decoded(kind: Any, value: Any, path: str) -> Any:
     for option in options:
         if isinstance(option, type) and issubclass(option, Checked) and isinstance(value, (str, dict)):
             return named(option.KIND, KINDS[option.KIND], value, path)
+    given = [option for option in options if option is not type(None)]
+    if len(given) == 1 and _is_table(given[0]):
+        return record(given[0], value, path)
     for option in options:
         found = _structured(option, value, path)
         if found is not None:
             return found
     return tuple(value) if isinstance(value, list) else value
+
+
+def _is_table(option: Any) -> bool:
+    return isinstance(option, type) and option is not Length and dataclasses.is_dataclass(option)
 
 
 def _structured(option: Any, value: Any, path: str) -> Any:
@@ -142,11 +150,11 @@ def _structured(option: Any, value: Any, path: str) -> Any:
         items = [k for k in get_args(option) if k is not Ellipsis] or [Any]
         kind = items[0] if len(items) == 1 else None
         return tuple(decoded(kind or Any, v, f"{path}[{i}]") for i, v in enumerate(cast("list[Any]", value)))
-    if isinstance(value, dict) and isinstance(option, type) and option is not Length:
-        if dataclasses.is_dataclass(option):
-            return record(option, value, path)
-        if (classes := _concrete(option)) and not issubclass(option, (Mapping, str)):
-            return named(option.__name__.lower(), classes, value, path)
+    if isinstance(value, dict) and _is_table(option):
+        return record(option, value, path)
+    is_base = isinstance(value, dict) and isinstance(option, type) and not issubclass(option, (Length, Mapping, str))
+    if is_base and (classes := _concrete(option)):
+        return named(option.__name__.lower(), classes, value, path)
     return None
 
 
