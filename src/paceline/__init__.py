@@ -1,7 +1,7 @@
 """paceline: data-parallel training over workers that are far apart, slow to reach, unequal or unreliable.
 
-The verbs are here (`attach`, `train`, `simulate`, `ddp_hook`, `split`), the strategies, and what a Task and a Cluster
-are made of.  Other names live in small namespaces: `codecs` (wire formats), `rules` and `gates` (of parameter
+The verbs are here (`attach`, `train`, `simulate`, `tune`, `ddp_hook`, `split`), the strategies, and what a Task and a
+Cluster are made of.  Other names live in small namespaces: `codecs` (wire formats), `rules` and `gates` (of parameter
 servers), `topologies` (of gossip), `state` (slots and resize rules), `registry` (strategies and codecs by name).
 """
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from paceline.session.partition import Partition
     from paceline.session.session import Session
     from paceline.session.train import train
+    from paceline.study.rates import RateRange
+    from paceline.study.tune import tune
+    from paceline.study.tuned import Tuned
 
 __version__ = "0.1.0"
 
@@ -63,6 +66,7 @@ __all__ = [
     "PeerLost",
     "PerSample",
     "Plan",
+    "RateRange",
     "Replica",
     "Reply",
     "Request",
@@ -81,6 +85,7 @@ __all__ = [
     "SyncRounds",
     "Task",
     "Trace",
+    "Tuned",
     "attach",
     "codecs",
     "ddp_hook",
@@ -94,15 +99,19 @@ __all__ = [
     "strategies",
     "topologies",
     "train",
+    "tune",
 ]
 __all__ += strategies.__all__
 
 _LATER = {
     "Partition": "paceline.session.partition",
+    "RateRange": "paceline.study.rates",
     "Session": "paceline.session.session",
+    "Tuned": "paceline.study.tuned",
     "attach": "paceline.session.attach",
     "ddp_hook": "paceline.session.ddp",
     "train": "paceline.session.train",
+    "tune": "paceline.study.tune",
 }
 
 

@@ -23,6 +23,11 @@ def test_commands_and_flags_are_exactly_these():
     found = {name: sorted(flag for p in command.params for flag in p.opts) for name, command in group.commands.items()}
     assert found == {
         "run": ["--module", "--port", "--prefix", "--replacements", "--restarts", "--workers", "-m", "-n", "script"],
+        "train": ["settings"],  # Other flags of this and the next two are keys of the file.
+        "simulate": ["settings"],
+        "tune": ["--budget", "--part", "--rates", "--real", "--results", "--seeds", "settings"],
+        "init": ["--force", "path"],
+        "schema": [],
         "demo": ["--epochs", "--report"],
         "strategies": ["--json", "name"],
         "codecs": ["--json", "name"],

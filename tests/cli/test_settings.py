@@ -486,3 +486,13 @@ def test_registry_and_files_spell_alike():
         registry.strategy("block-momentum", period=4)
         == loaded("--strategy.name", "block-momentum", "--strategy.period", "4").strategy
     )
+
+
+def test_tune_finds_a_rate_and_says_how_to_train_with_it():
+    written(SMALL.replace("steps = 6", "epochs = 1") + "[optimizer]\nlr = 0.1\n")
+    flags = ["--rates", "0.001,0.1", "--budget", "8 steps", "--part", "0.5", "--results", "trials.jsonl"]
+    done = run("tune", "settings.toml", *flags, "--workers", "2")
+    assert done.exit_code == 0, done.output
+    assert "Train with it:  paceline train settings.toml --workers 2 --optimizer.lr 0.1" in done.output
+    assert len(Path("trials.jsonl").read_text().splitlines()) >= 4
+    assert "give a number of rates, or rates with commas" in str(run("tune", "settings.toml", "--rates", "x").exception)

@@ -30,6 +30,7 @@ from paceline import (
     Replicated,
     Run,
     Scaling,
+    Schedule,
     Strategy,
     Task,
     Then,
@@ -209,6 +210,15 @@ def test_a_size_is_at_most_twice_the_one_before_and_every_third_epoch_searches()
     sizes = chosen(run)
     assert [d.values["epoch"] + 1 for d in run.trace.decisions] == [1, 2, 3, 6, 9, 12]
     assert all(after <= 2 * before for before, after in pairwise(sizes))
+
+
+def test_a_lower_rate_starts_the_search_at_larger_sizes_and_larger_minibatches_do_not_count_as_a_higher_rate():
+    task = flat_task(auto(every=2, margin=1e9), lr=1e-6, epochs=5, samples=4096)
+    falling = replace(task, schedule=Schedule(decay="multistep", milestones=["3 epochs"], factor=0.01))
+    first = [d.values["sizes"][0] for d in simulate(task, AllReduceSGD(), on(2)).trace.decisions]
+    lower = [d.values["sizes"][0] for d in simulate(falling, AllReduceSGD(), on(2)).trace.decisions]
+    assert first[:2] == lower[:2] == [8, max(8, chosen(simulate(task, AllReduceSGD(), on(2)))[0] // 2)]
+    assert AutoBatch(start=64, multiple=8).sizes(None, 0.01)[0] == 640
 
 
 @given(current=st.integers(1, 5000) | st.none(), rate=st.floats(1e-3, 4.0), start=st.integers(64, 600))

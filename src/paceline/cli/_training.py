@@ -27,7 +27,7 @@ def train_by_settings(path: Path, flags: Sequence[str]) -> None:
             f"workers = {settings.workers} under a launcher that started {workers} processes: leave out `workers`, "
             "or start as many"
         )
-    recipe, task = _prepared(path, settings, workers)
+    recipe, task = prepared(path, settings, workers)
     is_first = place is None or place.rank == 0
     if is_first:
         where = f"as ranks of {place.engine}" if place is not None and is_rank else "on processes of this machine"
@@ -54,7 +54,7 @@ def simulate_by_settings(path: Path, flags: Sequence[str]) -> None:
     from paceline.sim import simulate
 
     settings = load(path, flags)
-    recipe, task = _prepared(path, settings, settings.workers)
+    recipe, task = prepared(path, settings, settings.workers)
     with naming(path):
         cluster = recipe.cluster()
     _show_header(path, recipe, task, f"simulated, {cluster.bandwidth} and {cluster.latency} to each worker")
@@ -63,7 +63,7 @@ def simulate_by_settings(path: Path, flags: Sequence[str]) -> None:
     _show_result(run, recipe, "virtual s")
 
 
-def _prepared(path: Path, settings: Settings, workers: int) -> tuple[Recipe, Task]:
+def prepared(path: Path, settings: Settings, workers: int) -> tuple[Recipe, Task]:
     """The recipe and its task; files that cannot be written are refused now."""
     from paceline.settings import Recipe, naming
     from paceline.settings.saving import check_writable

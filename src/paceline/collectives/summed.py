@@ -26,6 +26,7 @@ TARGET = 256.0
 MOST_GAIN = 64
 ZERO_GAIN = 6  # If all values of a mean are zero, they may be too small: the gain grows by this much.
 SLACK = 3  # An exponent may be this much above the best one, which loses as many bits of the smallest numbers.
+SAFE = 2.0**14  # A quarter of the range of fp16: rounding makes the sum of 2,000 ranks at most 2.7 times as large.
 
 
 @reduction("sum")
@@ -56,14 +57,14 @@ async def mean_by_sum(endpoint: Endpoint, x: Tensor, vote: SyncVote, codec_state
     used = round(exponents / ballots)
     best = _exponent(total.weight)
     # The mean of the squares is the square of the mean only if all are equal.
-    if ballots * squares != exponents**2 or used > best + SLACK or not _is_finite(data):
+    if ballots * squares != exponents**2 or used > best + SLACK or not _is_finite(data, ldexp(size, -used)):
         used = best
         data, size = await endpoint.compute(
             lambda: _encoded(x, vote, codec_state, best), kind="encode", nbytes=x.nbytes
         )
         await endpoint.all_reduce(data, extras := torch.tensor([size], dtype=torch.float64))
         [size] = extras.tolist()
-        if not _is_finite(data):  # No rank's own values were out of range, but their sum is.
+        if not _is_finite(data, ldexp(size, -best)):  # No rank's own values were out of range, but their sum is.
             x.fill_(torch.nan)
             total.bad = float(len(endpoint.ranks))
             return total
@@ -94,7 +95,10 @@ def _gain(size: float, wire: torch.dtype, before: int) -> int:
     return min(max(gain, 0), MOST_GAIN)
 
 
-def _is_finite(data: Tensor) -> bool:
+def _is_finite(data: Tensor, bound: float) -> bool:
+    """Whether a sum has no infinity; `bound` is one on its partial sums, but for their rounding."""
+    if data.dtype == torch.float16 and bound <= SAFE:
+        return True
     return not data.numel() or all(map(isfinite, _extremes(data)))  # A NaN is both extremes.
 
 

@@ -17,7 +17,7 @@ class Groups:
         self._device = device
         self._limit = timedelta(seconds=timeout_s)  # torch gives a new group its own default, not that of the first.
         self._made_default = False
-        self._apart: dist.ProcessGroup | None = None
+        self._apart: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def make_default(self, store: dist.Store, rank: int, workers: int) -> None:
@@ -31,8 +31,8 @@ class Groups:
         """The default group; or, `apart`, another one of all ranks, which can be used at the same time."""
         if not apart:
             return dist.group.WORLD
-        self._apart = _checked(dist.new_group(backend=self._kind(), timeout=self._limit))
-        return self._apart
+        self._apart.append(_checked(dist.new_group(backend=self._kind(), timeout=self._limit)))
+        return self._apart[-1]
 
     def open_from_all(self, ranks: tuple[int, ...], rank: int) -> None:
         """A group that all ranks open together, members or not.
@@ -65,10 +65,11 @@ class Groups:
         self._by_ranks.clear()
         if self._made_default and dist.is_initialized():
             dist.destroy_process_group()
-        elif self._apart is not None and dist.is_initialized() and not failed:  # After a failure it may be in use.
-            with suppress(ValueError):  # The user has destroyed all groups already.
-                dist.destroy_process_group(self._apart)
-        self._apart = None
+        elif dist.is_initialized() and not failed:  # After a failure they may be in use.
+            for group in self._apart:
+                with suppress(ValueError):  # The user has destroyed all groups already.
+                    dist.destroy_process_group(group)
+        self._apart.clear()
 
 
 def _backend(device: torch.device) -> str:

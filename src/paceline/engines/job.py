@@ -144,18 +144,17 @@ class Job:
 
     def _synchronous_endpoint(self, apart: bool) -> ProcessEndpoint:
         """The endpoint of a worker that takes part in collectives from the first step to the last."""
-        hosts = self._hosts
         # A collective through shared memory advances in the thread that waits for it; a GPU has its own streams.
-        self.comm_thread = None if hosts.is_one or self._device.type != "cpu" else CommThread()
-        by_host = 1 < len(hosts) < self.workers and self.comm_thread is not None and not self._ordered
+        self.comm_thread = None if self._hosts.is_one or self._device.type != "cpu" else CommThread()
+        is_ring = self.comm_thread is not None and not self._ordered
+        by_host = is_ring and 1 < len(self._hosts) < self.workers
         group: dist.ProcessGroup | None = None
         if self.workers > 1:
             # Its own prefix: a second job of the same processes must not find the first one's addresses.
-            store = dist.PrefixStore(f"{self._prefix}/torch", self._base)
-            self._groups.make_default(store, self.rank, self.workers)
+            self._groups.make_default(dist.PrefixStore(f"{self._prefix}/torch", self._base), self.rank, self.workers)
             group = self._groups.of_all(apart=apart or self.comm_thread is not None)
         if by_host:
-            self._groups.open_from_all(tuple(min(ranks) for ranks in hosts.ranks), self.rank)
+            self._groups.open_from_all(tuple(min(ranks) for ranks in self._hosts.ranks), self.rank)
         return ProcessEndpoint(
             self.rank,
             self.layout,
@@ -163,8 +162,9 @@ class Job:
             backends=Backends(
                 shared=self._share(tuple(range(self.workers))),
                 process_group=group,
+                extras_group=self._groups.of_all(apart=True) if is_ring and not by_host else None,
                 comm_thread=self.comm_thread,
-                hosts=hosts.ranks if by_host else None,
+                hosts=self._hosts.ranks if by_host else None,
                 is_ordered=self._ordered,
             ),
             open_mailbox=self._open_mailbox,

@@ -59,13 +59,15 @@ class Clock:
 class Backends:
     """What the collectives of one group of ranks run on.
 
-    `shared` serves tensors on the CPU if all ranks are on one host; `process_group` serves the others.  With a
-    `comm_thread` all collectives run in that thread.  `hosts` are the ranks by host: given if sums should be taken
-    within each host first.  `is_ordered`: sums are taken in the order of the ranks.
+    `shared` serves tensors on the CPU if all ranks are on one host; `process_group` serves the others, and
+    `extras_group`, if given, the numbers that are summed beside them.  With a `comm_thread` all collectives run in that
+    thread.  `hosts` are the ranks by host: given if sums should be taken within each host first.  `is_ordered`: sums
+    are taken in the order of the ranks.
     """
 
     shared: SharedMemory | None = None
     process_group: dist.ProcessGroup | None = None
+    extras_group: dist.ProcessGroup | None = None
     comm_thread: CommThread | None = None
     hosts: Sequence[Sequence[int]] | None = None
     is_ordered: bool = False
@@ -144,7 +146,13 @@ class ProcessEndpoint:
         self.journal = Journal()
         self.in_flight: deque[Recorded[Any]] = deque()  # Collectives in the order of their start.
         self._shared = backends.shared
-        self._torch = TorchCollectives(rank, self.ranks, backends.process_group, is_ordered=backends.is_ordered)
+        self._torch = TorchCollectives(
+            rank,
+            self.ranks,
+            backends.process_group,
+            extras_group=backends.extras_group,
+            is_ordered=backends.is_ordered,
+        )
         self._comm_thread = backends.comm_thread
         self._membership = membership or Membership(members_ever=lambda: self.ranks, has_ended=lambda rank: False)
         self._open_mailbox = open_mailbox

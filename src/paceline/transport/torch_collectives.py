@@ -38,21 +38,35 @@ class Work(Op[T]):
 class TorchCollectives:
     """One rank's collectives in a process group.
 
+    `extras_group` has the same ranks, and sums extras on connections of its own.  On those of `group` they would wait
+    behind values at every hop of the ring, and could be the last to arrive.
+
     If `is_ordered`, all_reduce adds in the order of the ranks, so that the bits are those of the simulator.  It
     gathers all inputs for that, which takes N times the memory.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None, *, is_ordered: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        *,
+        extras_group: dist.ProcessGroup | None = None,
+        is_ordered: bool,
+    ) -> None:
         self.ranks = tuple(ranks)
         self.is_ordered = is_ordered
         self.group = group
+        self.extras_group = extras_group or group
         self._rank = rank
 
     def all_reduce(self, x: Tensor, extras: Tensor | None) -> Op[Tensor]:
         """The sums of `x` and of `extras`, each in place."""
         if self.is_ordered:
             return Routine("all_reduce", self._ordered_sum(x, extras))
-        works = [dist.all_reduce(t, group=self.group, async_op=True) for t in (x, extras) if t is not None]
+        works = [dist.all_reduce(x, group=self.group, async_op=True)]
+        if extras is not None:
+            works.append(dist.all_reduce(extras, group=self.extras_group, async_op=True))
         return Work("all_reduce", works, lambda: x)
 
     async def _ordered_sum(self, x: Tensor, extras: Tensor | None) -> Tensor:
@@ -108,7 +122,7 @@ class TorchCollectives:
     def close(self) -> None:
         # Without a reference the group ends its threads.  A thread that releases a tensor while the interpreter shuts
         # down would crash it.
-        self.group = None
+        self.group = self.extras_group = None
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:

@@ -183,9 +183,8 @@ class Control:
         trainee = self.trainee
         current = trainee.batch_size if self._has_chosen else None
         step = self._replica.cursor.step
-        rate = trainee.rates.rate(step) / trainee.rates.rate(0) if trainee.rates.rate(0) else 1.0
         most = max(auto.multiple, trainee.timetable.samples)
-        sizes = list(dict.fromkeys(min(size, most) for size in auto.sizes(current, rate)))
+        sizes = list(dict.fromkeys(min(size, most) for size in auto.sizes(current, trainee.rates.change(step))))
         losses: list[float] = []
         chosen = sizes[0] if len(sizes) == 1 else None
         for size in sizes if len(sizes) > 1 else ():

@@ -54,10 +54,13 @@ class Rates:
         """The factor on the learning rates at that step."""
         if self._is_fixed:
             return 1.0
-        gain = 1.0
-        if self._scaling is not None:
-            gain = self._scaling.gain(self._behind(step)[1])
+        gain = self._gain(step)
         return self._scheduled(step, gain) * gain * self.factor
+
+    def change(self, step: int) -> float:
+        """By what factor the rate has changed since the first step, apart from what the size of a step does to it."""
+        first = self._scheduled(0, self._gain(0))
+        return self._scheduled(step, self._gain(step)) * self.factor / first if first else 1.0
 
     def rates(self, step: int) -> list[float]:
         """The learning rates of the groups at that step; their momentum becomes that of the step, too."""
@@ -68,7 +71,7 @@ class Rates:
 
     def unscheduled(self, step: int) -> list[float]:
         """The learning rates for a step of that size, before the schedule and without what the run has adjusted."""
-        return self._scaled(step, 1.0 if self._scaling is None else self._scaling.gain(self._behind(step)[1]))
+        return self._scaled(step, self._gain(step))
 
     def _scaled(self, step: int, rate: float) -> list[float]:
         groups = self._optimizer.param_groups
@@ -81,6 +84,10 @@ class Rates:
     def apply(self, step: int) -> None:
         for group, rate in zip(self._optimizer.param_groups, self.rates(step), strict=True):
             group["lr"] = rate
+
+    def _gain(self, step: int) -> float:
+        """The factor on the rate by the size of a step."""
+        return 1.0 if self._scaling is None else self._scaling.gain(self._behind(step)[1])
 
     def _behind(self, step: int) -> tuple[float, float]:
         """The samples behind a step of the optimizer, and those that count for its rate."""
