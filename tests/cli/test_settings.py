@@ -18,11 +18,13 @@ from paceline import (
     AutoAdjust,
     AutoBatch,
     BlockMomentum,
+    Constant,
     GrowingBatch,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
     Scaling,
+    Stragglers,
     Then,
     registry,
     simulate,
@@ -210,15 +212,23 @@ def test_functions_of_the_user_s_own():
         "def load(count=12): return torch.ones(count, 3), torch.zeros(count, 2)\n"
         "def mean(model, batch, scale=1.0): return model(batch[0]).square().mean() * scale\n"
         "def measure(model, *test): return {'size': float(sum(p.numel() for p in model.parameters()))}\n"
+        "def halved(step): return 0.5\n"
     )
     made = recipe(
         *("--model", "mine_for_settings:net", "--model.width", "2", "--data.name", "mine_for_settings:load"),
         *("--data.count", "8", "--loss", "mine_for_settings:mean", "--loss.scale", "0.5"),
         *("--evaluation.function", "mine_for_settings:measure", "--data.batch=2"),
+        *("--schedule", "mine_for_settings:halved"),
         text=SMALL.replace("hidden = [8]", ""),
     )
     ended = simulate(made.task(), AllReduceSGD(), made.cluster())
     assert ended.final == {"size": 8.0}
+    assert made.task().schedule(0) == 0.5 and header(made, made.task())["schedule"] == "mine_for_settings:halved"
+
+
+def test_workers_of_a_simulated_cluster_by_their_numbers():
+    compute = "{name = 'stragglers', usual = {name = 'constant', each = '2ms'}, slow = {1 = 3.0}}"
+    assert recipe("--cluster.compute", compute).cluster().compute == Stragglers(Constant("2ms"), slow={1: 3.0})
 
 
 def test_a_module_that_does_not_import_shows_its_own_traceback():
@@ -278,6 +288,9 @@ WRONG = [
         ("--strategy", "one-bit-adam", "--optimizer.name", "adamw", "--optimizer.clip-norm", "1"),
         "optimizer.clip-norm under strategy.name = 'one-bit-adam', which takes the steps itself",
     ),
+    (("--cluster.links", "3"), "cluster.links: [cluster] has no 'links'. Known: compute, bandwidth"),
+    (("--cluster.compute", "{name='stragglers', slow={a=2.0}}"), "cluster.compute.slow.a: its keys are numbers"),
+    (("--schedule", "cosine"), "schedule = 'cosine': give a function of your own, as 'module:function'"),
     (("--optimizer.clip-value", "0"), "optimizer.clip-value = 0: it limits gradients and must be positive"),
     (
         ("--optimizer.lr-per-sample", "0.1", "--scaling.rate", "sqrt"),

@@ -23,7 +23,7 @@ def header(recipe: Recipe, task: Task) -> dict[str, str]:
         "minibatch": _minibatch(task, recipe.workers),
         "length": _length(task),
         "optimizer": _optimizer(recipe, task, trainee),
-        "schedule": _schedule(task),
+        "schedule": _schedule(recipe.settings.schedule),
         "strategy": _shown(recipe.strategy),
     }
     if task.adjust is not None:
@@ -76,8 +76,8 @@ def _optimizer(recipe: Recipe, task: Task, trainee: Trainee) -> str:
     return text
 
 
-def _schedule(task: Task) -> str:
-    return _shown(task.schedule) if isinstance(task.schedule, Schedule) else ""
+def _schedule(given: Schedule | str | None) -> str:
+    return given or "" if not isinstance(given, Schedule) else _shown(given)
 
 
 def _shown(value: Any) -> str:

@@ -22,7 +22,7 @@ from paceline.sim.cluster import Cluster
 from paceline.strategies import Then
 from paceline.strategy import Strategy
 from paceline.task import Batch, Task
-from paceline.training import AutoBatch, GrowingBatch, Scaling
+from paceline.training import AutoBatch, GrowingBatch, Scaling, Schedule
 from paceline.training.length import Length
 
 Tensors = tuple[Tensor, ...]
@@ -179,6 +179,11 @@ class Recipe:
         with located("scaling"):
             return Scaling(self.base if table.base is None else table.base, table.rate, table.momentum)
 
+    @property
+    def schedule(self) -> Schedule | Callable[[int], float] | None:
+        given = self.settings.schedule
+        return function(given, "schedule", {}, "schedule", self.folder) if isinstance(given, str) else given
+
     def task(self) -> Task:
         """The task: everything but how the workers cooperate."""
         settings = self.settings
@@ -200,7 +205,7 @@ class Recipe:
                 steps=settings.steps,
                 epochs=settings.epochs,
                 evaluate=self._evaluate(test),
-                schedule=settings.schedule,
+                schedule=self.schedule,
                 scaling=self.scaling,
                 adjust=settings.adjust,
                 accumulate=settings.data.accumulate,

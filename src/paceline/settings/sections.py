@@ -145,7 +145,7 @@ class Settings:
     loss: Function = Function("cross-entropy")
     optimizer: Optimizer = Optimizer()
     scaling: ScalingTable | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | str | None = None  # Text: a function from a step to a factor on the rate.
     strategy: Strategy = field(default=AllReduceSGD())
     warm_start: WarmStart | None = None
     adjust: AutoAdjust | None = None
