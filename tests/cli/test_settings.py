@@ -18,11 +18,13 @@ from paceline import (
     AutoAdjust,
     AutoBatch,
     BlockMomentum,
+    Constant,
     GrowingBatch,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
     Scaling,
+    Stragglers,
     Then,
     registry,
     simulate,
@@ -32,8 +34,10 @@ from paceline.cli import app
 from paceline.codecs import Entropy, OneBit
 from paceline.server.rules import Momentum
 from paceline.settings import Recipe, Settings, SettingsError, load
+from paceline.settings.header import header
 from paceline.settings.optimizers import OPTIMIZERS
 from paceline.settings.schema import settings_schema
+from paceline.settings.sections import ScalingTable
 from paceline.settings.template import TEMPLATE
 from paceline.strategies import STRATEGIES
 from tests.laws.every import STRATEGIES as EVERY
@@ -127,7 +131,7 @@ decay = "multistep"
 milestones = ["3 epochs", "5 epochs"]
 """
     )
-    made = recipe(text=text)
+    made = recipe("--steps", "100", text=text)
     assert made.strategy == Then(Replicated(), AllReduceSGD(codec=Entropy(OneBit())), epochs=2)
     assert made.scaling == Scaling(16, momentum="none")
     task = made.task()
@@ -208,15 +212,23 @@ def test_functions_of_the_user_s_own():
         "def load(count=12): return torch.ones(count, 3), torch.zeros(count, 2)\n"
         "def mean(model, batch, scale=1.0): return model(batch[0]).square().mean() * scale\n"
         "def measure(model, *test): return {'size': float(sum(p.numel() for p in model.parameters()))}\n"
+        "def halved(step): return 0.5\n"
     )
     made = recipe(
         *("--model", "mine_for_settings:net", "--model.width", "2", "--data.name", "mine_for_settings:load"),
         *("--data.count", "8", "--loss", "mine_for_settings:mean", "--loss.scale", "0.5"),
         *("--evaluation.function", "mine_for_settings:measure", "--data.batch=2"),
+        *("--schedule", "mine_for_settings:halved"),
         text=SMALL.replace("hidden = [8]", ""),
     )
     ended = simulate(made.task(), AllReduceSGD(), made.cluster())
     assert ended.final == {"size": 8.0}
+    assert made.task().schedule(0) == 0.5 and header(made, made.task())["schedule"] == "mine_for_settings:halved"
+
+
+def test_workers_of_a_simulated_cluster_by_their_numbers():
+    compute = "{name = 'stragglers', usual = {name = 'constant', each = '2ms'}, slow = {1 = 3.0}}"
+    assert recipe("--cluster.compute", compute).cluster().compute == Stragglers(Constant("2ms"), slow={1: 3.0})
 
 
 def test_a_module_that_does_not_import_shows_its_own_traceback():
@@ -263,6 +275,35 @@ WRONG = [
     (("--model", "no_such_module:f"), "there is no module 'no_such_module'"),
     (("--model", "json:nothing"), "model.name: the module 'json' has no 'nothing'"),
     (("--warm-start.length", "2 epochs", "--warm-start.strategy", "parameter-server"), "warm-start: Then("),
+    (("--adjust", "true"), "adjust = True: it is a table, as in [adjust], with the keys interval, load-best"),
+    (("--warm-start", "1 epoch"), "warm-start = '1 epoch': it is a table, as in [warm-start], with the keys length"),
+    (("--adjust.interval", "1"), "adjust.interval = 1: the run has 0.134 epochs, so nothing would be checked"),
+    (("--data.batch", "1.5"), "data.batch = 1.5: batch is an integer"),
+    (("--evaluation.batch", "0"), "evaluation: batch = 0: a minibatch of test data needs at least 1 sample"),
+    (
+        ("--strategy", "parameter-server", "--optimizer.lr", "1"),
+        "[optimizer] under strategy.name = 'parameter-server', which takes the steps by settings of its own",
+    ),
+    (
+        ("--strategy", "one-bit-adam", "--optimizer.name", "adamw", "--optimizer.clip-norm", "1"),
+        "optimizer.clip-norm under strategy.name = 'one-bit-adam', which takes the steps itself",
+    ),
+    (("--cluster.links", "3"), "cluster.links: [cluster] has no 'links'. Known: compute, bandwidth"),
+    (("--cluster.compute", "{name='stragglers', slow={a=2.0}}"), "cluster.compute.slow.a: its keys are numbers"),
+    (("--schedule", "cosine"), "schedule = 'cosine': give a function of your own, as 'module:function'"),
+    (("--optimizer.clip-value", "0"), "optimizer.clip-value = 0: it limits gradients and must be positive"),
+    (
+        ("--optimizer.lr-per-sample", "0.1", "--scaling.rate", "sqrt"),
+        "optimizer.lr-per-sample = 0.1 and scaling.rate = 'sqrt': what belongs to a sample follows the size of a step",
+    ),
+    (
+        ("--optimizer.name", "adam", "--optimizer.momentum-time-constant", "99"),
+        "optimizer.momentum-time-constant = 99: Adam has no momentum",
+    ),
+    (
+        ("--schedule.decay", "multistep", "--schedule.milestones", "['1 step']", "--schedule.factor", "[0.5, 0.1]"),
+        "schedule: Schedule(factor=[0.5, 0.1], milestones=['1 steps']): give one factor, or one for each milestone",
+    ),
     (("--scaling.base", "0"), "scaling: Scaling(base=0)"),
 ]
 
@@ -270,6 +311,105 @@ WRONG = [
 @pytest.mark.parametrize(("flags", "text"), WRONG, ids=[" ".join(flags) for flags, _ in WRONG])
 def test_what_is_wrong_is_named_by_its_path(flags: tuple[str, ...], text: str):
     assert text in refused(*flags)
+
+
+def test_minibatches_of_automatic_size_need_rates_that_follow_it():
+    auto = SMALL.replace("batch = 16", "auto = { start = 16, multiple = 8 }")
+    assert "data.auto without [scaling]: a larger minibatch would change what optimizer.lr means" in refused(text=auto)
+
+
+def test_none_leaves_a_table_out():
+    text = SMALL + "[optimizer]\nlr = 1.0\n[scaling]\nmomentum = 'time-constant'\n"
+    made = loaded("--optimizer", "none", "--scaling.momentum", "none", text=text)
+    assert (made.optimizer.arguments, made.scaling) == ({}, ScalingTable(momentum="none"))
+    assert loaded("--scaling", "none", "--steps", "none", text=text).scaling is None
+
+
+def test_no_epochs_and_no_steps_train_nothing():
+    for flags in (("--steps", "0"), ("--steps", "none", "--epochs", "0")):
+        made = recipe(*flags)
+        run = simulate(made.task(), AllReduceSGD(), made.cluster())
+        assert torch.equal(run.params, torch.nn.utils.parameters_to_vector(made.task().build().parameters()))
+
+
+def test_a_rate_for_each_part_of_the_run():
+    flags = ("--schedule.decay", "multistep", "--schedule.milestones", "['2 steps', '4 steps']")
+    task = recipe(*flags, "--schedule.factor", "[0.5, 0.2]").task()
+    assert task.schedule is not None
+    factors = [task.schedule.at(task.position(step, task.timetable())) for step in range(6)]
+    assert factors == [1.0, 1.0, 0.5, 0.5, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars", "two-stage"])
+def test_gradients_are_limited_before_the_step(name: str):
+    stages = ["--optimizer.first", "{name='sgd', lr=1.0}", "--optimizer.second", "sgd", "--optimizer.length", "1 step"]
+    more = stages if name == "two-stage" else ["--optimizer.lr", "1.0"]
+    table = {"clip-value": [0.25, -0.25, 0.0, 0.125], "clip-norm": [0.5 / 5**0.5, -1 / 5**0.5, 0.0, 0.125]}
+    for key, clipped in table.items():
+        limit = "0.25" if key == "clip-value" else "0.5"
+        made = recipe("--optimizer.name", name, f"--optimizer.{key}", limit, *more)
+        matrix, bias = (torch.nn.Parameter(torch.zeros(size)) for size in ((1, 3), (1,)))
+        optimizer = made.task().optimizer([matrix, bias])
+        matrix.grad, bias.grad = torch.tensor([[1.0, -2.0, 0.0]]), torch.tensor([0.125])
+        optimizer.step()
+        assert torch.allclose(torch.cat([matrix[0], bias]), -torch.tensor(clipped))
+
+
+def test_momentum_of_two_stages_cannot_follow_the_size_of_a_step():
+    table = "[optimizer]\nname = 'two-stage'\nsecond = 'adam'\nlength = '2 steps'\n[optimizer.first]\nname = 'sgd'\n"
+    made = recipe("--scaling.rate", "linear", text=SMALL + table)
+    with pytest.raises(ValueError, match=r"two stages: second\.betas does not follow .* Scaling\(momentum='none'\)"):
+        header(made, made.task())
+    made = recipe("--scaling.momentum", "none", text=SMALL + table)
+    assert header(made, made.task())["optimizer"].startswith("TwoStage: lr 0.001 for 16 samples -> 0.002")
+
+
+def test_class_labels_have_no_squared_error():
+    made = recipe("--loss", "squared-error")
+    with pytest.raises(ValueError, match=r"the model gives \[16, 10\] for targets of \[16\]"):
+        simulate(made.task(), AllReduceSGD(), made.cluster())
+
+
+def shown(*flags: str, workers: int = 2) -> dict[str, str]:
+    made = recipe(*flags, workers=workers)
+    return header(made, made.task())
+
+
+def test_the_header_shows_what_a_step_will_be():
+    scaled = ("--scaling.rate", "linear", "--optimizer.lr", "0.1")
+    assert shown(*scaled)["optimizer"] == "SGD: lr 0.1 for 16 samples -> 0.2 for a step of 32"
+    assert shown(*scaled, "--warm-start.length", "1 step")["optimizer"] == shown(*scaled)["optimizer"]
+    assert "betas 0.9 and 0.999 -> 0.81 and 0.998" in shown(*scaled, "--optimizer.name", "adam")["optimizer"]
+    assert shown("--data.batch", "1000")["minibatch"] == (
+        "1,437 samples a step, 718.5 of each worker: the data has no more, and 2,000 were asked for"
+    )
+    server = shown("--strategy", "parameter-server", "--scaling.momentum", "none", "--scaling.base", "8")
+    assert server["optimizer"] == "none; the strategy takes the steps, by its own rates, times 2 for the size of a step"
+
+
+SIZES = {
+    "all-reduce-sgd": (64, 4),
+    "one-bit-adam": (64, 4),
+    "replicated": (64, 4),
+    "periodic-averaging": (16, 4),
+    "adaptive-averaging": (16, 4),
+    "block-momentum": (16, 1),
+    "slow-mo": (16, 2),
+    "di-lo-co": (16, 4 / 7),
+    "gossip": (16, 4),
+    "asgd": (16, 1),
+    "hogwild": (16, 1),
+    "easgd": (16, 1),
+}
+"""With 4 workers of 16 samples: the samples of a step, which set the momentum, and the factor on the rate."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_scaling_knows_what_stands_behind_a_step(name: str):
+    made = recipe("--strategy", name, "--scaling.momentum", "none", "--optimizer.name", "adamw", workers=4)
+    method = made.main
+    gain = Scaling(16, momentum="none").gain(method.samples_of_rate(64, 4))
+    assert (method.samples_of_step(64, 4), pytest.approx(gain)) == SIZES[name]
 
 
 def test_fewer_samples_than_workers():

@@ -50,12 +50,13 @@ def simulate_by_settings(path: Path, flags: Sequence[str]) -> None:
     """Train on a simulated cluster."""
     import torch
 
-    from paceline.settings import load
+    from paceline.settings import load, naming
     from paceline.sim import simulate
 
     settings = load(path, flags)
     recipe, task = prepared(path, settings, settings.workers)
-    cluster = recipe.cluster()
+    with naming(path):
+        cluster = recipe.cluster()
     _show_header(path, recipe, task, f"simulated, {cluster.bandwidth} and {cluster.latency} to each worker")
     torch.set_num_threads(1)  # As workers of `train` have.
     run = simulate(task, recipe.strategy, cluster, nonfinite=settings.processes.nonfinite)

@@ -33,7 +33,8 @@ class SettingsError(ValueError):
 def record(cls: type[T], table: Any, path: str, **more: Any) -> T:
     """A dataclass from a table; `more` are fields that the table does not hold."""
     kinds = {name: kind for name, kind in settings_of(cls).items() if name not in more}
-    given = fields(table, path, kinds, cls.__name__)
+    what = f"[{path}]" if cls.__module__ == SECTIONS else cls.__name__
+    given = fields(table, path, kinds, what)
     values = {name: _field(name, kinds[name], value, inside(path, key)) for name, (key, value) in given.items()}
     if cls.__module__ == SECTIONS:  # Others check their settings themselves.
         for name, (key, value) in given.items():
@@ -41,7 +42,7 @@ def record(cls: type[T], table: Any, path: str, **more: Any) -> T:
     needed = [f.name for f in dataclasses.fields(cls) if f.name in kinds and f.default is f.default_factory]  # pyright: ignore
     missing = [dashed(name) for name in needed if name not in values]
     if missing:
-        raise SettingsError(f"{inside(path, missing[0])} is missing: {cls.__name__} has no default for it")
+        raise SettingsError(f"{inside(path, missing[0])} is missing: {what} has no default for it")
     with located(path):
         return cls(**values, **more)
 
@@ -56,7 +57,8 @@ def _check_type(name: str, value: Any, kind: Any, path: str, given: Any) -> None
     try:
         checked("", name, value, kind)
     except ValueError as error:
-        raise SettingsError(f"{path} = {given!r}: {str(error).partition('): ')[2]}") from None
+        right = str(error).partition("): ")[2].replace(" or None", "")  # In a file a key that is None is left out.
+        raise SettingsError(f"{path} = {given!r}: {right}") from None
     inner = [o for option in options_of(kind) for o in (option, *get_args(option)) if get_origin(o) is Literal]
     choices = [choice for option in inner for choice in get_args(option)]
     for one in value if isinstance(value, tuple) else (value,):
@@ -129,11 +131,18 @@ def decoded(kind: Any, value: Any, path: str) -> Any:
     for option in options:
         if isinstance(option, type) and issubclass(option, Checked) and isinstance(value, (str, dict)):
             return named(option.KIND, KINDS[option.KIND], value, path)
+    given = [option for option in options if option is not type(None)]
+    if len(given) == 1 and _is_table(given[0]):
+        return record(given[0], value, path)
     for option in options:
         found = _structured(option, value, path)
         if found is not None:
             return found
     return tuple(value) if isinstance(value, list) else value
+
+
+def _is_table(option: Any) -> bool:
+    return isinstance(option, type) and option is not Length and dataclasses.is_dataclass(option)
 
 
 def _structured(option: Any, value: Any, path: str) -> Any:
@@ -142,12 +151,22 @@ def _structured(option: Any, value: Any, path: str) -> Any:
         items = [k for k in get_args(option) if k is not Ellipsis] or [Any]
         kind = items[0] if len(items) == 1 else None
         return tuple(decoded(kind or Any, v, f"{path}[{i}]") for i, v in enumerate(cast("list[Any]", value)))
-    if isinstance(value, dict) and isinstance(option, type) and option is not Length:
-        if dataclasses.is_dataclass(option):
-            return record(option, value, path)
-        if (classes := _concrete(option)) and not issubclass(option, (Mapping, str)):
-            return named(option.__name__.lower(), classes, value, path)
+    if isinstance(value, dict) and _is_table(option):
+        return record(option, value, path)
+    if isinstance(value, dict) and get_origin(option) is Mapping:
+        return _mapping(get_args(option)[0], cast("Table", value), path)
+    is_base = isinstance(value, dict) and isinstance(option, type) and not issubclass(option, (Length, Mapping, str))
+    if is_base and (classes := _concrete(option)):
+        return named(option.__name__.lower(), classes, value, path)
     return None
+
+
+def _mapping(kind: Any, table: Table, path: str) -> dict[Any, Any]:
+    """A table by numbers: TOML has only keys of text."""
+    wrong = [key for key in table if kind is int and not key.isdecimal()]
+    if wrong:
+        raise SettingsError(f"{inside(path, wrong[0])}: its keys are numbers, as in {{ 0 = ..., 1 = ... }}")
+    return {int(key) if kind is int else key: value for key, value in table.items()}
 
 
 def _concrete(base: type) -> list[type]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 from paceline.settings.recipe import Recipe
@@ -14,7 +15,7 @@ from paceline.training.length import Length
 def header(recipe: Recipe, task: Task) -> dict[str, str]:
     """Names and texts of the lines, for one worker of the run."""
     trainee = Trainee(task, task.build(), 0, recipe.workers)
-    trainee.rates.follow(recipe.strategy)
+    trainee.rates.follow(recipe.main)
     lines = {
         "workers": str(recipe.workers),
         "model": f"{recipe.settings.model.name}, {trainee.flat.numel:,} parameters",
@@ -22,7 +23,7 @@ def header(recipe: Recipe, task: Task) -> dict[str, str]:
         "minibatch": _minibatch(task, recipe.workers),
         "length": _length(task),
         "optimizer": _optimizer(recipe, task, trainee),
-        "schedule": _schedule(task),
+        "schedule": _schedule(recipe.settings.schedule),
         "strategy": _shown(recipe.strategy),
     }
     if task.adjust is not None:
@@ -33,14 +34,17 @@ def header(recipe: Recipe, task: Task) -> dict[str, str]:
 def _minibatch(task: Task, workers: int) -> str:
     batch = task.batch
     if isinstance(batch, int):
-        return f"{batch:,} samples a step, {_number(batch / workers)} of each worker"
+        actual = task.timetable().samples_in(0)
+        text = f"{actual:,} samples a step, {_number(actual / workers)} of each worker"
+        return text if actual == batch else f"{text}: the data has no more, and {batch:,} were asked for"
     if isinstance(batch, GrowingBatch):
         return f"{batch.start:,} samples a step, growing to {batch.end:,} over {batch.epochs} epochs"
     return f"{batch.start:,} samples a step at first; larger ones are tried before {_every(batch)}"
 
 
 def _every(auto: AutoBatch) -> str:
-    return "every epoch" if auto.every == 1 else f"epochs 1 to {auto.every}, and then every {auto.every}th"
+    n = auto.every
+    return "every epoch" if n == 1 else f"epochs 1 to {n}, and then those whose number is a multiple of {n}"
 
 
 def _length(task: Task) -> str:
@@ -52,23 +56,28 @@ def _length(task: Task) -> str:
 def _optimizer(recipe: Recipe, task: Task, trainee: Trainee) -> str:
     """The rate and momentum as given, as they are in a step, and for each sample."""
     before = dict(trainee.optimizer.param_groups[0])
+    rate = trainee.rates.unscheduled(0)[0]  # It also sets the momentum.
+    group = trainee.optimizer.param_groups[0]
+    if not recipe.strategy.needs.optimizer:
+        scaled = "" if task.scaling is None else f", times {_number(rate / before['lr'])} for the size of a step"
+        return f"none; the strategy takes the steps, by its own rates{scaled}"
     text = f"{type(trainee.optimizer).__name__}: lr {_number(before['lr'])}"
     momentum = before.get("momentum", 0.0)
     if task.scaling is None:
         return text + (f", momentum {_number(momentum)}" if momentum else "")
-    samples = recipe.strategy.samples_of_step(task.first_batch, recipe.workers)
-    rate = trainee.rates.unscheduled(0)[0]
-    group = trainee.optimizer.param_groups[0]
+    samples = recipe.main.samples_of_step(trainee.timetable.samples_in(0), recipe.workers)
     text += f" for {task.scaling.base:,} samples -> {_number(rate)} for a step of {_number(samples)}"
     if momentum:
         text += f"; momentum {_number(momentum)} -> {_number(group['momentum'])}"
         own = PerSample.of(before["lr"], momentum, task.scaling.base)
         text += f" ({_number(own.lr)} for each sample, time constant {_number(own.time_constant)} samples)"
+    if before.get("betas", ()) != group.get("betas", ()):
+        text += f"; betas {_numbers(before['betas'])} -> {_numbers(group['betas'])}"
     return text
 
 
-def _schedule(task: Task) -> str:
-    return _shown(task.schedule) if isinstance(task.schedule, Schedule) else ""
+def _schedule(given: Schedule | str | None) -> str:
+    return given or "" if not isinstance(given, Schedule) else _shown(given)
 
 
 def _shown(value: Any) -> str:
@@ -92,6 +101,10 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_text(v) for v in cast('tuple[Any, ...]', value))}]"
     return _shown(value) if dataclasses.is_dataclass(value) else repr(value)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " and ".join(map(_number, values))
 
 
 def _number(value: float) -> str:

@@ -25,6 +25,8 @@ def function(
     if not colon:
         if name in known:
             return known[name]
+        if not known:
+            raise SettingsError(f"{path} = {name!r}: give a function of your own, as 'module:function'")
         near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
         hint = f"; did you mean '{near[0]}'?" if near else "."
         raise SettingsError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,9 @@ from torch import nn
 
 from paceline import optimizers
 from paceline.checked import spelled
-from paceline.settings.decode import SettingsError, Table, located
+from paceline.settings.decode import SettingsError, Table, dashed, located
 from paceline.settings.imported import arguments, function
-from paceline.settings.sections import Optimizer, Settings
+from paceline.settings.sections import Optimizer, ScalingTable, Settings
 from paceline.training import PerSample
 from paceline.training.length import Length
 from paceline.worker.plan import Plan
@@ -45,6 +46,8 @@ class Chosen:
     settings: dict[str, Any]
     is_per_sample: bool  # Its rate is given for each sample.
     length: Length | None = None  # Of the first stage of a two-stage optimizer.
+    clip_value: float | None = None
+    clip_norm: float | None = None
 
     def make(self, parameters: Iterable[nn.Parameter], plan: Plan | None = None) -> torch.optim.Optimizer:
         more: dict[str, Any] = {}
@@ -53,7 +56,18 @@ class Chosen:
         elif self.length is not None:
             more["steps"] = 1
         with located("optimizer"):
-            return self.cls(parameters, **self.settings, **more)
+            made = self.cls(parameters, **self.settings, **more)
+        if self.clip_value is not None or self.clip_norm is not None:
+            made.register_step_pre_hook(self._clip)
+        return made
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Limit the gradient of a step: all of its elements, or the norm of each tensor."""
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if self.clip_value is not None:
+                nn.utils.clip_grad_value_(p, self.clip_value)
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(p, self.clip_norm)
 
 
 def _steps(length: Length, plan: Plan) -> int:
@@ -76,11 +90,12 @@ def chosen_optimizer(settings: Settings, base: int, folder: Path) -> Chosen:
             given[stage] = _stage(given.get(stage), f"optimizer.{stage}", folder)
     if settings.scaling is not None and settings.scaling.base is not None:
         base = settings.scaling.base
-    given |= _per_sample(table, given, base)
+    _check_keys(table, settings.scaling)
+    given |= _per_sample(table, given, base, cls)
     skipped = ["params", "steps"] if length is not None else ["params"]
     made = arguments(cls, given, "optimizer", given=skipped)
     is_per_sample = table.lr_per_sample is not None or table.momentum_time_constant is not None
-    chosen = Chosen(cls, _tuples(made), is_per_sample, length)
+    chosen = Chosen(cls, _tuples(made), is_per_sample, length, table.clip_value, table.clip_norm)
     chosen.make([nn.Parameter(torch.zeros(1))])  # Wrong values are refused before the data are read.
     return chosen
 
@@ -96,16 +111,37 @@ def _stage(value: Any, path: str, folder: Path) -> Callable[..., Any]:
     return partial(cls, **found)
 
 
-def _per_sample(table: Optimizer, given: Table, base: int) -> Table:
+def _check_keys(table: Optimizer, scaling: ScalingTable | None) -> None:
+    for name in ("clip_value", "clip_norm"):
+        if (limit := getattr(table, name)) is not None and not limit > 0:
+            raise SettingsError(f"optimizer.{dashed(name)} = {limit}: it limits gradients and must be positive")
+    if scaling is None:
+        return
+    for name, key, kept in (
+        ("lr_per_sample", "rate", "linear"),
+        ("momentum_time_constant", "momentum", "time-constant"),
+    ):
+        if (given := getattr(table, name)) is not None and (other := getattr(scaling, key)) != kept:
+            raise SettingsError(
+                f"optimizer.{dashed(name)} = {given} and scaling.{key} = {other!r}: what belongs to a sample follows "
+                f"the size of a step; leave out scaling.{key}, or give optimizer.{key if key != 'rate' else 'lr'}"
+            )
+
+
+def _per_sample(table: Optimizer, given: Table, base: int, cls: Callable[..., Any]) -> Table:
     """`lr` and `momentum` from the rate of a sample and the time constant."""
     pairs = (("lr_per_sample", "lr"), ("momentum_time_constant", "momentum"))
     for ours, torchs in pairs:
-        if getattr(table, ours) is not None and torchs in given:
-            name = ours.replace("_", "-")
+        if getattr(table, ours) is None:
+            continue
+        said = f"optimizer.{dashed(ours)} = {getattr(table, ours)}"
+        if torchs in given:
             raise SettingsError(
-                f"optimizer.{name} = {getattr(table, ours)} and optimizer.{torchs} = {given[torchs]}: each follows "
-                "from the other; give one of them"
+                f"{said} and optimizer.{torchs} = {given[torchs]}: each follows from the other; give one of them"
             )
+        parameters = inspect.signature(cls).parameters.values()
+        if not any(p.name == torchs or p.kind is p.VAR_KEYWORD for p in parameters):
+            raise SettingsError(f"{said}: {cls.__name__} has no {torchs}")
     found: Table = {}
     momentum = cast("float", given.get("momentum", 0.0))
     if table.momentum_time_constant is not None:

@@ -61,7 +61,10 @@ def read(path: Path) -> Table:
 
 
 def override(table: Table, flags: Sequence[str]) -> None:
-    """Set keys by flags: "--a.b", "value", or "--a.b=value".  A value is written as in TOML; quotes may be left out."""
+    """Set keys by flags: "--a.b", "value", or "--a.b=value".  A value is written as in TOML; quotes may be left out.
+
+    "none" leaves a table out.
+    """
     rest = list(flags)
     while rest:
         flag = rest.pop(0)
@@ -87,7 +90,11 @@ def _set(table: Table, key: str, text: str) -> None:
         if not isinstance(inner, dict):
             raise SettingsError(f"--{key}: {'.'.join(outer[: i + 1])} = {inner!r} is no table, so it has no keys")
         table = cast("Table", inner)
-    table[_spelled(table, last)] = _value(text)
+    name = _spelled(table, last)
+    if text == "none" and isinstance(table.get(name), dict):
+        del table[name]
+    else:
+        table[name] = _value(text)
 
 
 def _spelled(table: Table, key: str) -> str:

@@ -11,17 +11,18 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.checked import spelled
 from paceline.data import digits, fashion_mnist
 from paceline.models import MODELS
-from paceline.settings.decode import SettingsError, located
+from paceline.settings.decode import SettingsError, dashed, located
 from paceline.settings.imported import arguments, function
 from paceline.settings.optimizers import Chosen, chosen_optimizer
-from paceline.settings.sections import Settings
+from paceline.settings.sections import Optimizer, Settings
 from paceline.sim.cluster import Cluster
 from paceline.strategies import Then
 from paceline.strategy import Strategy
 from paceline.task import Batch, Task
-from paceline.training import AutoBatch, GrowingBatch, Scaling
+from paceline.training import AutoBatch, GrowingBatch, Scaling, Schedule
 from paceline.training.length import Length
 
 Tensors = tuple[Tensor, ...]
@@ -45,7 +46,13 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+    outputs = model(batch[0])
+    if outputs.shape != batch[1].shape:
+        raise ValueError(
+            f"loss.name = 'squared-error': the model gives {list(outputs.shape)} for targets of "
+            f"{list(batch[1].shape)}; it needs targets of the same shape, and class labels need 'cross-entropy'"
+        )
+    return F.mse_loss(outputs, batch[1])
 
 
 LOSSES: dict[str, Callable[..., Any]] = {"cross-entropy": cross_entropy, "squared-error": squared_error}
@@ -64,7 +71,34 @@ class Recipe:
             raise SettingsError(f"workers = {self.workers}: there must be at least 1 worker")
         given = {name: getattr(self.settings, name) for name in ("epochs", "steps")}
         if (given["epochs"] is None) == (given["steps"] is None):
-            raise SettingsError(f"epochs = {given['epochs']}, steps = {given['steps']}: give one of the two")
+            both = "" if given["epochs"] is None else "; the flag --epochs none, or --steps none, leaves one out"
+            raise SettingsError(f"epochs = {given['epochs']}, steps = {given['steps']}: give one of the two{both}")
+        if self.settings.optimizer != Optimizer():
+            self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer that has no effect."""
+        name = spelled(type(self.main))
+        if not self.strategy.needs.optimizer:
+            raise SettingsError(
+                f"[optimizer] under strategy.name = '{name}', which takes the steps by settings of its own: give its "
+                f"rate in [strategy] (`paceline strategies {name}` lists the keys), and leave out [optimizer] "
+                "(--optimizer none)"
+            )
+        clip = [key for key in ("clip_value", "clip_norm") if getattr(self.settings.optimizer, key) is not None]
+        if clip and self.main.has_own_momentum:
+            raise SettingsError(
+                f"optimizer.{dashed(clip[0])} under strategy.name = '{name}', which takes the steps itself, without "
+                "that limit; leave it out"
+            )
+
+    @property
+    def main(self) -> Strategy:
+        """The method after a warm start."""
+        method = self.settings.strategy
+        while isinstance(method, Then):
+            method = method.then
+        return method
 
     # Data.
 
@@ -145,9 +179,19 @@ class Recipe:
         with located("scaling"):
             return Scaling(self.base if table.base is None else table.base, table.rate, table.momentum)
 
+    @property
+    def schedule(self) -> Schedule | Callable[[int], float] | None:
+        given = self.settings.schedule
+        return function(given, "schedule", {}, "schedule", self.folder) if isinstance(given, str) else given
+
     def task(self) -> Task:
         """The task: everything but how the workers cooperate."""
         settings = self.settings
+        if settings.data.auto is not None and self.scaling is None:
+            raise SettingsError(
+                "data.auto without [scaling]: a larger minibatch would change what optimizer.lr means; add [scaling], "
+                "with data.auto.start as its base, or give optimizer.lr-per-sample"
+            )
         train, test = self.data
         loss = function(settings.loss.name, "loss.name", LOSSES, "loss", self.folder)
         extra = arguments(loss, settings.loss.arguments, "loss", given=list(_parameters(loss))[:2])
@@ -161,17 +205,27 @@ class Recipe:
                 steps=settings.steps,
                 epochs=settings.epochs,
                 evaluate=self._evaluate(test),
-                schedule=settings.schedule,
+                schedule=self.schedule,
                 scaling=self.scaling,
                 adjust=settings.adjust,
                 accumulate=settings.data.accumulate,
                 seed=settings.seed,
             )
+        self._check_adjust(unfinished)
         return replace(
             unfinished,
             evaluate_every=self._evaluation_period(unfinished),
             optimizer=partial(self.optimizer.make, plan=unfinished.plan),
         )
+
+    def _check_adjust(self, task: Task) -> None:
+        adjust = self.settings.adjust
+        epochs = task.epochs if task.epochs is not None else task.timetable().epochs_before(task.total_steps)
+        if adjust is not None and round(epochs) < adjust.interval:
+            raise SettingsError(
+                f"adjust.interval = {adjust.interval}: the run has {epochs:.3g} epochs, so nothing would be checked; "
+                "train longer, or leave out [adjust] (--adjust none)"
+            )
 
     def _model(self) -> Callable[[], nn.Module]:
         table = self.settings.model

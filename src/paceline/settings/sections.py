@@ -45,12 +45,15 @@ class Data:
 class Optimizer:
     """`[optimizer]`: an optimizer by its name, and its settings.
 
-    The rate is `lr`, or `lr_per_sample`; momentum is `momentum`, or `momentum_time_constant` in samples.
+    The rate is `lr`, or `lr_per_sample`; momentum is `momentum`, or `momentum_time_constant` in samples.  Before a step
+    `clip_value` limits the gradient's elements, and `clip_norm` the norm of each of its tensors.
     """
 
     name: str = "sgd"
     lr_per_sample: float | None = None
     momentum_time_constant: float | None = None
+    clip_value: float | None = None
+    clip_norm: float | None = None
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -81,6 +84,10 @@ class Evaluation:
     metrics: Sequence[Metric] = ("accuracy", "loss")
     function: str | None = None
     batch: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch = {self.batch}: a minibatch of test data needs at least 1 sample")
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class Settings:
     loss: Function = Function("cross-entropy")
     optimizer: Optimizer = Optimizer()
     scaling: ScalingTable | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | str | None = None  # Text: a function from a step to a factor on the rate.
     strategy: Strategy = field(default=AllReduceSGD())
     warm_start: WarmStart | None = None
     adjust: AutoAdjust | None = None

@@ -20,7 +20,6 @@ hidden = [256]                  # other keys are arguments of the function
 name = "digits"                 # or "fashion-mnist", or "my_data:load": (inputs, targets, test inputs, test targets)
 batch = 32                      # samples of a step ...
 batch-of = "worker"             # ... of each worker; "all": of all workers together
-# in place of batch: larger minibatches are tried, and kept if they do no harm
 # In place of batch: larger minibatches are tried now and then, and kept if they do no harm; or they grow.
 # auto = { start = 32, multiple = 8, every = 3 }
 # grow = { start = 8, end = 64, epochs = 3 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, cos, pi
+from math import ceil, cos, pi, prod
 from typing import Any, Literal
 
 import torch
@@ -28,9 +28,9 @@ class Schedule:
     step, or by `stairs` with every epoch.  With `start="base"` it starts at the rate before it was scaled up for a
     larger step (`Scaling`), as in Goyal et al. (2017).
 
-    `decay` is "polynomial" ((1 - t)^power), "cosine", "multistep" (times `factor` at each of the `milestones`), or
-    "exponential" (to `end` at the end).  It falls to `end` over the length `over`, by default the whole run, and counts
-    from the start of the training, as the warm-up does.
+    `decay` is "polynomial" ((1 - t)^power), "cosine", "multistep" (times `factor` at each of the `milestones`, or a
+    factor for each), or "exponential" (to `end` at the end).  It falls to `end` over the length `over`, by default the
+    whole run, and counts from the start of the training, as the warm-up does.
     """
 
     warmup: str | Length | None = None
@@ -39,7 +39,7 @@ class Schedule:
     decay: Decay = "constant"
     power: float = 1.0
     milestones: Sequence[str | Length] = ()
-    factor: float = 0.1
+    factor: float | Sequence[float] = 0.1
     end: float = 0.0
     over: str | Length | None = None
 
@@ -53,7 +53,7 @@ class Schedule:
         check_settings(self)
         if isinstance(self.start, float | int) and not 0 <= self.start <= 1:
             raise ValueError(f"Schedule(start={self.start}): a warm-up starts with a share of the rate, from 0 to 1")
-        if self.power <= 0 or not (self.factor >= 0 and self.end >= 0):
+        if self.power <= 0 or not (all(f >= 0 for f in self._factors) and self.end >= 0):
             raise ValueError(
                 f"Schedule(power={self.power}, factor={self.factor}, end={self.end}): the power must be positive, the "
                 "factors at least 0"
@@ -79,6 +79,11 @@ class Schedule:
                 f"Schedule(decay={self.decay!r}, milestones={[str(m) for m in self.milestones]}): decay='multistep' "
                 "and milestones belong together"
             )
+        if len(self._factors) != len(self.milestones):
+            raise ValueError(
+                f"Schedule(factor={list(self._factors)}, milestones={[str(m) for m in self.milestones]}): give one "
+                "factor, or one for each milestone"
+            )
         if self.over is not None and self.decay in ("constant", "multistep"):
             raise ValueError(f"Schedule(over='{self.over}', decay={self.decay!r}): over has no effect with this decay")
         if self.decay == "exponential" and not self.end:
@@ -95,6 +100,11 @@ class Schedule:
     @property
     def _milestones(self) -> Sequence[Length]:
         return [m for m in self.milestones if isinstance(m, Length)]
+
+    @property
+    def _factors(self) -> Sequence[float]:
+        """By what the rate is multiplied at each milestone."""
+        return [self.factor] * len(self.milestones) if isinstance(self.factor, float | int) else self.factor
 
     def at(self, position: Position, gain: float = 1.0) -> float:
         """The factor at a position; `gain` is the factor by which the rate was scaled up for the size of a step.
@@ -121,7 +131,8 @@ class Schedule:
             return 1.0
         if self.decay == "multistep":
             here = [m.done("Schedule(milestones)", at) for m in self._milestones]
-            return self.factor ** bisect_right([-share for share in here], -1.0)
+            passed = bisect_right([-share for share in here], -1.0)
+            return self.factor**passed if isinstance(self.factor, float | int) else prod(self.factor[:passed])
         done = at.share if self.over is None else Length.of("Schedule(over)", self.over).done("Schedule(over)", at)
         if done is None:
             raise ValueError(

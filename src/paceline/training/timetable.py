@@ -43,8 +43,10 @@ class Timetable:
             return self._end
         if self._steps is not None:
             return self._steps
-        whole = int(self._epochs or 0)
-        return max(1, self.start(whole) + round((self._epochs or 0) % 1 * self.steps_in(whole)))
+        if not self._epochs:
+            return 0
+        whole = int(self._epochs)
+        return max(1, self.start(whole) + round(self._epochs % 1 * self.steps_in(whole)))
 
     def start(self, epoch: int) -> int:
         """The first step of an epoch."""

@@ -124,6 +124,12 @@ class Rates:
                 "follow the size of a step; give Scaling(momentum='none')"
             )
         for group in self._initial:
+            staged = [n for n in group if n.endswith((".momentum", ".betas")) and group[n]]  # Of TwoStage.
+            if staged:
+                raise ValueError(
+                    f"Task(scaling={scaling}) with an optimizer of two stages: {staged[0]} does not follow the size of "
+                    "a step; give Scaling(momentum='none')"
+                )
             if group.get("momentum") and group.get("dampening"):
                 raise ValueError(
                     f"Task(scaling={scaling}) with an optimizer of dampening={group['dampening']}: a momentum as time "
