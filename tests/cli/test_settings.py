@@ -509,3 +509,14 @@ def test_tune_finds_a_rate_and_says_how_to_train_with_it():
     assert "Train with it:  paceline train settings.toml --workers 2 --optimizer.lr 0.1" in done.output
     assert len(Path("trials.jsonl").read_text().splitlines()) >= 4
     assert "give a number of rates, or rates with commas" in str(run("tune", "settings.toml", "--rates", "x").exception)
+
+
+def test_a_run_writes_the_metrics_and_statistics_that_the_file_asks_for():
+    written(SMALL)
+    done = run("simulate", "settings.toml", "--workers=2", "--log.metrics=m.jsonl", "--log.statistics=2")
+    assert done.exit_code == 0, done.output
+    kinds = [json.loads(line)["kind"] for line in Path("m.jsonl").read_text().splitlines()]
+    assert kinds[0] == "begin" and kinds[-1] == "end" and "evaluation" in kinds
+    assert done.output.count("worker 1:") == 4  # After 2, 4 and 6 syncs, and of all.
+    refused_path = run("simulate", "settings.toml", "--log.metrics", "/no/such/folder/m.jsonl")
+    assert "/no/such/folder" in str(refused_path.exception)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paceline.monitor import Monitor
     from paceline.run import Run
     from paceline.settings import Recipe, Settings
     from paceline.task import Task
@@ -33,6 +34,7 @@ def train_by_settings(path: Path, flags: Sequence[str]) -> None:
         where = f"as ranks of {place.engine}" if place is not None and is_rank else "on processes of this machine"
         _show_header(path, recipe, task, f"{workers} workers {where}")
     how = settings.processes
+    watching = monitors(path, settings)
     run = train(
         task,
         recipe.strategy,
@@ -41,6 +43,7 @@ def train_by_settings(path: Path, flags: Sequence[str]) -> None:
         nonfinite=how.nonfinite,
         timeout_s=how.timeout,
         replacements=how.replacements,
+        monitor=watching,
     )
     if is_first:
         _show_result(run, recipe, "s")
@@ -59,7 +62,8 @@ def simulate_by_settings(path: Path, flags: Sequence[str]) -> None:
         cluster = recipe.cluster()
     _show_header(path, recipe, task, f"simulated, {cluster.bandwidth} and {cluster.latency} to each worker")
     torch.set_num_threads(1)  # As workers of `train` have.
-    run = simulate(task, recipe.strategy, cluster, nonfinite=settings.processes.nonfinite)
+    watching = monitors(path, settings)
+    run = simulate(task, recipe.strategy, cluster, nonfinite=settings.processes.nonfinite, monitor=watching)
     _show_result(run, recipe, "virtual s")
 
 
@@ -74,6 +78,21 @@ def prepared(path: Path, settings: Settings, workers: int) -> tuple[Recipe, Task
                 check_writable(Path(name), key)
         recipe = Recipe(settings, workers, Path.cwd())
         return recipe, recipe.task()
+
+
+def monitors(path: Path, settings: Settings) -> list[Monitor]:
+    """What the table [log] asks for; files that cannot be written are refused now."""
+    from paceline.monitor import ProgressBar, Recorder, Statistics
+    from paceline.settings import naming
+
+    log = settings.log
+    found: list[Monitor] = [ProgressBar()] if log.progress else []
+    with naming(path):
+        if log.metrics is not None or log.tensorboard is not None:
+            found.append(Recorder(log.metrics, tensorboard=log.tensorboard))
+        if log.statistics:
+            found.append(Statistics(log.statistics))
+    return found
 
 
 def _show_header(path: Path, recipe: Recipe, task: Task, how: str) -> None:
