@@ -110,7 +110,9 @@ class Tuned:
         )
         if self.undecided:
             others = " and ".join(f"{rate:g}" for rate in self.undecided)
-            text += f"  Over {self.seeds} seeds it does not differ from {others} by more than the spread."
+            text += (
+                f"  Over {self.seeds} seeds it does not differ from {others} by more than the spread; it is the lowest."
+            )
         if self.is_at_edge:
             end, beyond = ("lowest", "lower") if self.rate == self.rates[0] else ("highest", "higher")
             text += f"  It is the {end} that was tried: a {beyond} one may be better."
@@ -128,7 +130,7 @@ class Tuned:
 def tune_table(tuned: Tuned) -> Table:
     """A line for each rate: the mean and the spread of its criterion in each rung.  The chosen rate is bold."""
     title = f"{type(tuned.strategy).__name__}, {tuned.where}: {tuned.criterion} over {tuned.seeds} seeds"
-    out = Table(title=Text(title), title_justify="left")
+    out = Table(title=Text(title), title_justify="left", min_width=len(title))
     out.add_column("rate", justify="right")
     for rung in tuned.rungs:
         out.add_column(f"{rung.steps} steps", justify="right")
