@@ -47,6 +47,7 @@ ROOMS = [
     "collectives",
     "strategy",
     "worker",
+    "checkpoint",
     "task",
     "run",
     "server",

@@ -9,6 +9,7 @@ formats), `rules` and `gates` (of parameter servers), `topologies` (of gossip), 
 from typing import TYPE_CHECKING, Any
 
 from paceline import codecs, registry, state, strategies
+from paceline.checkpoint import Checkpoints
 from paceline.errors import ClusterError, PeerLost
 from paceline.families import topology as topologies
 from paceline.families.averaging import Averaging, NonFiniteReplica, SyncRounds
@@ -50,6 +51,7 @@ __all__ = [
     "AutoAdjust",
     "AutoBatch",
     "Averaging",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "Compute",

@@ -17,7 +17,7 @@ def train_by_settings(path: Path, flags: Sequence[str]) -> None:
     """Train on forked processes, or as a rank of a launched job, of which only the first shows and writes anything."""
     from paceline.engines.place import detect
     from paceline.session.train import train
-    from paceline.settings import load
+    from paceline.settings import load, naming
 
     settings = load(path, flags)
     place = detect()
@@ -34,6 +34,8 @@ def train_by_settings(path: Path, flags: Sequence[str]) -> None:
         where = f"as ranks of {place.engine}" if place is not None and is_rank else "on processes of this machine"
         _show_header(path, recipe, task, f"{workers} workers {where}")
     how = settings.processes
+    with naming(path):
+        checkpoint = recipe.checkpoints()
     watching = monitors(path, settings)
     run = train(
         task,
@@ -44,6 +46,7 @@ def train_by_settings(path: Path, flags: Sequence[str]) -> None:
         timeout_s=how.timeout,
         replacements=how.replacements,
         monitor=watching,
+        checkpoint=checkpoint,
     )
     if is_first:
         _show_result(run, recipe, "s")

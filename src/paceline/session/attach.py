@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.checked import check_arguments, checked, checked_seconds, instance_of
+from paceline.checkpoint import Checkpoints
 from paceline.engines.job import Job
 from paceline.monitor.monitor import INSTEAD as NO_CLASS
 from paceline.monitor.monitor import Monitor
@@ -69,6 +70,7 @@ def attach(
     timeout_s: float | str = 1800.0,
     mesh: dist.DeviceMesh | None = None,
     monitor: Monitor | Sequence[Monitor] | None = None,
+    checkpoint: Checkpoints | None = None,
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
 
@@ -79,6 +81,7 @@ def attach(
     `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.  `timeout_s` is a
     number of seconds, or text such as "5min".  If the model is tensor-parallel (torch's DTensor), `mesh` is the
     dimension of the device mesh along which there are replicas.  `monitor` watches the run while it goes.
+    `checkpoint` says where the run is saved; it continues from what it finds there.
     """
     _check_arguments(locals())
     strategy = instance_of("attach", "strategy", strategy, Strategy)
@@ -88,6 +91,7 @@ def attach(
     flat, parts = _flat_model(model, bucket_bytes, mesh)
     inner = _checked_optimizer(optimizer, flat, strategy)
     same = {"accumulate": accumulate, "nonfinite": nonfinite, "initial": initial, "ordered": ordered}
+    same = {**same, "checkpoint": checkpoint}
     settings = described(strategy, optimizer, {**same, "bucket_bytes": bucket_bytes, **_length_of(strategy, plan)})
     with ExitStack() as on_failure:
         job = Job(
@@ -111,7 +115,7 @@ def attach(
         loop = Loop(run, learner, session_optimizer, _guard(job, endpoint, run, inner), accumulate=accumulate)
         watch = on_failure.enter_context(LoopWatch(monitor, job, loop))
         loop.start()
-        session = Session(job, loop, session_optimizer, strategy, watch)
+        session = Session(job, loop, session_optimizer, strategy, watch, checkpoint)
         on_failure.pop_all()
         return session
 

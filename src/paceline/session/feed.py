@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import Any, Generic, TypeVar, get_args
 
@@ -27,6 +27,7 @@ from paceline.session.loading import (
     read_whole,
 )
 from paceline.session.loop import Loop
+from paceline.session.loop_place import LoopPlace
 from paceline.session.partition import Partition
 from paceline.session.reading import Part, PartLoader
 
@@ -48,6 +49,8 @@ class Feed:
         self._is_whole = False  # Whether the last minibatch was read whole, to evaluate the model.
         # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
         self._to_skip = loop.replica.cursor.step * loop.accumulate
+        self.place = LoopPlace(loop)
+        self.on_minibatch: Callable[[], None] = lambda: None  # The session's hook, before a minibatch is trained.
 
     @property
     def is_training(self) -> bool:
@@ -57,6 +60,9 @@ class Feed:
         """One pass over a loader, without its first `skip` minibatches; `whole` says how a DataLoader is read."""
         if self.loop.is_closed:
             raise RuntimeError("session.shard after the end of the session: read the loader itself, which is whole")
+        visit = self.place.begin(loader) if self.is_training else None
+        if visit is not None:
+            skip += visit.skip
         if isinstance(loader, PartLoader):
             skip = loader.minibatch
             parts: Iterator[tuple[Any, int]] = self._partitioned(loader)
@@ -73,6 +79,9 @@ class Feed:
             for number, (part, samples) in enumerate(parts, start=skip + 1):
                 if self.is_training or (has_trained and torch.is_grad_enabled()):
                     has_trained = True
+                    if visit is not None:
+                        self.on_minibatch()
+                        self.place.take(visit)
                     self.loop.epoch.on_minibatch(samples, number=epoch, is_last=number == last)
                     yield part
                 elif self.workers == 1:
@@ -82,7 +91,10 @@ class Feed:
         except GeneratorExit:  # The user left the loop, perhaps before the step of its last minibatch.
             if has_trained:
                 self.loop.batch.forget_samples()
+                self.place.end(visit)
             raise
+        if has_trained or visit is not None:
+            self.place.end(visit)
         if has_trained:
             self.loop.epoch.on_end()
 

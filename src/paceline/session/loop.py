@@ -168,9 +168,14 @@ class Loop:
         if self._hooks is not None or (self.replica.workers == 1 and self.accumulate == 1):
             self._watch.remove()
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether every gradient that was computed has been used for a step."""
+        return not isinstance(self.driver.request, StepRequest) and not self.epoch.has_open_gradient
+
     def check_between_steps(self, call: str) -> None:
         """Raise if a gradient has been computed and no step was taken with it: no saved state holds it."""
-        if isinstance(self.driver.request, StepRequest) or self.epoch.has_open_gradient:
+        if not self.is_between_steps:
             raise RuntimeError(
                 f"{call} between backward() and session.step(): a state has no gradient, so that of this step would be "
                 "lost; call it after the step"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from numbers import Real
 from operator import index
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 
+from paceline.checkpoint import Checkpoints
 from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.op import drive
@@ -21,6 +23,7 @@ from paceline.session.ending import end_with_same_model
 from paceline.session.feed import Feed, ShardedLoader
 from paceline.session.loading import Read
 from paceline.session.loop import Loop
+from paceline.session.loop_saving import LoopSaving
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.reading import PartLoader
 from paceline.session.resuming import check_states
@@ -41,7 +44,15 @@ class UnclosedSession(RuntimeWarning):
 class Session:
     """A model under a strategy, until the `with` block ends."""
 
-    def __init__(self, job: Job, loop: Loop, optimizer: SessionOptimizer, strategy: Strategy, watch: LoopWatch) -> None:
+    def __init__(
+        self,
+        job: Job,
+        loop: Loop,
+        optimizer: SessionOptimizer,
+        strategy: Strategy,
+        watch: LoopWatch,
+        checkpoint: Checkpoints | None = None,
+    ) -> None:
         self.job = job
         self.loop = loop
         self.optimizer = optimizer
@@ -55,6 +66,12 @@ class Session:
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers, watch)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
+        try:
+            self._saving = LoopSaving(checkpoint, job, loop, self._feed, self.load_state_dict)
+        except BaseException:
+            self._unclosed.detach()
+            _open.discard(self)
+            raise
 
     @property
     def rank(self) -> int:
@@ -167,6 +184,32 @@ class Session:
 
     # Save and resume.
 
+    def save(self, folder: str | os.PathLike[str], *, wait: bool = False) -> None:
+        """Save everything to a new checkpoint in `folder`, between two steps; all ranks call it.
+
+        The files are written while training goes on.  With `wait`, until they are on the disk.  A failure is raised by
+        the call that waits, and otherwise shown as a warning.
+        """
+        self._saving.save(folder, wait=wait)
+
+    def resume(self, folder: str | os.PathLike[str]) -> bool:
+        """Continue from the newest checkpoint in `folder`, before the first step; whether there is one."""
+        return self._saving.resume(folder)
+
+    @property
+    def resumed(self) -> int | None:
+        """The step of the checkpoint from which this session continued; None if there was none."""
+        return self._saving.resumed
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs that remain of `count`; those that a resumed run has ended are left out.
+
+        An epoch is a pass over a loader by `shard`, in training mode.
+        """
+        if isinstance(count, bool) or not hasattr(count, "__index__") or index(count) < 0:
+            raise ValueError(f"session.epochs({count!r}): it is the number of epochs of the whole run, from 0")
+        yield from range(self._feed.place.passes, index(count))
+
     def model_state_dict(self) -> dict[str, Any]:
         """A copy of the model's state_dict, to save.  Inside the block parameters are views of one vector, and
         torch.save would write all of it for each file, and safetensors would refuse."""
@@ -224,6 +267,7 @@ class Session:
                 flat = self.loop.learner.flat
                 with self.loop.guard.during("at the end of the `with` block"):
                     end_with_same_model(self._endpoint, flat, self._settings, self.loop.last_own_step)
+            self._saving.finish()
         except BaseException as error:
             self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
@@ -238,6 +282,7 @@ class Session:
         with ExitStack() as closing:
             closing.callback(self.job.close, failed=failed)
             closing.callback(self._watch.end, failed=failed)
+            closing.callback(self._saving.close)
             self.loop.close()
             self.optimizer.release()
             self.optimizer.on_step = _refuse_step

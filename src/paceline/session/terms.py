@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import Store
 
+from paceline.checkpoint import Checkpoints
 from paceline.pipeline.processes import Order
 from paceline.pipeline.stand_in import count
 from paceline.session.settings import check_same_settings, described, described_optimizer, described_task
@@ -32,6 +33,7 @@ class Terms:
     stages: int | Sequence[str] = 1
     microbatches: int | None = None
     pipeline: Order = "1f1b"
+    checkpoint: Checkpoints | None = None
 
     @property
     def depth(self) -> int:
@@ -47,7 +49,8 @@ class Terms:
         """Raise ValueError if the ranks of the job do not train the same task in the same way."""
         if workers == 1:
             return
-        given = {"nonfinite": self.nonfinite, "ordered": self.ordered, "stages": self.stages}
+        given: dict[str, object] = {"nonfinite": self.nonfinite, "ordered": self.ordered, "stages": self.stages}
+        given["checkpoint"] = self.checkpoint
         if self.depth > 1:
             given |= {"microbatches": self.microbatches, "pipeline": self.pipeline}
             given |= {"evaluate": self.task.evaluate, "the steps between evaluations": self.task.evaluate_every}

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checked import check_arguments, checked_seconds, instance_of
+from paceline.checkpoint import Checkpoints
 from paceline.endpoint import Endpoint
 from paceline.engines.job import Job
 from paceline.engines.place import Place, detect
@@ -37,6 +38,7 @@ from paceline.run import Run
 from paceline.session.backward import BucketHooks, Each
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.shared_buffers import SharedBuffers
+from paceline.session.task_saving import check_checkpoint, saving_of
 from paceline.session.terms import Terms
 from paceline.session.watching import Watching
 from paceline.strategy import Strategy
@@ -118,6 +120,7 @@ def train(
     pipeline: Order = "1f1b",
     progress: Callable[[int], None] | None = None,
     monitor: Monitor | Sequence[Monitor] | None = None,
+    checkpoint: Checkpoints | None = None,
 ) -> Run:
     """Train `task` by `strategy`: as this rank of a launched job, or on `workers` forked processes of one thread each.
 
@@ -127,6 +130,7 @@ def train(
 
     With several `stages` (see `split`) each worker is that many processes.  Its minibatches pass through them in
     `microbatches`, by default four a stage, in the order of `pipeline`.  `monitor` watches the run while it goes.
+    `checkpoint` says where the run is saved; it continues from what it finds there.
     """
     if pipeline not in ("1f1b", "gpipe"):
         raise ValueError(f"train(pipeline={pipeline!r}): microbatches go through the stages by '1f1b' or 'gpipe'")
@@ -135,6 +139,8 @@ def train(
     timeout_s = checked_seconds("train", "timeout_s", timeout_s)
     silent_s = checked_seconds("train", "silent_s", silent_s)
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
+    terms = replace(terms, checkpoint=checkpoint)
+    check_checkpoint(terms)
     check_stages("train", strategy, stages, microbatches)
     if terms.depth > 1 and task.is_controlled:
         raise ValueError(
@@ -264,16 +270,18 @@ def _train(
             endpoint.trace.evaluation(endpoint.now(), timetable.samples_before(k), values)
 
     is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
-    with watching.worker(job, run, learner.trainee, terms.depth) as watch:
+    with watching.worker(job, run, learner.trainee, terms.depth) as watch, saving_of(terms, job, run) as saving:
 
         def on_step(k: int) -> None:
             if watching.progress is not None and job.rank == 0:
                 watching.progress(k)
             if is_first and task.is_evaluation_due(k, timetable):
                 evaluate(k)
+            if saving is not None:
+                saving.step(k)
             watch.step(k)
 
-        if is_first or watch.is_on:
+        if is_first or watch.is_on or saving is not None:
             run.on_step = on_step
         buffers = None
         if len(endpoint.ranks) > 1 and terms.strategy.needs.keeps_own_buffers:
@@ -284,6 +292,8 @@ def _train(
             buffers.take_mean()
         if task.evaluate is not None and is_first and not run.missed_end:
             evaluate(timetable.total_steps)
+        if saving is not None:
+            saving.finish(timetable.total_steps)
         watch.end()
 
 

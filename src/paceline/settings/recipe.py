@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.checked import spelled
+from paceline.checkpoint import Checkpoints
 from paceline.data import digits, fashion_mnist
 from paceline.models import MODELS
 from paceline.settings.decode import SettingsError, dashed, located
@@ -271,6 +272,13 @@ class Recipe:
         value = length.value if length.unit == "epochs" else round(length.value)
         with located("warm-start"):
             return Then(warm.strategy, self.settings.strategy, **{length.unit: value})  # pyright: ignore[reportArgumentType]
+
+    def checkpoints(self) -> Checkpoints | None:
+        """Where the run is saved, and from where it continues."""
+        if self.settings.checkpoint is None:
+            return None
+        with located("checkpoint"):
+            return Checkpoints(**vars(self.settings.checkpoint))
 
     def cluster(self) -> Cluster:
         network = self.settings.cluster

@@ -109,6 +109,16 @@ class Save:
 
 
 @dataclass(frozen=True)
+class CheckpointTable:
+    """`[checkpoint]`: a folder in which `paceline train` saves the run, and from which it continues."""
+
+    folder: str
+    every: str = "10min"
+    keep: int | None = 2
+    resume: bool = True
+
+
+@dataclass(frozen=True)
 class Processes:
     """`[processes]`: how `paceline train` runs."""
 
@@ -152,5 +162,6 @@ class Settings:
     evaluation: Evaluation = Evaluation()
     log: Log = Log()
     save: Save = Save()
+    checkpoint: CheckpointTable | None = None
     processes: Processes = Processes()
     cluster: Network = Network()

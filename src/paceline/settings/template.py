@@ -64,6 +64,10 @@ progress = true
 [save]
 model = "model.safetensors"     # one worker writes it at the end
 
+# [checkpoint]                  # `paceline train` continues from the newest one in the folder
+# folder = "checkpoints"
+# every = "10min"               # or "500 steps", "1 epoch"
+
 [cluster]                       # for `paceline simulate`
 compute = "20ms"                # of a worker's gradient
 bandwidth = "100Mbit/s"

@@ -1,0 +1,103 @@
+"""Checkpoint: one saved state of a run, as it lies in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.manifest import NAME, Manifest, read
+from paceline.checkpoint.part import BrokenCheckpoint, Reader
+from paceline.state import resized
+
+__all__ = ["BrokenCheckpoint", "Checkpoint"]
+
+
+class Checkpoint:
+    """A complete checkpoint.  Raises BrokenCheckpoint where a file is not what the manifest and the trees say."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.manifest: Manifest = read(path)
+        except FileNotFoundError:
+            raise BrokenCheckpoint(f"{path}: there is no complete checkpoint: it has no {NAME}") from None
+        except ValueError as error:
+            raise BrokenCheckpoint(f"{path / NAME}: {error}") from None
+        for name in self.manifest.files:
+            if Path(name).name != name:
+                raise BrokenCheckpoint(f"{path / NAME}: it names the file {name!r}, which is not in its folder")
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.manifest.files.values())
+
+    def part(self, worker: int) -> dict[str, Any]:
+        """What a worker has saved: its `state`, and what belongs to its driver."""
+        found = self._reader.part(worker)
+        if not isinstance(found, dict) or "state" not in found:
+            raise BrokenCheckpoint(f"{self.path}: the part of worker {worker} has no state")
+        return found
+
+    def states(self) -> list[dict[str, Any]]:
+        """The states of all workers."""
+        return [self.part(worker)["state"] for worker in range(self.manifest.workers)]
+
+    def state(self, worker: int, workers: int) -> dict[str, Any]:
+        """The state of one worker of so many; with another number than was saved, by the rules of its slots."""
+        if workers == self.manifest.workers:
+            return self.part(worker)["state"]
+        return resized(self.states(), workers)[worker]
+
+    def verify(self) -> None:
+        """Read all of it, and compare every tree and tensor with its hash."""
+        for name, file in self.manifest.files.items():
+            path = self.path / name
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise BrokenCheckpoint(f"{path}: {error.strerror or error}") from None
+            if size != file.nbytes:
+                raise BrokenCheckpoint(f"{path}: it has {size:,} bytes, and {file.nbytes:,} were written")
+        for worker in range(self.manifest.workers):
+            self.part(worker)
+
+    def model(self) -> dict[str, Tensor]:
+        """The model's state_dict, with the parameters to evaluate: the mean of the workers', if they differ."""
+        first = self.part(0)
+        states = [first["state"]] if self.manifest.workers == 1 else resized(self.states(), 1)
+        values = states[0]["slots"]["model"]["values"]
+        vector: Tensor = values["params"] if first["published"] is None else first["published"]
+        model = self.manifest.model
+        shapes = [torch.Size(layout.shape) for layout in model.parameters]
+        parts = vector.split([shape.numel() for shape in shapes])
+        found: dict[str, Tensor] = dict(first["frozen"])
+        for layout, shape, part in zip(model.parameters, shapes, parts, strict=True):
+            found[layout.name] = part.reshape(shape).to(getattr(torch, layout.dtype))
+        for layout, buffer in zip(model.buffers, values["buffers"], strict=True):
+            found[layout.name] = buffer
+        return {name: found[of] for name, of in model.names}
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.path, self._read_tree)
+
+    def _read_tree(self, name: str) -> bytes:
+        path = self.path / name
+        if name not in self.manifest.files:
+            raise BrokenCheckpoint(f"{self.path / NAME}: it does not name {name}")
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise BrokenCheckpoint(f"{path}: {error.strerror or error}") from None
+        if hashlib.sha256(data).hexdigest() != self.manifest.files[name].sha256:
+            raise BrokenCheckpoint(f"{path}: it is not what was written: its bytes have another hash")
+        return data

@@ -1,0 +1,147 @@
+"""Saver: one worker's part in the checkpoints of a run.
+
+The values are copied while the run stands between two steps.  A thread writes the copies while the run goes on.  The
+first worker opens the folder, says which tensors it has, waits until the files of all workers are on the disk, and
+writes the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+
+from paceline.checkpoint.cadence import awaited
+from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.manifest import File, Manifest
+from paceline.checkpoint.part import Part, Place
+
+Describe = Callable[[int], Manifest]
+"""The manifest of a checkpoint with that number, without its files."""
+
+
+class CheckpointFailed(RuntimeWarning):
+    """A checkpoint could not be written.  The checkpoints before it are as they were."""
+
+
+class Saver:
+    """Writes checkpoints into a folder, one at a time, in a thread."""
+
+    def __init__(
+        self, folder: Folder, keep: int | None, *, rank: int, workers: int, store: Store | None, timeout_s: float
+    ) -> None:
+        """`store` is None for one worker alone."""
+        self.folder = folder
+        self._keep = keep
+        self._rank = rank
+        self._workers = workers
+        self._store = store
+        self._timeout_s = timeout_s
+        self._saves = 0
+        self._number = folder.next_number() if rank == 0 else 0
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+
+    def save(self, step: int, values: Mapping[str, Any], describe: Describe) -> None:
+        """Begin to write these values, which must not change any more, once the checkpoint before is written."""
+        self.wait()
+        self._saves += 1
+        work = (step, dict(values), describe, self._saves)
+        # No daemon: at the end of a script the interpreter waits until the files are written.
+        self._thread = threading.Thread(target=self._run, args=work, name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until this worker's files are written; on the first worker, until the checkpoint is complete."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def failure(self) -> str | None:
+        """Why a checkpoint failed since the last call; None if none did."""
+        found = self._failure
+        self._failure = None
+        return found
+
+    # In the thread.
+
+    def _run(self, step: int, values: Mapping[str, Any], describe: Describe, count: int) -> None:
+        store = None if self._store is None else PrefixStore(f"checkpoint/{count}", self._store)
+        try:
+            if self._rank == 0:
+                self._lead(store, step, values, describe)
+            else:
+                assert store is not None
+                self._follow(store, step, values)
+        except Exception as error:  # It is told to the run at its next step.
+            self._failure = f"the checkpoint of step {step} in {self.folder.path} was not written: {_described(error)}"
+
+    def _lead(self, store: Store | None, step: int, values: Mapping[str, Any], describe: Describe) -> None:
+        try:
+            part = Part(0, values)
+            path = self.folder.open(step)
+        except Exception as error:
+            _tell(store, "first", {"error": _described(error)})
+            raise
+        _tell(store, "first", {digest: asdict(place) for digest, place in part.places.items()})
+        try:
+            self._complete(store, part, path, describe)
+        except Exception:
+            self.folder.clear(path)  # On a full disk it would take the room of the next one.
+            raise
+        self._number += 1
+        self.folder.keep(self._keep, path)
+
+    def _complete(self, store: Store | None, part: Part, path: Path, describe: Describe) -> None:
+        """Write the first worker's files, wait for those of the others, and write the manifest."""
+        failures: list[str] = []
+        try:
+            files = part.write(path, {})
+        except Exception as error:
+            files = {}
+            failures.append(_described(error))
+        for rank in range(1, self._workers):
+            assert store is not None
+            found = json.loads(awaited(store, f"files/{rank}", self._timeout_s))
+            if "error" in found:
+                failures.append(f"on rank {rank}: {found['error']}")
+            else:
+                files |= {name: File(**file) for name, file in found.items()}
+        if failures:
+            raise CheckpointFailed("; ".join(failures))
+        replace(describe(self._number), files=files).write(path)
+
+    def _follow(self, store: Store, step: int, values: Mapping[str, Any]) -> None:
+        try:
+            part = Part(self._rank, values)
+            first = json.loads(awaited(store, "first", self._timeout_s))
+            if "error" in first:
+                return  # The first worker says it.
+            known = {digest: Place(**place) for digest, place in first.items()}
+            files = part.write(self.folder.at(step), known)
+        except Exception as error:
+            _tell(store, f"files/{self._rank}", {"error": _described(error)})
+            raise
+        _tell(store, f"files/{self._rank}", {name: asdict(file) for name, file in files.items()})
+
+
+def _tell(store: Store | None, key: str, value: Any) -> None:
+    if store is not None:
+        store.set(key, json.dumps(value))
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+    return str(error) if isinstance(error, (CheckpointFailed, ValueError)) else f"{type(error).__name__}: {error}"
+
+
+def now() -> str:
+    """The time, as manifests have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,140 @@
+"""LoopSaving: the checkpoints of a session in the user's own loop.
+
+A run is saved when the loop asks `session.shard` for its next minibatch: only then all that the user does in a step is
+done, such as the step of a learning-rate scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from paceline.checkpoint import Checkpoints
+from paceline.checkpoint.settings import HasState
+from paceline.engines.job import Job
+from paceline.needs import Offers, check
+from paceline.session.feed import Feed
+from paceline.session.loop import Loop
+from paceline.session.saving import Saving
+
+Load = Callable[[dict[str, Any]], None]
+
+
+class UnsavedRun(RuntimeWarning):
+    """A session was given a folder for checkpoints, and its loop never came to a place where it is saved."""
+
+
+class LoopSaving:
+    """Saves a session: when its settings say so, and when the user calls `save`."""
+
+    def __init__(self, settings: Checkpoints | None, job: Job, loop: Loop, feed: Feed, load: Load) -> None:
+        """`load` takes a state of this rank."""
+        self._job = job
+        self._loop = loop
+        self._feed = feed
+        self._load = load
+        self._also: Mapping[str, HasState] = {} if settings is None else settings.also
+        self._savings: dict[str, Saving] = {}
+        self._last_step = -1  # For which it was found out whether to save.
+        self._is_before_next = False  # Whether a minibatch was fetched that is still to be trained.
+        self.resumed: int | None = None
+        self._automatic = None if settings is None else self._saving(settings)
+        if self._automatic is not None:
+            feed.on_minibatch = partial(self._before_minibatch, self._automatic)
+            self._resume(self._automatic)
+
+    def _saving(self, settings: Checkpoints) -> Saving:
+        path = os.path.realpath(settings.folder)
+        if path not in self._savings:
+            call = "attach(checkpoint=...)" if settings.resume else "session.save"
+            check(self._loop.run.strategy, Offers(call, unbroken=False))
+            if self._loop.learner.parts is not None:
+                raise ValueError(
+                    f"{call} of a model of DTensors: save the model and the optimizer by torch.distributed.checkpoint"
+                )
+            self._savings[path] = Saving(
+                settings,
+                self._loop.run,
+                rank=self._job.rank,
+                workers=self._job.workers,
+                store=self._job.store,
+                timeout_s=self._job.timeout_s,
+                more=self._more,
+            )
+        return self._savings[path]
+
+    # Save.
+
+    def save(self, folder: str | os.PathLike[str], *, wait: bool) -> None:
+        """Save the run as it is between two steps."""
+        self._loop.check_between_steps("session.save()")
+        saving = self._saving(Checkpoints(folder, keep=None))
+        self._is_before_next = False
+        saving.save(self._loop.replica.cursor.step)
+        if wait:
+            saving.wait()
+
+    def _before_minibatch(self, automatic: Saving) -> None:
+        step = self._loop.replica.cursor.step
+        if step == self._last_step or not self._loop.is_between_steps:
+            return
+        self._last_step = step
+        self._is_before_next = True
+        automatic.step(step)
+
+    def _more(self) -> dict[str, Any]:
+        return {
+            "place": self._feed.place.save(before_next=self._is_before_next),
+            "also": {name: value.state_dict() for name, value in self._also.items()},
+        }
+
+    # Resume.
+
+    def resume(self, folder: str | os.PathLike[str]) -> bool:
+        """Continue from the newest checkpoint of a folder; whether there is one."""
+        return self._resume(self._saving(Checkpoints(folder, keep=None)))
+
+    def _resume(self, saving: Saving) -> bool:
+        more = saving.resume(self._load)
+        if more is None:
+            return False
+        for name, value in self._also.items():
+            if name not in more["also"]:
+                raise ValueError(
+                    f"Checkpoints(also={{{name!r}: ...}}): the checkpoint has no state of it, only of "
+                    f"{sorted(more['also']) or 'nothing'}; leave it out, or start in an empty folder"
+                )
+            value.load_state_dict(more["also"][name])
+        if left := sorted(set(more["also"]) - set(self._also)):
+            raise ValueError(
+                f"the checkpoint has the states of {left}, which this run does not give: add them to "
+                "Checkpoints(also=...)"
+            )
+        self._feed.place.load(more["place"])
+        self.resumed = self._loop.replica.cursor.step
+        self._last_step = self.resumed
+        return True
+
+    # The end.
+
+    def finish(self) -> None:
+        """The loop has ended without an error, and the strategy with it."""
+        if self._automatic is not None and self._last_step < 0 <= self._loop.last_own_step:
+            warnings.warn(
+                UnsavedRun(
+                    f"attach(checkpoint=...) saved nothing in {self._loop.last_own_step + 1} steps: it saves when "
+                    "session.shard yields a minibatch to a model in training mode; read the data by session.shard, or "
+                    "call session.save(folder) between two steps"
+                ),
+                stacklevel=4,
+            )
+        elif self._automatic is not None:
+            self._is_before_next = False
+            self._automatic.finish(max(self._loop.last_own_step + 1, self.resumed or 0))
+
+    def close(self) -> None:
+        for saving in self._savings.values():
+            saving.close()

@@ -1,0 +1,178 @@
+"""Saving: the checkpoints of a run on real processes, in `train` and in a user's own loop."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from paceline import __version__
+from paceline.checkpoint import BrokenCheckpoint, Checkpoint, Checkpoints, Folder
+from paceline.checkpoint.cadence import Cadence, awaited
+from paceline.checkpoint.manifest import FORMAT, Manifest, Model
+from paceline.checkpoint.saver import CheckpointFailed, Saver, now
+from paceline.op import drive
+from paceline.worker.run import WorkerRun
+
+_opened = itertools.count()  # All ranks count the same, so it names the keys of each.
+
+
+class Saving:
+    """Continues a run from the newest checkpoint of a folder, and saves it there when that is due.
+
+    Every worker has one, and calls its methods at the same steps.
+    """
+
+    def __init__(
+        self,
+        settings: Checkpoints,
+        run: WorkerRun,
+        *,
+        rank: int,
+        workers: int,
+        store: Store,
+        timeout_s: float,
+        more: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """`more` gives what is saved beside the run's own state."""
+        self._run = run
+        self._rank = rank
+        self._workers = workers
+        self._more = more
+        self._settings = settings
+        self._saved_at: int | None = None
+        shared = PrefixStore(f"saving/{next(_opened)}", store) if workers > 1 else None
+        self._folder = Folder(settings.folder)
+        self._from = self._found(shared, timeout_s)
+        self._saver = Saver(self._folder, settings.keep, rank=rank, workers=workers, store=shared, timeout_s=timeout_s)
+        self._cadence = Cadence(settings, run.replica.plan, store=shared, is_first=rank == 0, timeout_s=timeout_s)
+        flat = run.replica.learner.flat
+        self._model = Model.of(flat.model, flat.names)
+
+    # Continue.
+
+    def _found(self, store: Store | None, timeout_s: float) -> Checkpoint | None:
+        """The checkpoint to continue from; the first worker chooses it, and says so to all."""
+        key = "checkpoint/from"
+        if self._rank:
+            assert store is not None
+            found = json.loads(awaited(store, key, timeout_s))
+            if found["error"] is not None:
+                raise BrokenCheckpoint(found["error"])
+            return None if found["path"] is None else Checkpoint(self._folder.path / found["path"])
+        chosen: Checkpoint | None = None
+        failure: Exception | None = None
+        try:
+            chosen = self._chosen()
+        except (ValueError, OSError) as error:
+            failure = error
+        if store is not None:
+            path = None if chosen is None else chosen.path.name
+            store.set(key, json.dumps({"path": path, "error": None if failure is None else str(failure)}))
+        if failure is not None:
+            self._folder.release()
+            raise failure
+        return chosen
+
+    def _chosen(self) -> Checkpoint | None:
+        self._folder.claim()
+        if self._settings.resume:
+            return self._folder.newest_sound()
+        if found := self._folder.complete():
+            raise ValueError(
+                f"Checkpoints({str(self._folder.path)!r}, resume=False): the folder has checkpoints already, the last "
+                f"of which is {found[-1].name}; leave out resume=False to continue from it, or give another folder"
+            )
+        return None
+
+    def resume(self, load: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """Continue from the chosen checkpoint: `load` gets this worker's state.
+
+        What was saved beside the states is returned, that of the first worker for a worker that was not there.  None if
+        there is no checkpoint.
+        """
+        if self._from is None:
+            self._cadence.start(self._run.replica.cursor.step)
+            return None
+        checkpoint = self._from
+        if (why := checkpoint.manifest.model.difference(self._model)) is not None:
+            raise ValueError(
+                f"{checkpoint.path}: it is a checkpoint of another model: {why}; give the folder of this model, or an "
+                "empty one"
+            )
+        try:
+            load(checkpoint.state(self._rank, self._workers))
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.path}: {error}") from error
+        more = checkpoint.part(self._rank if self._rank < checkpoint.manifest.workers else 0)["more"]
+        self._from = None
+        self._saved_at = checkpoint.step
+        self._cadence.start(checkpoint.step)
+        return more
+
+    # Save.
+
+    def step(self, step: int) -> None:
+        """The run stands before this step: save it if that is due."""
+        self._tell_failure()
+        if self._cadence.is_due(step) and step != self._saved_at:
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Save the run, which stands before this step."""
+        drive(self._run.states.before_save())
+        replica = self._run.replica
+        flat = replica.learner.flat
+        flat.refresh()
+        values: dict[str, Any] = {"state": self._run.state_dict(), "more": self._more()}
+        if self._rank == 0:
+            published = replica.published
+            trained = set(flat.names)
+            frozen = {n: p.detach().cpu().clone() for n, p in flat.model.named_parameters() if n not in trained}
+            values |= {"published": None if published is None else published.clone(), "frozen": frozen}
+        manifest = Manifest(
+            format=FORMAT,
+            number=0,
+            written=now(),
+            paceline=__version__,
+            torch=str(torch.__version__),
+            strategy=type(self._run.strategy).__name__,
+            step=step,
+            workers=self._workers,
+            model=self._model,
+        )
+        self._saved_at = step
+        self._saver.save(step, values, lambda number: replace(manifest, number=number))
+
+    def finish(self, end: int) -> None:
+        """The run has ended, and its data before the step `end`: save it a last time, and wait until that is written.
+
+        A longer run continues with that step.  A method may have taken empty steps after it, to end what was in flight.
+        """
+        cursor = self._run.replica.cursor
+        cursor.step = min(cursor.step, end)
+        if cursor.step != self._saved_at:
+            self.save(cursor.step)
+        self.close()
+        self._tell_failure()
+
+    def close(self) -> None:
+        """Wait for what is being written, and let other jobs use the folder."""
+        self._saver.wait()
+        self._folder.release()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written; raise CheckpointFailed if it was not."""
+        self._saver.wait()
+        if (why := self._saver.failure()) is not None:
+            raise CheckpointFailed(why)
+
+    def _tell_failure(self) -> None:
+        if (why := self._saver.failure()) is not None:
+            warnings.warn(CheckpointFailed(f"{why}; training goes on"), stacklevel=3)

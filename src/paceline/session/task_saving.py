@@ -1,0 +1,44 @@
+"""The checkpoints of `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from paceline.engines.job import Job
+from paceline.needs import Offers, check
+from paceline.session.saving import Saving
+from paceline.session.terms import Terms
+from paceline.worker.run import WorkerRun
+
+
+def check_checkpoint(terms: Terms) -> None:
+    """Raise ValueError if a run by these terms cannot be saved."""
+    if terms.checkpoint is None:
+        return
+    check(terms.strategy, Offers("train(checkpoint=...)", unbroken=False))
+    if terms.depth > 1:
+        raise ValueError(
+            f"train(stages={terms.stages}, checkpoint=...): a model in stages cannot be saved; leave one of them out"
+        )
+    if terms.checkpoint.also:
+        raise ValueError(
+            f"train(checkpoint=Checkpoints(also={sorted(terms.checkpoint.also)})): a Task has no schedulers of the "
+            "user's; `also` is for attach"
+        )
+
+
+@contextmanager
+def saving_of(terms: Terms, job: Job, run: WorkerRun) -> Generator[Saving | None]:
+    """The checkpoints of a run, which continues from the newest of them; None if there are to be none."""
+    if terms.checkpoint is None:
+        yield None
+        return
+    saving = Saving(
+        terms.checkpoint, run, rank=job.rank, workers=job.workers, store=job.store, timeout_s=terms.timeout_s
+    )
+    try:
+        saving.resume(run.load_state_dict)
+        yield saving
+    finally:
+        saving.close()
