@@ -30,7 +30,7 @@ from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.session import Session, refuse_attached
-from paceline.session.settings import GroupSettings, check_same_settings, described
+from paceline.session.settings import GroupSettings, Settings, check_same_settings, described
 from paceline.session.tensor_parallel import TensorParallel, tensor_parallel
 from paceline.session.watch import ModelWatch, refuse_wrapped
 from paceline.session.watching import LoopWatch
@@ -44,6 +44,8 @@ from paceline.worker.run import WorkerRun
 from paceline.worker.tensors import named_tensors
 
 Initial = Literal["equal", "broadcast"]
+# The arguments that must be the same on all ranks.
+SAME = ("accumulate", "nonfinite", "initial", "ordered", "bucket_bytes", "checkpoint")
 INSTEAD = {
     "model": (type, "model is a torch.nn.Module; give an instance"),
     "optimizer": (
@@ -80,29 +82,20 @@ def attach(
     whose minibatches `shard` will split, and `epochs` give the length of the run to strategies that need it.
     `ordered` makes sums across hosts the same to the last bit in every run, for N times the memory.  `timeout_s` is a
     number of seconds, or text such as "5min".  If the model is tensor-parallel (torch's DTensor), `mesh` is the
-    dimension of the device mesh along which there are replicas.  `monitor` watches the run while it goes.
-    `checkpoint` says where the run is saved; it continues from what it finds there.
+    dimension of the device mesh along which there are replicas.  `monitor` watches the run while it goes.  The run is
+    saved to the folder of `checkpoint`, and continues from what it finds there.
     """
-    _check_arguments(locals())
+    given = dict(locals())
+    _check_arguments(given)
     strategy = instance_of("attach", "strategy", strategy, Strategy)
     timeout_s = checked_seconds("attach", "timeout_s", timeout_s)
     plan = _plan(loader, epochs, accumulate)
-    offers = _checked_offers(strategy, plan, optimizer, initial, mesh)
+    offers = _checked_offers(strategy, plan, optimizer, initial, mesh, is_saved=checkpoint is not None)
     flat, parts = _flat_model(model, bucket_bytes, mesh)
     inner = _checked_optimizer(optimizer, flat, strategy)
-    same = {"accumulate": accumulate, "nonfinite": nonfinite, "initial": initial, "ordered": ordered}
-    same = {**same, "checkpoint": checkpoint}
-    settings = described(strategy, optimizer, {**same, "bucket_bytes": bucket_bytes, **_length_of(strategy, plan)})
+    settings = described(strategy, optimizer, {n: given[n] for n in SAME} | _length_of(strategy, plan))
     with ExitStack() as on_failure:
-        job = Job(
-            strategy.needs,
-            device=flat.params.device,
-            served=strategy,
-            ordered=ordered,
-            timeout_s=timeout_s,
-            takes_nonfinite=nonfinite == "pass",
-            on_met=partial(check_same_settings, settings=settings, call="attach", is_elastic=strategy.needs.elastic),
-        )
+        job = _job(strategy, flat, settings, ordered=ordered, timeout_s=timeout_s, nonfinite=nonfinite)
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
         endpoint = job.endpoint if parts is None else job.endpoint.group(parts.replicas)
@@ -115,9 +108,25 @@ def attach(
         loop = Loop(run, learner, session_optimizer, _guard(job, endpoint, run, inner), accumulate=accumulate)
         watch = on_failure.enter_context(LoopWatch(monitor, job, loop))
         loop.start()
-        session = Session(job, loop, session_optimizer, strategy, watch, checkpoint)
+        session = Session(job, loop, session_optimizer, strategy, watch)
         on_failure.pop_all()
-        return session
+    if checkpoint is not None:
+        session.begin(checkpoint)
+    return session
+
+
+def _job(
+    strategy: Strategy, flat: FlatModel, settings: Settings, *, ordered: bool, timeout_s: float, nonfinite: NonFinite
+) -> Job:
+    return Job(
+        strategy.needs,
+        device=flat.params.device,
+        served=strategy,
+        ordered=ordered,
+        timeout_s=timeout_s,
+        takes_nonfinite=nonfinite == "pass",
+        on_met=partial(check_same_settings, settings=settings, call="attach", is_elastic=strategy.needs.elastic),
+    )
 
 
 def _flat_model(
@@ -174,6 +183,8 @@ def _checked_offers(
     optimizer: torch.optim.Optimizer | None,
     initial: Initial,
     mesh: dist.DeviceMesh | None,
+    *,
+    is_saved: bool,
 ) -> Offers:
     """What a user's loop offers, if that is what the strategy needs."""
     offers = Offers(
@@ -183,6 +194,7 @@ def _checked_offers(
         length=[field for field in get_args(Length) if getattr(plan, field) is not None],
         equal_start=initial == "equal",
         whole_tensors=mesh is None,
+        unbroken=not is_saved,
     )
     check(strategy, offers)
     return offers

@@ -7,8 +7,9 @@ To shuffle a pass again as it was, it keeps the random numbers with which the pa
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,12 @@ class LoopPlace:
         if visit in self._visits:
             self._visits.remove(visit)
             self.passes += 1
+
+    def remaining(self, count: int) -> Iterator[int]:
+        """The numbers of the passes up to `count` that have not ended."""
+        if isinstance(count, bool) or not hasattr(count, "__index__") or index(count) < 0:
+            raise ValueError(f"session.epochs({count!r}): it is the number of epochs of the whole run, from 0")
+        return iter(range(self.passes, index(count)))
 
     # State.
 

@@ -30,30 +30,34 @@ class UnsavedRun(RuntimeWarning):
 class LoopSaving:
     """Saves a session: when its settings say so, and when the user calls `save`."""
 
-    def __init__(self, settings: Checkpoints | None, job: Job, loop: Loop, feed: Feed, load: Load) -> None:
+    def __init__(self, job: Job, loop: Loop, feed: Feed, load: Load) -> None:
         """`load` takes a state of this rank."""
         self._job = job
         self._loop = loop
         self._feed = feed
         self._load = load
-        self._also: Mapping[str, HasState] = {} if settings is None else settings.also
+        self._also: Mapping[str, HasState] = {}
         self._savings: dict[str, Saving] = {}
         self._last_step = -1  # For which it was found out whether to save.
         self._is_before_next = False  # Whether a minibatch was fetched that is still to be trained.
         self.resumed: int | None = None
-        self._automatic = None if settings is None else self._saving(settings)
-        if self._automatic is not None:
-            feed.on_minibatch = partial(self._before_minibatch, self._automatic)
-            self._resume(self._automatic)
+        self._automatic: Saving | None = None
+
+    def begin(self, settings: Checkpoints) -> None:
+        """Continue from the newest checkpoint, if there is one, and save the run when that is due."""
+        self._also = settings.also
+        self._automatic = self._saving(settings)
+        self._feed.on_minibatch = partial(self._before_minibatch, self._automatic)
+        self._resume(self._automatic)
 
     def _saving(self, settings: Checkpoints) -> Saving:
         path = os.path.realpath(settings.folder)
         if path not in self._savings:
-            call = "attach(checkpoint=...)" if settings.resume else "session.save"
-            check(self._loop.run.strategy, Offers(call, unbroken=False))
+            check(self._loop.run.strategy, Offers("session.save", unbroken=False))
             if self._loop.learner.parts is not None:
                 raise ValueError(
-                    f"{call} of a model of DTensors: save the model and the optimizer by torch.distributed.checkpoint"
+                    "a checkpoint of a model of DTensors: save the model and the optimizer by "
+                    "torch.distributed.checkpoint"
                 )
             self._savings[path] = Saving(
                 settings,

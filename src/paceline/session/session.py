@@ -44,15 +44,7 @@ class UnclosedSession(RuntimeWarning):
 class Session:
     """A model under a strategy, until the `with` block ends."""
 
-    def __init__(
-        self,
-        job: Job,
-        loop: Loop,
-        optimizer: SessionOptimizer,
-        strategy: Strategy,
-        watch: LoopWatch,
-        checkpoint: Checkpoints | None = None,
-    ) -> None:
+    def __init__(self, job: Job, loop: Loop, optimizer: SessionOptimizer, strategy: Strategy, watch: LoopWatch) -> None:
         self.job = job
         self.loop = loop
         self.optimizer = optimizer
@@ -66,12 +58,7 @@ class Session:
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers, watch)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
-        try:
-            self._saving = LoopSaving(checkpoint, job, loop, self._feed, self.load_state_dict)
-        except BaseException:
-            self._unclosed.detach()
-            _open.discard(self)
-            raise
+        self._saving = LoopSaving(job, loop, self._feed, self.load_state_dict)
 
     @property
     def rank(self) -> int:
@@ -108,12 +95,7 @@ class Session:
 
     def tell(self, loss: float | Tensor) -> None:
         """Give the loss of the next step, if other code than `session.step` takes that step."""
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            loss = float(loss.detach())
-        if isinstance(loss, bool) or not isinstance(loss, Real):
-            given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise ValueError(f"session.step(loss): loss is {given}, and must be one number, the mean of the minibatch")
-        self.loop.batch.tell(float(loss))
+        self.loop.batch.tell(_mean_loss(loss))
 
     # Data.
 
@@ -187,10 +169,17 @@ class Session:
     def save(self, folder: str | os.PathLike[str], *, wait: bool = False) -> None:
         """Save everything to a new checkpoint in `folder`, between two steps; all ranks call it.
 
-        The files are written while training goes on.  With `wait`, until they are on the disk.  A failure is raised by
-        the call that waits, and otherwise shown as a warning.
+        The files are written while training goes on.  With `wait` the call ends when they are on the disk.
         """
         self._saving.save(folder, wait=wait)
+
+    def begin(self, checkpoint: Checkpoints) -> None:
+        """Continue from a checkpoint, if there is one, and save the run from now on.  `attach` calls it."""
+        try:
+            self._saving.begin(checkpoint)
+        except BaseException:
+            self._release(failed=True)
+            raise
 
     def resume(self, folder: str | os.PathLike[str]) -> bool:
         """Continue from the newest checkpoint in `folder`, before the first step; whether there is one."""
@@ -202,13 +191,11 @@ class Session:
         return self._saving.resumed
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that remain of `count`; those that a resumed run has ended are left out.
+        """The numbers of the epochs that remain of `count`: those that a resumed run has ended are left out.
 
         An epoch is a pass over a loader by `shard`, in training mode.
         """
-        if isinstance(count, bool) or not hasattr(count, "__index__") or index(count) < 0:
-            raise ValueError(f"session.epochs({count!r}): it is the number of epochs of the whole run, from 0")
-        yield from range(self._feed.place.passes, index(count))
+        return self._feed.place.remaining(count)
 
     def model_state_dict(self) -> dict[str, Any]:
         """A copy of the model's state_dict, to save.  Inside the block parameters are views of one vector, and
@@ -301,6 +288,15 @@ class Session:
         elif self._is_open:
             self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
+
+
+def _mean_loss(loss: object) -> float:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        loss = float(loss.detach())
+    if isinstance(loss, bool) or not isinstance(loss, Real):
+        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(f"session.step(loss): loss is {given}, and must be one number, the mean of the minibatch")
+    return float(loss)
 
 
 def _refuse_step(scale: Tensor | None, overflow: bool) -> None:
