@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +36,7 @@ def show(folder: Path) -> None:
         numel = sum(_numel(layout.shape) for layout in m.model.parameters)
         sizes = (f"{numel:,}", f"{found.nbytes / 1e6:,.1f}")
         table.add_row(path.name, f"{m.step:,}", m.written, m.strategy, str(m.workers), *sizes, m.paceline, m.torch)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def verify(folder: Path) -> None:

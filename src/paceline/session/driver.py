@@ -22,6 +22,11 @@ class StrategyDriver:
         self.on_turn: Callable[[bool], None] | None = None
         self._coroutine: Coroutine[Op[Any], Any, Any] | None = None
 
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether a gradient was given that the user's loop has not used for a step."""
+        return isinstance(self.request, StepRequest)
+
     def start(self, coroutine: Coroutine[Op[Any], Any, Any]) -> None:
         """Run a coroutine to its first request; a coroutine that was running before is closed."""
         self.close()

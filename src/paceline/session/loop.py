@@ -32,6 +32,10 @@ SET_BY_HAND = (
     "; {} exchanges gradients during backward(), so a gradient from torch.autograd.grad, or one set by hand, needs a "
     "method whose workers step alone, such as PeriodicAveraging"
 )
+BETWEEN = (
+    " between backward() and session.step(): a state has no gradient, so that of this step would be lost; call it "
+    "after the step"
+)
 SCALED_PARTS = (
     "GradScaler with a model of DTensors: the ranks of a replica would skip different steps; train in bfloat16 or "
     "float32, which need no scaler"
@@ -168,18 +172,10 @@ class Loop:
         if self._hooks is not None or (self.replica.workers == 1 and self.accumulate == 1):
             self._watch.remove()
 
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether every gradient that was computed has been used for a step."""
-        return not isinstance(self.driver.request, StepRequest) and not self.epoch.has_open_gradient
-
     def check_between_steps(self, call: str) -> None:
         """Raise if a gradient has been computed and no step was taken with it: no saved state holds it."""
-        if not self.is_between_steps:
-            raise RuntimeError(
-                f"{call} between backward() and session.step(): a state has no gradient, so that of this step would be "
-                "lost; call it after the step"
-            )
+        if self.driver.waits_for_step or self.epoch.has_open_gradient:
+            raise RuntimeError(call + BETWEEN)
 
     def _check_passes(self, request: Request) -> None:
         """Raise if the backward passes that make a gradient have not all run."""

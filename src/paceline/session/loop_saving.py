@@ -83,7 +83,8 @@ class LoopSaving:
 
     def _before_minibatch(self, automatic: Saving) -> None:
         step = self._loop.replica.cursor.step
-        if step == self._last_step or not self._loop.is_between_steps:
+        has_gradient = self._loop.driver.waits_for_step or self._loop.epoch.has_open_gradient
+        if step == self._last_step or has_gradient:
             return
         self._last_step = step
         self._is_before_next = True

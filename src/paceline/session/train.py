@@ -36,6 +36,7 @@ from paceline.pipeline.processes import Order, StageLearner, staged
 from paceline.pipeline.stand_in import check_stages, split_for
 from paceline.run import Run
 from paceline.session.backward import BucketHooks, Each
+from paceline.session.returned import read_model, write_model
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.shared_buffers import SharedBuffers
 from paceline.session.task_saving import check_checkpoint, saving_of
@@ -50,7 +51,6 @@ from paceline.worker.flat import untie
 from paceline.worker.learner import TaskLearner
 from paceline.worker.replica import Replica
 from paceline.worker.run import WorkerRun
-from paceline.worker.tensors import named_tensors
 
 
 class ProcessLearner(TaskLearner):
@@ -373,7 +373,7 @@ class _ForkedWorkers:
         (self._folder / f"trace-{rank}.json").write_text(outcome.run.trace.dumps())
         # Of elastic workers rank 0 may be killed, and then another rank's model is as good.
         if outcome.is_complete and (rank == 0 or self._is_elastic):
-            _write(outcome.run.model, self._folder / f"model-{rank}")
+            write_model(outcome.run.model, self._folder / f"model-{rank}")
 
     def _report_path(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"
@@ -383,22 +383,9 @@ class _ForkedWorkers:
         for path in sorted(self._folder.glob("trace-*.json")):
             trace.merge(Trace.loads(path.read_text()))
         model = self._terms.task.build()
-        _read(model, min(self._folder.glob("model-*"), key=lambda path: int(path.name.removeprefix("model-"))))
+        read_model(model, min(self._folder.glob("model-*"), key=lambda path: int(path.name.removeprefix("model-"))))
         return Run(model, _vector(model), trace, [])
 
 
 def _vector(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
-
-
-def _write(model: nn.Module, path: Path) -> None:
-    """Parameters and buffers one after the other, as their memory has them."""
-    with path.open("wb") as file:
-        for _, values in named_tensors(model):
-            file.write(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _read(model: nn.Module, path: Path) -> None:
-    with path.open("rb") as file:
-        for _, values in named_tensors(model):
-            values.copy_(torch.frombuffer(bytearray(file.read(values.nbytes)), dtype=values.dtype).view(values.shape))
