@@ -140,13 +140,7 @@ def train(
     silent_s = checked_seconds("train", "silent_s", silent_s)
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
     terms = replace(terms, checkpoint=checkpoint)
-    check_checkpoint(terms)
-    check_stages("train", strategy, stages, microbatches)
-    if terms.depth > 1 and task.is_controlled:
-        raise ValueError(
-            f"train(stages={stages}) with a Task that has AutoAdjust or AutoBatch: a replica in stages cannot go "
-            "back; use a Schedule and a GrowingBatch, or one stage"
-        )
+    _check_terms(terms)
     watching = Watching(monitor, progress)
     place = detect()
     # A shell under srun or mpiexec is a job of one process, which can still fork workers.
@@ -169,6 +163,16 @@ def train(
     if terms.depth > 1:
         split_for(task, task.build(), stages, workers)  # A model that cannot be split is refused here, not in a worker.
     return _ForkedWorkers(terms, workers * terms.depth, watching).run()
+
+
+def _check_terms(terms: Terms) -> None:
+    check_checkpoint(terms)
+    check_stages("train", terms.strategy, terms.stages, terms.microbatches)
+    if terms.depth > 1 and terms.task.is_controlled:
+        raise ValueError(
+            f"train(stages={terms.stages}) with a Task that has AutoAdjust or AutoBatch: a replica in stages cannot go "
+            "back; use a Schedule and a GrowingBatch, or one stage"
+        )
 
 
 @dataclass(frozen=True)
