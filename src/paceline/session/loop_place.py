@@ -20,7 +20,7 @@ from paceline.session.loop import Loop
 from paceline.session.reading import PartLoader
 
 
-@dataclass
+@dataclass(eq=False)
 class Visit:
     """A pass over a loader that is trained on."""
 
