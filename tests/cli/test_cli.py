@@ -27,6 +27,7 @@ def test_commands_and_flags_are_exactly_these():
         "simulate": ["settings"],
         "tune": ["--budget", "--part", "--rates", "--real", "--results", "--seeds", "settings"],
         "init": ["--force", "path"],
+        "checkpoint": ["action", "folder", "output"],
         "schema": [],
         "demo": ["--epochs", "--report"],
         "strategies": ["--json", "name"],

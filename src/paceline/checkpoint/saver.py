@@ -113,6 +113,11 @@ class Saver:
                 failures.append(f"on rank {rank}: {found['error']}")
             else:
                 files |= {name: File(**file) for name, file in found.items()}
+        failures += [
+            f"{path / name} was written by another worker and is not here: give a folder that all hosts share"
+            for name in files
+            if not (path / name).exists()
+        ]
         if failures:
             raise CheckpointFailed("; ".join(failures))
         replace(describe(self._number), files=files).write(path)
