@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.errors import ClusterError
+from paceline.session.returned import take_model
 
 LAYER = 4 * (64 * 64 + 64)
 
@@ -117,3 +119,9 @@ def test_trace_of_a_session_does_not_grow_without_bound():
             model(torch.ones(3, 2)).sum().backward()
             session.step(0.5)
         assert len(session.trace.spans) <= 20 and len(session.trace.points) <= 20
+
+
+def test_a_run_that_no_worker_has_ended_says_so(tmp_path):
+    """Workers that were stopped at the same time can declare each other dead."""
+    with pytest.raises(ClusterError, match=r"no worker took part until the end: .* silent for 10 s; .*silent_s="):
+        take_model(nn.Linear(1, 1), tmp_path, silent_s=10)

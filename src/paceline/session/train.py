@@ -36,7 +36,7 @@ from paceline.pipeline.processes import Order, StageLearner, staged
 from paceline.pipeline.stand_in import check_stages, split_for
 from paceline.run import Run
 from paceline.session.backward import BucketHooks, Each
-from paceline.session.returned import read_model, write_model
+from paceline.session.returned import return_model, take_model
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.shared_buffers import SharedBuffers
 from paceline.session.task_saving import check_checkpoint, saving_of
@@ -377,7 +377,7 @@ class _ForkedWorkers:
         (self._folder / f"trace-{rank}.json").write_text(outcome.run.trace.dumps())
         # Of elastic workers rank 0 may be killed, and then another rank's model is as good.
         if outcome.is_complete and (rank == 0 or self._is_elastic):
-            write_model(outcome.run.model, self._folder / f"model-{rank}")
+            return_model(outcome.run.model, self._folder, rank)
 
     def _report_path(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"
@@ -387,7 +387,7 @@ class _ForkedWorkers:
         for path in sorted(self._folder.glob("trace-*.json")):
             trace.merge(Trace.loads(path.read_text()))
         model = self._terms.task.build()
-        read_model(model, min(self._folder.glob("model-*"), key=lambda path: int(path.name.removeprefix("model-"))))
+        take_model(model, self._folder, silent_s=self._terms.silent_s)
         return Run(model, _vector(model), trace, [])
 
 
