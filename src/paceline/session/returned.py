@@ -23,8 +23,8 @@ def take_model(model: nn.Module, folder: Path, *, silent_s: float) -> None:
     returned = sorted(folder.glob("model-*"), key=lambda path: int(path.name.removeprefix("model-")))
     if not returned:
         raise ClusterError(
-            f"no worker took part until the end: others declared each of them dead, since it was silent for {silent_s:g} "
-            "s; workers that are stopped or cut off for longer need a larger train(silent_s=...)"
+            f"no worker took part until the end: others declared each of them dead, since it was silent for "
+            f"{silent_s:g} s; workers that are stopped or cut off for longer need a larger train(silent_s=...)"
         )
     with returned[0].open("rb") as file:
         for _, values in named_tensors(model):
