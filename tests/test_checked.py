@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.checked import checked_seconds
+from paceline.checked import checked, checked_seconds
 from paceline.codecs import CODECS
 from paceline.server.gates import GATES
 from paceline.server.rules import RULES
@@ -102,6 +102,11 @@ def test_settings_of_users_classes_are_checked_too():
         Mine(often=0)
 
 
+def test_a_list_of_choices_is_named_by_them():
+    with pytest.raises(ValueError, match=r"^f\(metrics='loss'\): metrics is a sequence of 'accuracy' and 'loss'$"):
+        checked("f", "metrics", "loss", Sequence[Literal["accuracy", "loss"]])
+
+
 def test_durations_have_units():
     assert [checked_seconds("f", "t", t) for t in ("5s", 2, "3min", "250ms")] == [5.0, 2.0, 180.0, 0.25]
     for wrong, expected in {
@@ -165,6 +170,11 @@ CALLS: dict[str, Callable[[], object]] = {
         task(loss=lambda model, batch: 1.5), AVERAGING, FOUR
     ),
     "Task(optimizer=<SGD>): optimizer is a function that makes": lambda: task(optimizer=SGD),
+    "Task(scaling=Scaling(base=8, rate='linear', momentum='time-constant')) with an optimizer of momentum=1.5: a m": (
+        lambda: simulate(
+            task(scaling=pl.Scaling(8), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=1.5)), AVERAGING, FOUR
+        )
+    ),
     "Task(optimizer=0.1): optimizer is a function": lambda: task(optimizer=0.1),
     "Task(optimizer=...): the function must return Optimizer, and it returned (": lambda: simulate(
         task(optimizer=lambda parameters: (1, 2)), AVERAGING, FOUR
@@ -234,6 +244,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "train(workers=<Cluster>): workers is an integer or None": lambda: train(task(), AVERAGING, FOUR),
     "train(ordered=1): ordered is True or False": lambda: train(task(), AVERAGING, 2, ordered=1),
     "train(replacements=1.5): replacements is an integer": lambda: train(task(), AVERAGING, 2, replacements=1.5),
+    "train(replacements=-1): it counts workers started again, from 0": lambda: train(
+        task(), AVERAGING, 2, replacements=-1
+    ),
+    "LogNormal(sigma='a'): sigma is a number": lambda: pl.LogNormal(sigma="a"),
     "train(silent_s='5'): '5' is not a duration": lambda: train(task(), AVERAGING, 2, silent_s="5"),
     "train(stages='head'): stages is an integer or a sequence of texts": lambda: train(
         task(), AVERAGING, 2, stages="head"

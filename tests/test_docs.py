@@ -1,19 +1,23 @@
 """The pages that users read: their examples run, their commands exist, and their figures are those of a run.
 
 A ```python block runs in its page's namespace, after the blocks above it. A block that begins with `# name.py` is a
-script: it is written to that file, and the page's ```console blocks that start it are run.
+script: it is written to that file, and the page's ```console blocks that start it are run. A ```toml block that begins
+with `# name.toml` is a settings file: its first step is tried, with the modules that are scripts of the page.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +26,21 @@ from torch import nn
 
 import paceline as pl
 from paceline import cli
+from paceline.checked import settings_of, spelled
 from paceline.report import formats
+from paceline.settings import Recipe, Settings, load
+from paceline.settings.decode import dashed, options_of
+from paceline.settings.first_step import check_first_step
+from paceline.settings.schema import settings_schema
 from paceline.study.demo import CLUSTER, STRATEGIES, Demo, row
 from tests.dist import forked
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
-SCRIPT = re.compile(r"# (\w+\.py)\n")
+SCRIPT = re.compile(r"# (\w+\.(?:py|toml))\n")
+
+SCHEMA = settings_schema()
 
 
 def name_of(page: Path) -> str:
@@ -72,6 +83,12 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
             else:
                 # With this, tracebacks show the page's own line.
                 exec(compile("\n" * line + body, str(page), "exec"), vars(module))
+        for _, body in blocks(page, "toml"):
+            if file := SCRIPT.match(body):
+                Path(file[1]).write_text(body)
+                recipe = Recipe(load(file[1]), 2, Path.cwd())
+                check_first_step(recipe, recipe.task())
+                scripts -= {f"{name}.py" for name in re.findall(r'"(\w+):', body)}
         started = [words for words in commands(page) if words[:2] == ["paceline", "run"] and scripts & set(words)]
         for words in started:
             words = ["2" if before == "-n" else word for before, word in pairwise(words)]  # Two workers are enough.
@@ -92,7 +109,10 @@ def test_the_commands_of_a_page_exist(page):
             case ["paceline", command, *rest]:
                 flags = {flag for parameter in ours[command].params for flag in parameter.opts}
                 own = rest[: next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))]
-                assert not {word for word in own if word.startswith("-")} - flags, words
+                others = {word for word in own if word.startswith("-")} - flags
+                if command in ("train", "simulate", "tune"):
+                    others = {flag for flag in others if not is_key(flag.removeprefix("--").partition("=")[0])}
+                assert not others, words
             case ["make", target]:
                 assert target in targets, words
             case ["torchrun", *rest]:
@@ -103,6 +123,80 @@ def test_the_commands_of_a_page_exist(page):
                 pass
             case _:
                 pytest.fail(f"{name_of(page)} shows {words}, which this test does not know how to check")
+
+
+def is_key(path: str) -> bool:
+    """Whether a settings file can have that key, under one of the strategies, codecs and so on."""
+    found = [SCHEMA]
+    for key in path.split("."):
+        options = [option for schema in found for option in objects(schema)]
+        found = [o["properties"][key] for o in options if key in o["properties"]]
+        if not found and any(o["additionalProperties"] for o in options):  # Arguments of a function.
+            return True
+    return bool(found)
+
+
+def objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schemas of tables among its options."""
+    if "$ref" in schema:
+        yield from objects(SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]])
+    for option in schema.get("anyOf", ()):
+        yield from objects(option)
+    if "properties" in schema:
+        yield schema
+
+
+def test_flags_are_checked_against_the_keys_of_a_settings_file():
+    for key in (
+        "workers",
+        "strategy.period",
+        "strategy.codec.codec",
+        "model.width",
+        "strategy.rule.lr",
+        "warm-start.length",
+    ):
+        assert is_key(key), key
+    for key in ("worker", "strategy.peirod", "workers.x", "schedule.lr", "strategy.codec.nothing"):
+        assert not is_key(key), key
+
+
+def test_the_page_of_settings_has_every_key_with_its_default():
+    tables: dict[str, Any] = {"data.grow": pl.GrowingBatch, "data.auto": pl.AutoBatch}
+    alone: list[str] = []
+    for name, kind in settings_of(Settings).items():
+        classes = [option for option in options_of(kind) if dataclasses.is_dataclass(option)]
+        if classes:
+            tables[f"`[{dashed(name)}]`"] = classes[0]
+        elif kind is not pl.Strategy:  # Its keys are those of the strategies.
+            alone.append(dashed(name))
+    written = dict(_keys(ROOT / "docs" / "settings.md"))
+    expected = {name.strip("`"): _defaults(cls) for name, cls in tables.items()}
+    every = _defaults(Settings)
+    assert written == expected | {"The file": {name: every[name] for name in alone}}
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.name != "arguments":
+            default = "required" if f.default is f.default_factory else f.default
+            default = list(default) if isinstance(default, tuple) else default
+            found[dashed(f.name)] = spelled(type(default)) if isinstance(default, pl.Strategy) else default
+    return found
+
+
+def _keys(page: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each heading with a table of keys, the default of each key."""
+    for part in re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE):
+        heading, _, rest = part.partition("\n")
+        rows = re.findall(r"^\| `([\w-]+)` \| (.+?) \|", rest, re.MULTILINE)
+        if "\n| key | default |" in rest:
+            special = {"-": None, "*required*": "required"}
+            parsed = {
+                key: special[text] if text in special else tomllib.loads(f"x = {text.strip('`')}")["x"]
+                for key, text in rows
+            }
+            yield heading.strip("`"), parsed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

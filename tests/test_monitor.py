@@ -28,6 +28,7 @@ from paceline import (
     train,
 )
 from paceline.monitor import Facts, Record
+from paceline.monitor.progress import CLEAR, Above
 from tests.laws.tasks import Point, instant, numbers, quadratic, squared_distance
 
 FACTS = Facts("AllReduceSGD()", workers=4, steps=500)
@@ -379,6 +380,16 @@ def test_what_others_print_appears_above_the_live_line(capsys: Any, monkeypatch:
     written = capsys.readouterr().out
     assert "\nsync 3: " in written.replace("\x1b[2K", "\n") and "epoch 1: norm" in written
     assert written.splitlines()[-1].startswith("\x1b[?25h6 steps in ")
+
+
+def test_what_a_forked_worker_prints_replaces_the_live_line():
+    """Another process draws that line again below."""
+    screen = io.StringIO()
+    stream: Any = Above(screen)  # pyright: ignore
+    print("worker", 1, "warns", file=stream)
+    print("and again", file=stream)
+    assert screen.getvalue() == f"{CLEAR}worker 1 warns\n{CLEAR}and again\n"
+    assert not stream.isatty() and stream.closed is False
 
 
 def test_a_duration_between_lines_is_above_zero():

@@ -336,11 +336,17 @@ def _word(kind: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
     if origin in (tuple, list, Sequence):
-        words = dict.fromkeys(_word(k).split(" ", 1)[-1] for k in get_args(kind) if k is not Ellipsis)
-        return "a sequence of " + " and ".join(f"{word}s" for word in words)
+        words = dict.fromkeys(_words(k) for k in get_args(kind) if k is not Ellipsis)
+        return "a sequence of " + " and ".join(words)
     if isinstance(kind, type) and issubclass(kind, Checked):
         return f"a {kind.KIND}, such as {_concrete(kind)[0].__name__}()"
     if origin is Callable:
         return "a function"
     name = getattr(origin or kind, "__name__", str(kind))
     return f"an {name}" if name[0] in "AEIO" else f"a {name}"
+
+
+def _words(kind: Any) -> str:
+    """Several of a kind."""
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    return " and ".join(map(repr, choices)) or f"{_word(kind).split(' ', 1)[-1]}s"

@@ -30,10 +30,11 @@ from paceline import (
     simulate,
 )
 from paceline.checked import spelled
-from paceline.cli import app
+from paceline.cli import app, main
 from paceline.codecs import Entropy, OneBit
 from paceline.server.rules import Momentum
 from paceline.settings import Recipe, Settings, SettingsError, load
+from paceline.settings.first_step import check_first_step
 from paceline.settings.header import header
 from paceline.settings.optimizers import OPTIMIZERS
 from paceline.settings.schema import settings_schema
@@ -231,6 +232,71 @@ def test_workers_of_a_simulated_cluster_by_their_numbers():
     assert recipe("--cluster.compute", compute).cluster().compute == Stragglers(Constant("2ms"), slow={1: 3.0})
 
 
+USERS = """
+import torch
+def net(inputs=64, classes=10): return torch.nn.Linear(inputs, classes)
+def unmade(): return torch.nn.Linear("a", 2)
+def unread(): raise OSError("no such disk")
+def lost(model, batch): return model(batch[0]).sum() * float("nan")
+def all_of_them(model, batch): return model(batch[0]).sum(1)
+def missing(model, batch): return {}["x"]
+def three(model, *test): return 3
+number = 3
+"""
+FAILING = [
+    (("--model", "users_code:unmade"), "model.name = 'users_code:unmade': the function failed; its error is above", 4),
+    (("--data.name", "users_code:unread"), "data.name = 'users_code:unread': the function failed; its error is ab", 5),
+    (("--loss", "users_code:missing"), "loss.name = 'users_code:missing' fail on the first minibatch, tensors of", 8),
+    (
+        ("--model", "users_code:net", "--model.inputs=3"),
+        "model.name = 'users_code:net' and loss.name = 'cross-entropy' fail on the first minibatch, tensors of float32 "
+        "[16, 64] and int64 [16]: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        None,
+    ),
+    (("--loss", "users_code:lost"), "the loss of the first minibatch is nan, before anything was trained", None),
+    (
+        ("--loss", "users_code:all_of_them"),
+        "it returned a tensor of shape [16]; it must return a tensor with one",
+        None,
+    ),
+    (("--model", "users_code:number"), "model.name = 'users_code:number': it is of type int, and must be a fu", None),
+    (("--model", "users_code:nett"), "has no 'nett'; did you mean 'net'? Known: net, unmade, unread, lost,", None),
+]
+
+
+@pytest.mark.parametrize(("flags", "text", "line"), FAILING, ids=[flags[1] for flags, *_ in FAILING])
+def test_what_fails_in_code_of_the_users_is_found_before_training(flags: tuple[str, ...], text: str, line: int | None):
+    Path("users_code.py").write_text(USERS)
+    with pytest.raises(SettingsError) as error:
+        made = recipe(*flags, text=SMALL.replace("hidden = [8]", ""))
+        check_first_step(made, made.task())
+    assert text in str(error.value)
+    assert error.value.report.startswith("Traceback" if line else "")
+    assert line is None or f'users_code.py", line {line}' in error.value.report
+    assert "src/paceline" not in error.value.report
+
+
+def test_a_loss_that_is_nan_can_be_trained_on_if_asked_for():
+    Path("users_code.py").write_text(USERS)
+    made = recipe("--loss", "users_code:lost", "--processes.nonfinite", "pass")
+    check_first_step(made, made.task())
+
+
+def test_an_evaluation_must_be_a_dict_of_numbers():
+    Path("users_code.py").write_text(USERS)
+    made = recipe("--evaluation.function", "users_code:three")
+    with pytest.raises(
+        SettingsError, match=r"evaluation\.function = 'users_code:three': it returned 3; it must return"
+    ):
+        simulate(made.task(), AllReduceSGD(), made.cluster())
+
+
+def test_a_module_that_ends_the_program_is_named():
+    Path("ends_for_settings.py").write_text("import sys\nsys.exit(2)\n")
+    with pytest.raises(SettingsError, match="'ends_for_settings' ends the program when it is imported; put what"):
+        recipe("--model", "ends_for_settings:f", text=SMALL.replace("hidden = [8]", "")).task()
+
+
 def test_a_module_that_does_not_import_shows_its_own_traceback():
     Path("broken_for_settings.py").write_text("import math\nx = 1 / 0\n")
     with pytest.raises(SettingsError, match="does not import") as error:
@@ -274,7 +340,7 @@ WRONG = [
     (("--cluster.bandwidth", "fast"), "cluster: Cluster(bandwidth='fast'): 'fast' is not a bandwidth"),
     (("--model", "no_such_module:f"), "there is no module 'no_such_module'"),
     (("--model", "json:nothing"), "model.name: the module 'json' has no 'nothing'"),
-    (("--warm-start.length", "2 epochs", "--warm-start.strategy", "parameter-server"), "warm-start: Then("),
+    (("--warm-start.length", "2 steps", "--warm-start.strategy", "parameter-server"), "warm-start: Then("),
     (("--adjust", "true"), "adjust = True: it is a table, as in [adjust], with the keys interval, load-best"),
     (("--warm-start", "1 epoch"), "warm-start = '1 epoch': it is a table, as in [warm-start], with the keys length"),
     (("--adjust.interval", "1"), "adjust.interval = 1: the run has 0.134 epochs, so nothing would be checked"),
@@ -302,9 +368,45 @@ WRONG = [
     ),
     (
         ("--schedule.decay", "multistep", "--schedule.milestones", "['1 step']", "--schedule.factor", "[0.5, 0.1]"),
-        "schedule: Schedule(factor=[0.5, 0.1], milestones=['1 steps']): give one factor, or one for each milestone",
+        "schedule: Schedule(factor=[0.5, 0.1], milestones=['1 step']): give one factor, or one for each milestone",
     ),
     (("--scaling.base", "0"), "scaling: Scaling(base=0)"),
+    (("--workers", "--seed", "3"), "--workers: its value is missing; give --workers VALUE"),
+    (("--lr", "0.1"), "lr: a settings file has no 'lr'; did you mean optimizer.lr or strategy.lr?"),
+    (("--batch", "64"), "batch: a settings file has no 'batch'; did you mean data.batch or evaluation.batch?"),
+    (("--cluster.workers", "4"), "cluster.workers: [cluster] has no 'workers'; 'workers' stands above the first table"),
+    (("--optimizer.schedule", "x"), "optimizer.schedule: SGD has no 'schedule'; [schedule] is a table of its own."),
+    (
+        ("--strategy.name=parameter-server", "--strategy.period=8"),
+        "strategy.period: ParameterServer has no 'period'; other strategies have it, and --strategy NAME replaces",
+    ),
+    (
+        ("--strategy.name=gossip", "--strategy.codec=one-bit"),
+        "strategy.codec = 'one-bit': Gossip takes no codec: what one model loses the other must get",
+    ),
+    (("--optimizer.lr", "fast"), "optimizer.lr = 'fast': lr is a number"),
+    (("--optimizer.lr", "nan"), "optimizer.lr = nan: it must be finite"),
+    (("--optimizer.momentum", "1.5"), "optimizer.momentum = 1.5: momentum lies in [0, 1)"),
+    (("--optimizer.nesterov", "yes"), "optimizer.nesterov = 'yes': nesterov is true or false"),
+    (("--schedule.decay=polynomial", "--schedule.power=nan"), "schedule.power = nan: it is not a number"),
+    (("--steps=none", "--epochs=inf"), "epochs = inf: it must be finite and at least 0"),
+    (("--steps", "-1"), "steps = -1: it must be finite and at least 0"),
+    (("--steps", "none"), "neither epochs nor steps is given: give one of the two"),
+    (("--data.folder", "x"), "data.folder: digits has no 'folder'. Known: none"),
+    (("--data.name=fashion-mnist", "--data.folder=none/such"), "or give the folder with the data set's four files, da"),
+    (("--log.statistics", "-3"), "log: statistics = -3: it counts syncs, from 1; 0: no statistics"),
+    (("--log.progress", "yes"), "log.progress = 'yes': progress is true or false"),
+    (("--evaluation.every", "0 epochs"), "evaluation: every = '0 epochs': it must be above 0"),
+    (("--evaluation.metrics", "[]"), "evaluation: metrics = []: give at least one of 'accuracy' and 'loss'"),
+    (("--evaluation.metrics", "loss"), "evaluation.metrics = 'loss': metrics is a list of 'accuracy' and 'loss'"),
+    (("--processes.timeout", "soon"), "processes: 'soon' is not a duration"),
+    (("--processes.replacements", "-1"), "processes: replacements = -1: it counts workers, from 0"),
+    (("--warm-start.length", "1 epoch"), "warm-start.length = '1 epoch': these are 45 steps, and the whole run has"),
+    (("--cluster.compute", "{name='log-normal', sigma='a'}"), "cluster.compute: LogNormal(sigma='a'): sigma is a nu"),
+    (
+        ("--strategy", "parameter-server", "--scaling.rate", "linear"),
+        "scaling.momentum = 'time-constant' under strategy.name = 'parameter-server', which takes the steps itself",
+    ),
 ]
 
 
@@ -422,6 +524,8 @@ def test_fewer_samples_than_workers():
         (b"", "settings.toml: it is empty; `paceline init` writes"),
         (b"epochs = 1\n# \xff", "settings.toml: line 2 is not UTF-8 text (byte 13)"),
         (b"epochs = = 1", "settings.toml: it is not TOML: "),
+        (b"[optimizer]\nname = sgd", "Invalid value (at line 2, column 8): name = sgd; text stands in quotes"),
+        ("epochs = 1".encode("utf-16"), "line 1 is not UTF-8 text (byte 0); save the file as UTF-8"),
         (b"epochs = 1", "settings.toml: [model] is missing"),
         (b"model = 3", "settings.toml: model = 3: it is a table, as in [model], or a name"),
     ],
@@ -434,16 +538,79 @@ def test_a_file_that_cannot_be_read(content: bytes, text: str):
 
 
 def test_a_file_that_is_not_there_or_a_folder():
-    with pytest.raises(SettingsError, match=r"No such file or directory; `paceline init nope\.toml`"):
+    with pytest.raises(SettingsError, match=r"there is no such file; `paceline init nope\.toml`"):
         load("nope.toml")
     Path("folder").mkdir()
     with pytest.raises(SettingsError, match="folder: it is a folder; give a settings file"):
         load("folder")
 
 
+def test_a_file_of_an_editor_on_windows_is_read():
+    Path("settings.toml").write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
+    assert load("settings.toml").steps == 6
+
+
+def test_flags_may_stand_before_the_file():
+    written(SMALL)
+    done = run("simulate", "--workers", "3", "settings.toml", "--steps=2")
+    assert done.exit_code == 0 and "48 samples a step" in done.output, done.output
+    alone = run("simulate", "--workers", "3")
+    assert "--workers 3: there is no settings file among these words" in str(alone.exception)
+
+
+def test_none_leaves_out_an_argument():
+    text = SMALL + "[optimizer]\nlr = 0.1\n"
+    made = loaded("--optimizer.lr", "none", "--optimizer.lr-per-sample", "0.001", "--model.hidden", "none", text=text)
+    assert (made.optimizer.arguments, made.optimizer.lr_per_sample, made.model.arguments) == ({}, 0.001, {})
+
+
+def test_the_header_says_that_a_warm_up_does_not_end():
+    assert shown("--schedule.warmup", "1 epoch")["schedule"].endswith("the warm-up lasts to the end of this run")
+    assert shown("--schedule.warmup", "5 steps")["schedule"] == "Schedule(warmup='5 steps')"
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command that fails writes to standard error."""
+    monkeypatch.setattr("sys.argv", ["paceline", *words])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_an_error_in_training_is_one_line_below_the_traceback_of_the_users_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    Path("late_for_settings.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    seen = 0\n"
+        "    def forward(self, x):\n"
+        "        self.seen += 1\n"
+        "        if self.seen > 2: raise LookupError('a mistake of my own')\n"
+        "        return super().forward(x)\n"
+        "def net(): return Net(64, 10)\n"
+    )
+    written(SMALL.replace("perceptron", "late_for_settings:net").replace("hidden = [8]", ""))
+    said = ended(monkeypatch, capsys, "simulate", "settings.toml")
+    assert said.startswith("Traceback") and said.count("\n  File ") == 1 and 'late_for_settings.py", line 6' in said
+    assert said.endswith("\npaceline: LookupError: a mistake of my own\n")
+    assert ended(monkeypatch, capsys, "simulate", "settings.toml", "--workers=0").count("\n") == 1
+
+
+def test_numbers_that_are_not_finite_end_a_run_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The loss is finite, and its gradient is not."""
+    Path("root_for_settings.py").write_text("def root(model, batch): return (model(batch[0]) * 0).sum().sqrt()\n")
+    written(SMALL.replace("[data]", '[loss]\nname = "root_for_settings:root"\n[data]'))
+    said = ended(monkeypatch, capsys, "simulate", "settings.toml", "--processes.nonfinite", "stop")
+    assert said.startswith("paceline: rank 0 has NaN or infinity in the gradient of") and said.count("\n") == 1
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_training():
     written(SMALL)
-    for key in ("save.model", "save.trace"):
+    for key in ("save.model", "save.trace", "log.metrics"):
         done = run("train", "settings.toml", f"--{key}", "/no/such/folder/file")
         assert f"{key} = '/no/such/folder/file': there is no folder" in str(done.exception)
 
@@ -455,6 +622,8 @@ def test_the_schema_accepts_the_template_and_knows_every_strategy():
     assert {option["properties"]["name"]["const"] for option in schema["$defs"]["strategy"]["anyOf"][1:]} == {
         spelled(cls) for cls in STRATEGIES
     }
+    for also in ({"model": "mine:net"}, {"loss": {"name": "mine:f", "scale": 2.0}}, {"strategy": "asgd"}):
+        assert conforms(tomllib.loads(TEMPLATE) | also, schema, schema)
     for wrong in ({"workers": "two"}, {"strategy": {"name": "block-momentum", "peirod": 3}}, {"nothing": 1}):
         assert not conforms(tomllib.loads(TEMPLATE) | wrong, schema, schema)
 

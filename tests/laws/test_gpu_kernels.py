@@ -237,6 +237,12 @@ def test_units_that_are_rows(dtype: torch.dtype):
 
 
 @here
+@pytest.mark.parametrize("length", [1, 64, 255, 257, 1024], ids=str)
+def test_a_vector_may_be_one_row(length: int):
+    check(OneBit().fitted([torch.Size([length])]), length)
+
+
+@here
 def test_a_row_that_cannot_be_encoded_gets_a_nan_scale_and_keeps_its_residual():
     codec = ROWS.part(slice(0, 302))
     x = values(302)

@@ -366,7 +366,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "short for it": (lambda: {"strategy": pl.AdaptiveAveraging()}, "tune: a trial of 8 steps: AdaptiveAveraging"),
     "of own data": (
         lambda: {"task": replace(job(), data=lambda rank, workers: [numbers(40, 5)]), "budget": "1 epochs"},
-        r"tune\(budget='1 epochs'\) with data of each worker's own",
+        r"tune\(budget='1 epoch'\) with data of each worker's own",
     ),
 }
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.errors import ClusterError
+from paceline.errors import MISTAKES, ClusterError, shown_traceback
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,12 +50,13 @@ def _one_line(message: Warning | str, category: type[Warning], *_: object) -> st
 
 
 def main() -> None:
-    """Show an error of the user or of the cluster, and a warning, in one line, without a traceback."""
+    """Show an error and a warning in one line; an error in code of the user's also with its traceback."""
     warnings.formatwarning = _one_line
     try:
         app()
-    except (ValueError, ClusterError) as error:
-        if report := getattr(error, "report", None):  # The traceback of a module of the user's.
+    except Exception as error:
+        if report := getattr(error, "report", "") or shown_traceback(error):
             print(report, file=sys.stderr)
-        print(f"paceline: {error}", file=sys.stderr)
+        kind = "" if isinstance(error, (*MISTAKES, ClusterError)) else f"{type(error).__name__}: "
+        print(f"paceline: {kind}{error}", file=sys.stderr)
         sys.exit(1)

@@ -13,6 +13,28 @@ if TYPE_CHECKING:
     from paceline.task import Task
 
 
+def file_and_flags(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """The settings file, which can stand anywhere among the flags, and these.
+
+    >>> file_and_flags(["--workers", "4", "settings.toml", "--seed=3"])
+    (PosixPath('settings.toml'), ['--workers', '4', '--seed=3'])
+    """
+    file: str | None = None
+    flags: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--") or file is not None:
+            flags.append(word)
+            if "=" not in word and word.startswith("--") and rest:
+                flags.append(rest.pop(0))
+        else:
+            file = word
+    if file is None:
+        raise ValueError(f"{' '.join(words)}: there is no settings file among these words; `paceline init` writes one")
+    return Path(file), flags
+
+
 def train_by_settings(path: Path, flags: Sequence[str]) -> None:
     """Train on forked processes, or as a rank of a launched job, of which only the first shows and writes anything."""
     from paceline.engines.place import detect
@@ -25,8 +47,8 @@ def train_by_settings(path: Path, flags: Sequence[str]) -> None:
     workers = place.world if place is not None and is_rank else settings.workers
     if is_rank and settings.workers not in (1, workers):
         raise ValueError(
-            f"workers = {settings.workers} under a launcher that started {workers} processes: leave out `workers`, "
-            "or start as many"
+            f"workers = {settings.workers} under a launcher that started {workers} processes: start as many, leave out "
+            f"`workers`, or give --workers {workers}"
         )
     recipe, task = prepared(path, settings, workers)
     is_first = place is None or place.rank == 0
@@ -76,7 +98,12 @@ def prepared(path: Path, settings: Settings, workers: int) -> tuple[Recipe, Task
     from paceline.settings.saving import check_writable
 
     with naming(path):
-        for key, name in (("save.model", settings.save.model), ("save.trace", settings.save.trace)):
+        files = {
+            "save.model": settings.save.model,
+            "save.trace": settings.save.trace,
+            "log.metrics": settings.log.metrics,
+        }
+        for key, name in files.items():
             if name is not None:
                 check_writable(Path(name), key)
         recipe = Recipe(settings, workers, Path.cwd())
@@ -84,7 +111,7 @@ def prepared(path: Path, settings: Settings, workers: int) -> tuple[Recipe, Task
 
 
 def monitors(path: Path, settings: Settings) -> list[Monitor]:
-    """What the table [log] asks for; files that cannot be written are refused now."""
+    """What the table [log] asks for."""
     from paceline.monitor import ProgressBar, Recorder, Statistics
     from paceline.settings import naming
 
@@ -103,10 +130,12 @@ def _show_header(path: Path, recipe: Recipe, task: Task, how: str) -> None:
     from rich.table import Table
 
     from paceline.settings import naming
+    from paceline.settings.first_step import check_first_step
     from paceline.settings.header import header
 
     with naming(path):  # It builds the model.
         lines = header(recipe, task) | {"runs": how}
+        check_first_step(recipe, task)
     table = Table.grid(padding=(0, 2))
     for name, text in lines.items():
         table.add_row(name, text)

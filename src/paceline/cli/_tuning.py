@@ -23,12 +23,15 @@ def tune_by_settings(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from paceline.cli._training import prepared
-    from paceline.settings import load
+    from paceline.settings import load, naming
+    from paceline.settings.first_step import check_first_step
     from paceline.study.tune import tune
     from paceline.study.tuned import tune_table
 
     settings = load(path, flags)
     recipe, task = prepared(path, settings, settings.workers)
+    with naming(path):
+        check_first_step(recipe, task)
     if not is_real:
         torch.set_num_threads(1)
     console = Console(highlight=False)

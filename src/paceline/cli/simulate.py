@@ -19,6 +19,6 @@ def simulate(
 
     Any key of the file can be given as a flag: --workers 64, --cluster.bandwidth 100Mbit/s.
     """
-    from paceline.cli._training import simulate_by_settings
+    from paceline.cli._training import file_and_flags, simulate_by_settings
 
-    simulate_by_settings(settings, context.args)
+    simulate_by_settings(*file_and_flags([str(settings), *context.args]))

@@ -20,6 +20,6 @@ def train(
 
     Any key of the file can be given as a flag: --workers 8, --strategy.period 16, --optimizer.lr=0.1.
     """
-    from paceline.cli._training import train_by_settings
+    from paceline.cli._training import file_and_flags, train_by_settings
 
-    train_by_settings(settings, context.args)
+    train_by_settings(*file_and_flags([str(settings), *context.args]))

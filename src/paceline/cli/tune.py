@@ -25,12 +25,12 @@ def tune(
 
     Any key of the file can be given as a flag, as with `paceline train`.
     """
+    from paceline.cli._training import file_and_flags
     from paceline.cli._tuning import tune_by_settings
 
     given = _rates(rates)
-    tune_by_settings(
-        settings, context.args, given, budget=budget, part=part, seeds=seeds, results=results, is_real=real
-    )
+    file, flags = file_and_flags([str(settings), *context.args])
+    tune_by_settings(file, flags, given, budget=budget, part=part, seeds=seeds, results=results, is_real=real)
 
 
 def _rates(text: str) -> int | list[float]:

@@ -20,7 +20,7 @@ FOLDER = Path("/usr/share/datasets/fashion-mnist")  # Where Debian's package put
 CLASSES = 10
 
 
-class NoData(FileNotFoundError):
+class NoData(FileNotFoundError, ValueError):
     """The folder does not contain the data set."""
 
 

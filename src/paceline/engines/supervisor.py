@@ -12,14 +12,13 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, shown_traceback
 
 TICK_S = 0.1
 CAUSE_S = 3.0  # How long to wait for the rank that failed, when a rank reports that it lost a peer.
@@ -267,7 +266,7 @@ def write_report(path: Path, error: BaseException) -> None:
 
     The file appears with its whole content: the supervisor may read it at any moment.
     """
-    extra = {"py_callstack": traceback.format_exc(), "timestamp": repr(time.time())}
+    extra = {"py_callstack": shown_traceback(error), "timestamp": repr(time.time())}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps({"message": message, "is_consequence": isinstance(error, ClusterError)}))

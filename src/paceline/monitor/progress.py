@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from paceline.checked import checked_seconds
 from paceline.monitor.monitor import Monitor
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MEMORY_S = 30.0  # The time left follows the speed of the last seconds.
 BAR = (8, 40)  # Columns: at least, and at most.
+CLEAR = "\r\x1b[2K"  # Clears a line of a terminal.
 
 
 class Part(NamedTuple):
@@ -80,7 +81,9 @@ class ProgressBar(Monitor):
             print(f"{self._record['step']:,} steps in {formats.seconds(time.monotonic() - self._begun)}", flush=True)
 
     def leave(self) -> None:
-        sys.stdout, sys.stderr = self._streams
+        is_live = self._live is not None
+        streams: Any = [Above(s) if is_live and s.isatty() else s for s in self._streams]
+        sys.stdout, sys.stderr = streams
         self._live = None
 
     def _take(self, record: Record) -> None:
@@ -162,6 +165,26 @@ class ProgressBar(Monitor):
             table.add_column(no_wrap=True)
         table.add_row(Text(steps), bar, *(Text(text) for text in texts))
         yield table
+
+
+class Above:
+    """A worker's way to a screen on which another process keeps a live line.
+
+    What it writes takes the place of that line, which the other process then draws again below.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_at_start = True  # Of a line.
+
+    def write(self, text: str) -> int:
+        if text and self._is_at_start:
+            self._stream.write(CLEAR)
+        self._is_at_start = text.endswith("\n") if text else self._is_at_start
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def fitted(parts: list[Part], width: int) -> tuple[list[str], int]:

@@ -35,6 +35,10 @@ class Terms:
     pipeline: Order = "1f1b"
     checkpoint: Checkpoints | None = None
 
+    def __post_init__(self) -> None:
+        if self.replacements < 0:
+            raise ValueError(f"train(replacements={self.replacements}): it counts workers started again, from 0")
+
     @property
     def depth(self) -> int:
         """How many processes hold a replica."""

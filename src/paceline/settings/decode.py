@@ -10,11 +10,15 @@ import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
+from math import isnan
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from paceline.checked import Checked, checked, find, settings_of, spelled
 from paceline.families.topology import Exponential, RandomPairs, Ring
 from paceline.registry import KINDS
+from paceline.settings.sections import Settings
+from paceline.strategy import Strategy
 from paceline.training.length import Length
 
 T = TypeVar("T")
@@ -34,11 +38,13 @@ def record(cls: type[T], table: Any, path: str, **more: Any) -> T:
     """A dataclass from a table; `more` are fields that the table does not hold."""
     kinds = {name: kind for name, kind in settings_of(cls).items() if name not in more}
     what = f"[{path}]" if cls.__module__ == SECTIONS else cls.__name__
+    if issubclass(cls, Checked) and "codec" in table and "codec" not in kinds:
+        raise SettingsError(f"{inside(path, 'codec')} = {table['codec']!r}: {cls.refused_setting('codec')}")
     given = fields(table, path, kinds, what)
     values = {name: _field(name, kinds[name], value, inside(path, key)) for name, (key, value) in given.items()}
     if cls.__module__ == SECTIONS:  # Others check their settings themselves.
         for name, (key, value) in given.items():
-            _check_type(name, values[name], kinds[name], inside(path, key), value)
+            check_type(name, values[name], kinds[name], inside(path, key), value)
     needed = [f.name for f in dataclasses.fields(cls) if f.name in kinds and f.default is f.default_factory]  # pyright: ignore
     missing = [dashed(name) for name in needed if name not in values]
     if missing:
@@ -53,11 +59,14 @@ def _field(name: str, kind: Any, value: Any, path: str) -> Any:
     return decoded(kind, value, path)
 
 
-def _check_type(name: str, value: Any, kind: Any, path: str, given: Any) -> None:
+def check_type(name: str, value: Any, kind: Any, path: str, given: Any) -> None:
+    """Refuse a value of the wrong type in the words of a file, in which a key that is None is left out."""
     try:
         checked("", name, value, kind)
     except ValueError as error:
-        right = str(error).partition("): ")[2].replace(" or None", "")  # In a file a key that is None is left out.
+        right = str(error).partition("): ")[2].replace(" or None", "")
+        for python, toml in (("True or False", "true or false"), ("a sequence of", "a list of")):
+            right = right.replace(python, toml)
         raise SettingsError(f"{path} = {given!r}: {right}") from None
     inner = [o for option in options_of(kind) for o in (option, *get_args(option)) if get_origin(o) is Literal]
     choices = [choice for option in inner for choice in get_args(option)]
@@ -88,8 +97,35 @@ def fields(table: Any, path: str, known: Iterable[str], what: str) -> dict[str, 
 def unknown(path: str, key: str, known: Iterable[str], what: str) -> SettingsError:
     names = list(known)
     near = get_close_matches(key.lower().replace("_", "-"), names, n=1, cutoff=0.5)
-    hint = f"; did you mean '{near[0]}'?" if near else "."
+    hint = _elsewhere(path, key) or (f"; did you mean '{near[0]}'?" if near else ".")
     return SettingsError(f"{path}: {what} has no '{key}'{hint} Known: {_listed(names)}")
+
+
+def _elsewhere(path: str, key: str) -> str:
+    """Where the file can have that key, if it can have it at all."""
+    name = dashed(key)
+    if "." in path and name in _places()[""]:
+        return f"; '{name}' stands above the first table of the file."
+    if "." in path and name in map(dashed, settings_of(Settings)):
+        return f"; [{name}] is a table of its own."
+    found = _places().get(name, ())
+    if dashed(path) in found:
+        return "; other strategies have it, and --strategy NAME replaces the whole table."
+    return f"; did you mean {' or '.join(found)}?" if found and "." not in path else ""
+
+
+@cache
+def _places() -> dict[str, tuple[str, ...]]:
+    """For each key in a table its paths, and for "" the keys above the tables."""
+    found: dict[str, tuple[str, ...]] = {"": (), "lr": ("optimizer.lr",), "momentum": ("optimizer.momentum",)}
+    for field, kind in settings_of(Settings).items():
+        tables: list[Any] = [option for option in options_of(kind) if dataclasses.is_dataclass(option)]
+        classes = KINDS[Strategy.KIND] if kind is Strategy else tables
+        if not classes:
+            found[""] += (field,)
+        for name in dict.fromkeys(dashed(name) for cls in classes for name in settings_of(cls)):
+            found[name] = (*found.get(name, ()), f"{dashed(field)}.{name}")
+    return found
 
 
 def inside(path: str, key: str) -> str:
@@ -125,6 +161,8 @@ class located:
 
 def decoded(kind: Any, value: Any, path: str) -> Any:
     """A value of a file as the setting with this type takes it."""
+    if isinstance(value, float) and isnan(value):
+        raise SettingsError(f"{path} = nan: it is not a number")
     options = options_of(kind)
     if value == "none" and type(None) in options and str not in options:
         return None

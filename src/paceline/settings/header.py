@@ -23,7 +23,7 @@ def header(recipe: Recipe, task: Task) -> dict[str, str]:
         "minibatch": _minibatch(task, recipe.workers),
         "length": _length(task),
         "optimizer": _optimizer(recipe, task, trainee),
-        "schedule": _schedule(recipe.settings.schedule),
+        "schedule": _schedule(recipe.settings.schedule, task),
         "strategy": _shown(recipe.strategy),
     }
     if task.adjust is not None:
@@ -49,7 +49,7 @@ def _every(auto: AutoBatch) -> str:
 
 def _length(task: Task) -> str:
     steps = "at most " if isinstance(task.batch, AutoBatch) and task.steps is None else ""
-    epochs = "" if task.epochs is None else f"{_number(task.epochs)} epochs, "
+    epochs = "" if task.epochs is None else f"{Length(task.epochs, 'epochs')}, "
     return f"{epochs}{steps}{task.total_steps:,} steps"
 
 
@@ -76,8 +76,12 @@ def _optimizer(recipe: Recipe, task: Task, trainee: Trainee) -> str:
     return text
 
 
-def _schedule(given: Schedule | str | None) -> str:
-    return given or "" if not isinstance(given, Schedule) else _shown(given)
+def _schedule(given: Schedule | str | None, task: Task) -> str:
+    if not isinstance(given, Schedule):
+        return given or ""
+    end = task.position(max(0, task.total_steps - 1), task.timetable())
+    is_cut = given.warmup is not None and Length.of("schedule.warmup", given.warmup).done("schedule.warmup", end) < 1
+    return _shown(given) + ("; the warm-up lasts to the end of this run" if is_cut and task.total_steps else "")
 
 
 def _shown(value: Any) -> str:

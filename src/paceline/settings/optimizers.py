@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +52,7 @@ class Chosen:
     def make(self, parameters: Iterable[nn.Parameter], plan: Plan | None = None) -> torch.optim.Optimizer:
         more: dict[str, Any] = {}
         if self.length is not None and plan is not None:
-            more["steps"] = _steps(self.length, plan)
+            more["steps"] = steps_of(self.length, plan, "optimizer.length")
         elif self.length is not None:
             more["steps"] = 1
         with located("optimizer"):
@@ -70,12 +70,13 @@ class Chosen:
                 nn.utils.clip_grad_norm_(p, self.clip_norm)
 
 
-def _steps(length: Length, plan: Plan) -> int:
+def steps_of(length: Length, plan: Plan, key: str) -> int:
+    """The steps of a length that is given by that key."""
     if length.unit == "steps":
         return ceil(length.value)
     if length.unit == "samples":
-        return plan.steps_for(samples=ceil(length.value), by="optimizer.length")
-    return plan.steps_for_epochs(length.value, by="optimizer.length")
+        return plan.steps_for(samples=ceil(length.value), by=key)
+    return plan.steps_for_epochs(length.value, by=key)
 
 
 def chosen_optimizer(settings: Settings, base: int, folder: Path) -> Chosen:
@@ -91,6 +92,7 @@ def chosen_optimizer(settings: Settings, base: int, folder: Path) -> Chosen:
     if settings.scaling is not None and settings.scaling.base is not None:
         base = settings.scaling.base
     _check_keys(table, settings.scaling)
+    _check_numbers(given, "optimizer")
     given |= _per_sample(table, given, base, cls)
     skipped = ["params", "steps"] if length is not None else ["params"]
     made = arguments(cls, given, "optimizer", given=skipped)
@@ -107,8 +109,19 @@ def _stage(value: Any, path: str, folder: Path) -> Callable[..., Any]:
         raise SettingsError(f"{path}.name is missing: give an optimizer, as in {path} = {{name = 'sgd', lr = 0.1}}")
     rest = dict(cast("Table", table))
     cls = function(rest.pop("name"), f"{path}.name", OPTIMIZERS, "optimizer", folder)
+    _check_numbers(rest, path)
     found = _tuples(arguments(cls, rest, path, given=["params"]))
     return partial(cls, **found)
+
+
+def _check_numbers(given: Table, path: str) -> None:
+    """Refuse numbers that torch's optimizers accept, and with which nothing can be trained."""
+    for key, value in given.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise SettingsError(f"{path}.{key} = {value}: it must be finite")
+    momentum = given.get("momentum", 0.0)
+    if isinstance(momentum, float | int) and momentum >= 1:
+        raise SettingsError(f"{path}.momentum = {momentum}: momentum lies in [0, 1)")
 
 
 def _check_keys(table: Optimizer, scaling: ScalingTable | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from codecs import BOM_UTF8
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,10 +42,13 @@ def read(path: Path) -> Table:
         raise SettingsError(f"{path}: it is a folder; give a settings file, such as {path / 'settings.toml'}")
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except FileNotFoundError:
         raise SettingsError(
-            f"{path}: {error.strerror or error}; `paceline init {path}` writes a settings file to start from"
+            f"{path}: there is no such file; `paceline init {path}` writes a settings file to start from"
         ) from None
+    except OSError as error:
+        raise SettingsError(f"{path}: it cannot be read: {error.strerror or error}") from None
+    data = data.removeprefix(BOM_UTF8)  # Some editors on Windows write it.
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -54,16 +59,24 @@ def read(path: Path) -> Table:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: it is not TOML: {error}") from None
+        raise SettingsError(f"{path}: it is not TOML: {error}{_quoted_line(text, str(error))}") from None
     if not table:
         raise SettingsError(f"{path}: it is empty; `paceline init` writes a settings file to start from")
     return table
 
 
+def _quoted_line(text: str, error: str) -> str:
+    """The line of a file that an error of tomllib is about."""
+    found = re.search(r"\(at line (\d+), column \d+\)", error)
+    line = "" if found is None else text.splitlines()[int(found[1]) - 1].strip()
+    hint = "; text stands in quotes" if re.fullmatch(r"[\w-]+\s*=\s*[a-z][\w:.-]*\s*(#.*)?", line) else ""
+    return f": {line}{hint}" if line else ""
+
+
 def override(table: Table, flags: Sequence[str]) -> None:
     """Set keys by flags: "--a.b", "value", or "--a.b=value".  A value is written as in TOML; quotes may be left out.
 
-    "none" leaves a table out.
+    "none" leaves a table out, or an argument of a function.
     """
     rest = list(flags)
     while rest:
@@ -72,8 +85,8 @@ def override(table: Table, flags: Sequence[str]) -> None:
             raise SettingsError(f"{flag}: give flags as --key value, such as --workers 8 or --strategy.period 16")
         key, equals, text = flag.removeprefix("--").partition("=")
         if not equals:
-            if not rest:
-                raise SettingsError(f"{flag}: its value is missing; give --{key} VALUE")
+            if not rest or rest[0].startswith("--"):
+                raise SettingsError(f"{flag}: its value is missing; give {flag} VALUE")
             text = rest.pop(0)
         _set(table, key, text)
 
@@ -91,7 +104,8 @@ def _set(table: Table, key: str, text: str) -> None:
             raise SettingsError(f"--{key}: {'.'.join(outer[: i + 1])} = {inner!r} is no table, so it has no keys")
         table = cast("Table", inner)
     name = _spelled(table, last)
-    if text == "none" and isinstance(table.get(name), dict):
+    is_argument = len(outer) == 1 and outer[0] in OPEN and name in table
+    if text == "none" and (is_argument or isinstance(table.get(name), dict)):
         del table[name]
     else:
         table[name] = _value(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +17,8 @@ from paceline.checkpoint import Checkpoints
 from paceline.data import digits, fashion_mnist
 from paceline.models import MODELS
 from paceline.settings.decode import SettingsError, dashed, located
-from paceline.settings.imported import arguments, function
-from paceline.settings.optimizers import Chosen, chosen_optimizer
+from paceline.settings.imported import arguments, calling, function
+from paceline.settings.optimizers import Chosen, chosen_optimizer, steps_of
 from paceline.settings.sections import Optimizer, Settings
 from paceline.sim.cluster import Cluster
 from paceline.strategies import Then
@@ -34,7 +35,10 @@ def _digits() -> Tensors:
 
 
 def _fashion_mnist(folder: str | None = None) -> Tensors:
-    found = fashion_mnist.load(folder)
+    try:
+        found = fashion_mnist.load(folder)
+    except fashion_mnist.NoData as error:
+        raise ValueError(str(error).replace("load(path=...)", "data.folder")) from None
     x, test = (images.float().div_(255).sub_(0.286).div_(0.353) for images in (found.images, found.test_images))
     return x, found.labels.long(), test, found.test_labels.long()
 
@@ -71,11 +75,19 @@ class Recipe:
         if self.workers < 1:
             raise SettingsError(f"workers = {self.workers}: there must be at least 1 worker")
         given = {name: getattr(self.settings, name) for name in ("epochs", "steps")}
-        if (given["epochs"] is None) == (given["steps"] is None):
-            both = "" if given["epochs"] is None else "; the flag --epochs none, or --steps none, leaves one out"
-            raise SettingsError(f"epochs = {given['epochs']}, steps = {given['steps']}: give one of the two{both}")
+        if given["epochs"] is given["steps"] is None:
+            raise SettingsError("neither epochs nor steps is given: give one of the two, above the first table")
+        if None not in given.values():
+            raise SettingsError(
+                f"epochs = {given['epochs']}, steps = {given['steps']}: give one of the two; the flag --epochs none, "
+                "or --steps none, leaves one out"
+            )
+        for name, value in given.items():
+            if value is not None and not 0 <= value < inf:
+                raise SettingsError(f"{name} = {value}: it must be finite and at least 0")
         if self.settings.optimizer != Optimizer():
             self._check_optimizer()
+        self._check_scaling()
 
     def _check_optimizer(self) -> None:
         """Refuse an optimizer that has no effect."""
@@ -93,6 +105,18 @@ class Recipe:
                 "that limit; leave it out"
             )
 
+    def _check_scaling(self) -> None:
+        """Refuse a momentum that should follow the size of a step, and cannot."""
+        table = self.settings.scaling
+        if table is None or table.momentum == "none":
+            return
+        if not self.main.needs.optimizer or self.main.has_own_momentum:
+            raise SettingsError(
+                f"scaling.momentum = '{table.momentum}' under strategy.name = '{spelled(type(self.main))}', which "
+                "takes the steps itself, with a momentum that does not follow the size of a step: give "
+                "scaling.momentum = 'none', so that only the rate follows it, or leave out [scaling] (--scaling none)"
+            )
+
     @property
     def main(self) -> Strategy:
         """The method after a warm start."""
@@ -108,7 +132,9 @@ class Recipe:
         """The tensors to train on, and those to test on (none if there are no test data)."""
         table = self.settings.data
         make = function(table.name, "data.name", DATA, "data set", self.folder)
-        given: Any = make(**arguments(make, table.arguments, "data"))
+        kept = arguments(make, table.arguments, "data", name=table.name)
+        with calling("data.name", table.name):
+            given: Any = make(**kept)
         if isinstance(given, dict) and "train" in given:
             parts = cast("dict[str, Any]", given)
             train, test = tuple(parts["train"]), tuple(parts.get("test") or ())
@@ -122,10 +148,11 @@ class Recipe:
                 "tuples of tensors"
             )
         for name, part in (("train", train), ("test", test)):
-            if not all(isinstance(t, Tensor) for t in part):
-                raise SettingsError(
-                    f"data.name = {table.name!r}: the {name} data are {_shown(part)}; they must be tensors"
-                )
+            for item in part:
+                if not isinstance(item, Tensor):
+                    raise SettingsError(
+                        f"data.name = {table.name!r}: in the {name} data is {_shown(item)}; they must be tensors"
+                    )
         if len(train[0]) < self.workers:
             raise SettingsError(
                 f"data.name = {table.name!r} has {len(train[0])} samples for workers = {self.workers}: every worker "
@@ -213,6 +240,7 @@ class Recipe:
                 seed=settings.seed,
             )
         self._check_adjust(unfinished)
+        self._check_warm_start(unfinished)
         return replace(
             unfinished,
             evaluate_every=self._evaluation_period(unfinished),
@@ -228,6 +256,17 @@ class Recipe:
                 "train longer, or leave out [adjust] (--adjust none)"
             )
 
+    def _check_warm_start(self, task: Task) -> None:
+        warm = self.settings.warm_start
+        if warm is not None and task.plan.steps is not None:
+            length = Length.of("warm-start.length", warm.length)
+            steps = steps_of(length, task.plan, "warm-start.length")
+            if steps > task.plan.steps:
+                raise SettingsError(
+                    f"warm-start.length = '{length}': these are {steps} steps, and the whole run has only "
+                    f"{task.plan.steps}; give fewer, or train longer"
+                )
+
     def _model(self) -> Callable[[], nn.Module]:
         table = self.settings.model
         make = function(table.name, "model.name", MODELS, "model", self.folder)
@@ -235,15 +274,14 @@ class Recipe:
             (x, y, *_), _ = self.data
             classes = int(y.max()) + 1 if not y.dtype.is_floating_point else int(y[0].numel())
             given = arguments(make, table.arguments, "model", given=("shape", "classes"))
-            return partial(_built, partial(make, list(x.shape[1:]), classes, **given))
-        return partial(_built, partial(make, **arguments(make, table.arguments, "model")))
+            return partial(_built, table.name, partial(make, list(x.shape[1:]), classes, **given))
+        return partial(_built, table.name, partial(make, **arguments(make, table.arguments, "model")))
 
     def _evaluate(self, test: Tensors) -> Callable[[nn.Module], dict[str, float]] | None:
         table = self.settings.evaluation
         if table.function is not None:
-            return partial(
-                _by_function, function(table.function, "evaluation.function", {}, "function", self.folder), test
-            )
+            found = function(table.function, "evaluation.function", {}, "function", self.folder)
+            return partial(_by_function, table.function, found, test)
         if not test:
             return None
         metrics = list(table.metrics)
@@ -258,10 +296,9 @@ class Recipe:
             return None
         with located("evaluation"):
             length = Length.of("evaluation.every", every)
-        if length.unit == "steps":
-            return max(1, round(length.value))
-        steps = task.plan.steps_for_epochs if length.unit == "epochs" else partial(_steps_for, task)
-        return max(1, steps(length.value))
+            if not length.value:
+                raise ValueError(f"every = '{length}': it must be above 0")
+            return max(1, steps_of(length, task.plan, "evaluation.every"))
 
     @property
     def strategy(self) -> Strategy:
@@ -286,17 +323,20 @@ class Recipe:
             return Cluster(self.workers, **vars(network))
 
 
-def _built(make: Callable[[], nn.Module]) -> nn.Module:
-    with located("model"):
+def _built(name: str, make: Callable[[], nn.Module]) -> nn.Module:
+    with calling("model.name", name):
         return make()
 
 
-def _steps_for(task: Task, samples: float) -> int:
-    return task.plan.steps_for(samples=round(samples))
-
-
-def _by_function(evaluate: Callable[..., dict[str, float]], test: Tensors, model: nn.Module) -> dict[str, float]:
-    return evaluate(model, *test)
+def _by_function(name: str, evaluate: Callable[..., Any], test: Tensors, model: nn.Module) -> dict[str, float]:
+    found = evaluate(model, *test)
+    try:
+        return {str(key): float(value) for key, value in found.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise SettingsError(
+            f"evaluation.function = {name!r}: it returned {found!r:.80}; it must return a dict of numbers, as in "
+            "{'accuracy': 0.9}"
+        ) from None
 
 
 def evaluated(
@@ -321,6 +361,10 @@ def _parameters(call: Callable[..., Any]) -> Sequence[str]:
 
 
 def _shown(value: object) -> str:
+    """
+    >>> _shown((1, 2)), _shown("text")
+    ('a tuple of 2', 'a str')
+    """
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(cast('Sequence[Any]', value))}"
     return f"a {type(value).__name__}"

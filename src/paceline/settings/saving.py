@@ -15,8 +15,18 @@ def check_writable(path: Path, key: str) -> None:
         raise ValueError(f"{key} = '{path}': it is a folder; give the name of a file")
     if not folder.is_dir():
         raise ValueError(f"{key} = '{path}': there is no folder {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"{key} = '{path}': it cannot be written")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{key} = '{path}': it is there and cannot be written")
+    partial = _partial(path)
+    try:
+        partial.open("ab").close()
+        partial.unlink(missing_ok=True)  # Another rank may have removed it.
+    except OSError as error:
+        raise ValueError(f"{key} = '{path}': it cannot be written: {error.strerror}") from None
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
 
 
 def save_model(model: nn.Module, path: Path) -> None:
@@ -29,6 +39,6 @@ def save_model(model: nn.Module, path: Path) -> None:
         first = shared.setdefault(id(t), name)
         if first != name:
             del tensors[name]
-    partial = path.with_name(f"{path.name}.partial")
+    partial = _partial(path)
     save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, path)

@@ -13,7 +13,7 @@ from paceline.registry import KINDS
 from paceline.settings.decode import dashed
 from paceline.settings.optimizers import OPTIMIZERS
 from paceline.settings.read import OPEN
-from paceline.settings.recipe import DATA
+from paceline.settings.recipe import DATA, LOSSES
 from paceline.settings.sections import Settings
 from paceline.training.length import Length
 
@@ -25,7 +25,7 @@ SCALARS: dict[Any, Json] = {
     str: {"type": "string"},
     Length: {"type": "string", "pattern": r"^\s*\d[\d_]*\.?\d*(e\d+)?\s*(step|sample|epoch)s?\s*$"},
 }
-NAMES = {"model": MODELS, "data": DATA, "optimizer": OPTIMIZERS}
+NAMES = {"model": MODELS, "data": DATA, "optimizer": OPTIMIZERS, "loss": LOSSES}
 
 
 def settings_schema() -> Json:
@@ -36,8 +36,8 @@ def settings_schema() -> Json:
         table = top["properties"][name]
         table["additionalProperties"] = True  # Arguments of the function that the name means.
         del table["properties"]["arguments"]
-        if name in NAMES:
-            table["properties"]["name"] = {"type": "string", "examples": list(NAMES[name])}
+        table["properties"]["name"] = {"type": "string", "examples": list(NAMES[name])}
+        top["properties"][name] = {"anyOf": [dict(table["properties"]["name"]), table]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Settings of paceline",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from paceline.sim.cluster import Compute
@@ -11,6 +12,7 @@ from paceline.strategies import AllReduceSGD, Replicated
 from paceline.strategy import Strategy
 from paceline.training import AutoAdjust, AutoBatch, GrowingBatch, Schedule
 from paceline.training.length import Length
+from paceline.units import seconds
 from paceline.worker.batch import NonFinite
 
 Metric = Literal["accuracy", "loss"]
@@ -88,6 +90,8 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError(f"batch = {self.batch}: a minibatch of test data needs at least 1 sample")
+        if not self.metrics:
+            raise ValueError("metrics = []: give at least one of 'accuracy' and 'loss'")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,10 @@ class Log:
     metrics: str | None = None
     tensorboard: str | None = None
     statistics: int = 0
+
+    def __post_init__(self) -> None:
+        if self.statistics < 0:
+            raise ValueError(f"statistics = {self.statistics}: it counts syncs, from 1; 0: no statistics")
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,12 @@ class Processes:
     nonfinite: NonFinite = "skip"
     timeout: float | str = "30min"
     replacements: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0 < seconds(self.timeout) < inf:
+            raise ValueError(f"timeout = {self.timeout!r}: a duration must be above 0 and finite")
+        if self.replacements < 0:
+            raise ValueError(f"replacements = {self.replacements}: it counts workers, from 0")
 
 
 @dataclass(frozen=True)

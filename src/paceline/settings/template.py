@@ -5,7 +5,7 @@ TEMPLATE = """\
 #   paceline train settings.toml                       on this machine
 #   paceline train settings.toml --workers 4           the same with four workers, without other changes
 #   paceline simulate settings.toml --workers 16       on a simulated cluster
-#   torchrun --nproc-per-node 4 -m paceline.cli train settings.toml      as ranks of a job
+#   torchrun --nproc-per-node 2 -m paceline.cli train settings.toml      as ranks of a job
 # Any key can be given as a flag.  `paceline schema` prints a JSON schema for editors.
 
 epochs = 15         # or steps = 1000

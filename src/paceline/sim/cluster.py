@@ -21,6 +21,9 @@ LEAST = 1000  # Bytes a second: in a smaller integer the unit was forgotten.
 class Compute(ABC):
     """The time that a worker takes for one gradient."""
 
+    def __post_init__(self) -> None:
+        check_settings(self)
+
     @abstractmethod
     def seconds(self, rank: int, measured: float, rng: Random) -> float:
         """The time of the next gradient.  `measured` is the time that it really took on this machine."""

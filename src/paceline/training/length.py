@@ -66,4 +66,4 @@ class Length:
         return 1.0 if here >= self.value else here / self.value
 
     def __str__(self) -> str:
-        return f"{self.value:g} {self.unit}"
+        return f"{self.value:g} {self.unit if self.value != 1 else self.unit.removesuffix('s')}"

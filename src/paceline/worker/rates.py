@@ -130,6 +130,11 @@ class Rates:
                     f"Task(scaling={scaling}) with an optimizer of two stages: {staged[0]} does not follow the size of "
                     "a step; give Scaling(momentum='none')"
                 )
+            if (group.get("momentum") or 0) >= 1:
+                raise ValueError(
+                    f"Task(scaling={scaling}) with an optimizer of momentum={group['momentum']}: a momentum that "
+                    "follows the size of a step lies in [0, 1)"
+                )
             if group.get("momentum") and group.get("dampening"):
                 raise ValueError(
                     f"Task(scaling={scaling}) with an optimizer of dampening={group['dampening']}: a momentum as time "

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.codecs.kernels import gpu_one_bit_rows
-from paceline.codecs.kernels.gpu_parts import LAUNCH, flags, halved, is_finite, on, unrolled, wanted
+from paceline.codecs.kernels.gpu_one_bit_units import encode_kept, mean_of, means_of, store_means, sum_row
+from paceline.codecs.kernels.gpu_parts import LAUNCH, flags, on, unrolled, wanted
 from paceline.codecs.layout import LANES, aligned, buffer_for, put
 from paceline.codecs.one_bit import OneBit
 
@@ -25,90 +26,9 @@ KEPT_ROWS = 32  # A bucket with more rows of 32 values does not fit into the reg
 ADDED_AT_ONCE = 64  # Words of 32 values per program.
 
 
-def shape_of(rows: int, width: int, feedback: bool) -> tuple[int, int, int]:
-    """How many buckets a program encodes, with how many warps, and how many rows are read at once.
-
-    To hide the latency of memory it takes 128 values per thread with feedback.  Without, less is read and written,
-    and 32 values of 4 bytes or 64 of 2 bytes are enough.
-    """
-    if rows > KEPT_ROWS:
-        return 4, 1, unrolled(rows)
-    if feedback:
-        return min(16, 256 // triton.next_power_of_2(rows)), 2, rows
-    return (2 if rows >= 16 and width == 4 else 4), 1, rows
-
-
-@triton.jit
-def sum_row(u, least, lane, above, below, uppers):
-    """32 values of each bucket: their bits, and the sums including them."""
-    upper = u >= least
-    word = tl.sum(upper.to(tl.int32) << lane, axis=1, keep_dims=True)
-    return (
-        word,
-        above + tl.where(upper, u, 0.0),
-        below + tl.where(upper, 0.0, u),
-        uppers + upper.to(tl.int32),
-    )
-
-
-@triton.jit
-def mean_of(sums, real, B: tl.constexpr):
-    """The mean of each bucket; buckets that are not there have no values."""
-    return tl.div_rn(halved(sums, B), tl.maximum(real, 1).to(tl.float32))
-
-
-@triton.jit
-def means_of(above, below, uppers, least, real, BUCKET: tl.constexpr, B: tl.constexpr):
-    """The means of the values below the threshold and of the others; NaN for a bucket where they are not finite."""
-    high, low = halved(above, B), halved(below, B)
-    # Padding is zero.
-    count = tl.sum(uppers, axis=1, keep_dims=True) - tl.where(least <= 0, BUCKET - real, 0)
-    is_good = is_finite(high) & is_finite(low)
-    high = tl.where(is_good, tl.div_rn(high, tl.maximum(count, 1).to(tl.float32)), float("nan"))
-    low = tl.where(is_good, tl.div_rn(low, tl.maximum(real - count, 1).to(tl.float32)), float("nan"))
-    return low, high, is_good
-
-
-@triton.jit
-def store_means(means, flag, b, low, high, is_good, real):
-    tl.store(means + 2 * b, low, mask=real > 0)
-    tl.store(means + (2 * b + 1), high, mask=real > 0)
-    tl.store(flag + 0 * b, 1, mask=(real > 0) & (is_good == 0))
-
-
-@triton.jit
-def encode_kept(x, residual, means, bits, flag, full, BY_MEAN: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr):
-    """`B` buckets, or `full` if that is less, each read once and kept in registers until its means are known."""
-    b, lane = tl.arange(0, B)[:, None], tl.arange(0, 32)[None, :]
-    real = tl.where(b < full, 32 * ROWS, 0)
-    at = b * (32 * ROWS) + lane
-    sums = tl.zeros((B, 32), tl.float32)
-    above = tl.zeros((B, 32), tl.float32)
-    below = tl.zeros((B, 32), tl.float32)
-    uppers = tl.zeros((B, 32), tl.int32)
-    words = tl.zeros((B, 32), tl.int32)
-    kept = ()
-    for j in tl.static_range(ROWS):
-        u = wanted(x, residual, at + 32 * j, real > 0)
-        kept = kept + (u,)  # noqa: RUF005
-        sums += u
-    least = mean_of(sums, real, B) if BY_MEAN else tl.zeros((B, 1), tl.float32)
-    for j in tl.static_range(ROWS):
-        word, above, below, uppers = sum_row(kept[j], least, lane, above, below, uppers)
-        words = tl.where(lane == j % 32, word, words)
-        if j % 32 == 31 or j == ROWS - 1:
-            first = j - j % 32
-            tl.store(
-                bits.to(tl.pointer_type(tl.int32)) + (ROWS * b + first + lane),
-                words,
-                mask=(real > 0) & (first + lane < ROWS),
-            )
-    low, high, is_good = means_of(above, below, uppers, least, real, 32 * ROWS, B)
-    store_means(means, flag, b, low, high, is_good, real)
-    if residual is not None:
-        for j in tl.static_range(ROWS):
-            u = kept[j]
-            tl.store(residual + (at + 32 * j), u - tl.where(u >= least, high, low), mask=(real > 0) & is_good)
+def shape_of(rows: int) -> tuple[int, int]:
+    """How many buckets a program encodes, each with a warp, and how many rows are read at once."""
+    return (4, rows) if rows <= KEPT_ROWS else (1, unrolled(rows))
 
 
 @triton.jit
@@ -135,7 +55,8 @@ def encode_reread(
         for i in range(0, ROWS, UNROLL):
             for k in tl.static_range(UNROLL):
                 j = i + k
-                sums += wanted(x, residual, at + (32 * j + lane), (32 * j + lane < real) if TAIL else (real > 0))
+                is_real = (32 * j + lane < real) if TAIL else (real > 0)
+                sums += wanted(x, residual, at + (32 * j + lane), is_real)
         least = mean_of(sums, real, B)
     above = tl.zeros((B, 32), tl.float32)
     below = tl.zeros((B, 32), tl.float32)
@@ -143,15 +64,16 @@ def encode_reread(
     for i in range(0, ROWS, UNROLL):
         for k in tl.static_range(UNROLL):
             j = i + k
-            u = wanted(x, residual, at + (32 * j + lane), (32 * j + lane < real) if TAIL else (real > 0))
+            is_real = (32 * j + lane < real) if TAIL else (real > 0)
+            u = wanted(x, residual, at + (32 * j + lane), is_real)
             word, above, below, uppers = sum_row(u, least, lane, above, below, uppers)
             if TAIL:  # The message may end inside a word.
                 byte = tl.arange(0, 4)[None, :]
                 tl.store(bits + (4 * j + byte), (word >> (8 * byte)).to(tl.uint8), mask=32 * j + 8 * byte < real)
             else:
                 tl.store(bits.to(tl.pointer_type(tl.int32)) + (ROWS * b + j), word, mask=real > 0)
-    low, high, is_good = means_of(above, below, uppers, least, real, 32 * ROWS, B)
-    store_means(means, flag, b, low, high, is_good, real)
+    low, high, is_good = means_of(above, below, uppers, least, real, 32 * ROWS - real, B)
+    store_means(means, flag, b, lane, low, high, is_good, real)
     if residual is not None:
         for i in range(0, ROWS, UNROLL):
             for k in tl.static_range(UNROLL):
@@ -175,7 +97,8 @@ def encode_full(
     UNROLL: tl.constexpr,
 ):
     if UNROLL == ROWS:
-        encode_kept(x, residual, means, bits, flag, full, BY_MEAN, ROWS, B)
+        real = tl.where(tl.arange(0, B)[:, None] < full, 32 * ROWS, 0)
+        encode_kept(x, residual, means, bits, flag, real, BY_MEAN, ROWS, B, False)
     else:
         encode_reread(x, residual, means, bits, flag, full * (32 * ROWS), BY_MEAN, ROWS, B, UNROLL, False)
 
@@ -269,13 +192,13 @@ def encode(codec: Codec, x: Tensor, residual: Tensor | None, seed: int, out: Ten
     if not numel:
         return data, True
     extras, flag = numel % bucket != 0, flags.get(x)
-    at_once, warps, unroll = shape_of(rows, x.element_size(), residual is not None)
+    at_once, unroll = shape_of(rows)
     programs = triton.cdiv(numel // bucket, at_once) + extras
     with on(x):
         one_bit_encode[programs,](
             *(x, residual, data, flag, numel),
             *(codec.threshold == "mean", rows, at_once, unroll, extras),
-            num_warps=warps,
+            num_warps=at_once,
             **LAUNCH,
         )
         return put(data, out), flags.is_unset(flag, x)
