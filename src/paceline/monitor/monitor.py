@@ -79,6 +79,8 @@ class Monitors:
 
     def __init__(self, given: Monitor | Sequence[Monitor] | None) -> None:
         self._monitors = () if given is None else (given,) if isinstance(given, Monitor) else tuple(given)
+        if len({id(monitor) for monitor in self._monitors}) < len(self._monitors):
+            raise ValueError(f"monitor=[{', '.join(type(m).__name__ for m in self._monitors)}]: give each only once")
 
     def __bool__(self) -> bool:
         return bool(self._monitors)

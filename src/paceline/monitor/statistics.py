@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 from paceline.checked import checked
 from paceline.monitor.accounts import COMMUNICATION, Account
-from paceline.monitor.files import appended
+from paceline.monitor.files import Appended
 from paceline.monitor.ledger import Block, Figures, Ledger, Report
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.reader import News, reader
@@ -45,7 +44,7 @@ class Statistics(Monitor):
         self._first = first
         self._out = out
         self.reports: list[Report] = []
-        self._file: IO[bytes] | None = None
+        self._file: Appended | None = None
         self._is_simulated = False
 
     @property
@@ -55,7 +54,7 @@ class Statistics(Monitor):
     def begin(self, facts: Facts) -> None:
         self.reports = []
         if self.is_on and isinstance(self._out, str | Path):
-            self._file = appended(Path(self._out), f"Statistics(out={str(self._out)!r})")
+            self._file = Appended(Path(self._out), f"Statistics(out={str(self._out)!r})")
         self._is_simulated = facts.is_simulated
 
     def show(self, record: Record) -> None:
@@ -63,7 +62,7 @@ class Statistics(Monitor):
         self.reports.append(report)
         for line in lines(report, is_simulated=self._is_simulated):
             if self._file is not None:
-                self._file.write(line.encode() + b"\n")
+                self._file.add(line.encode())
             elif callable(self._out):
                 self._out(line)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,14 @@ class Watching:
             return
         own = Trace(keep=1000)
         watched = _watched(job, run, own, rank=job.rank // depth, workers=job.workers // depth, trainee=trainee)
-        hooks = _timed(trainee.optimizer, watched, own)
-        try:
-            if self._sent is not None:
-                yield self._monitors.watch(watched, Sender(self._sent).show)
-            elif watched.is_first:
-                facts = Facts(repr(run.strategy), watched.workers, watched.steps())
-                with self._monitors.shown(facts):
-                    yield self._monitors.watch(watched)
-            else:
-                yield self._monitors.watch(watched)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        facts = Facts(repr(run.strategy), watched.workers, watched.steps())
+        shows_here = self._sent is None and watched.is_first
+        with self._monitors.shown(facts) if shows_here else nullcontext(), ExitStack() as hooks:
+            watch = self._monitors.watch(watched, None if self._sent is None else Sender(self._sent).show)
+            if watch.is_on:
+                for hook in _timed(trainee.optimizer, watched, own):
+                    hooks.callback(hook.remove)
+            yield watch
 
     @contextmanager
     def forked(self, folder: Path, terms: Terms, processes: int) -> Generator[None]:
@@ -108,8 +103,9 @@ class LoopWatch:
             self._monitors.begin(Facts(repr(loop.run.strategy), len(ranks), steps))
             self._is_shown = True
         self._watch = self._monitors.watch(self._watched)
-        loop.run.on_step = self._step
-        loop.driver.on_turn = self._note_turn
+        if self._watch.is_on:
+            loop.run.on_step = self._step
+            loop.driver.on_turn = self._note_turn
 
     def restart(self) -> None:
         """The run goes on from a saved state."""
