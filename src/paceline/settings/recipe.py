@@ -18,7 +18,7 @@ from paceline.models import MODELS
 from paceline.settings.decode import SettingsError, dashed, located
 from paceline.settings.imported import arguments, calling, function
 from paceline.settings.optimizers import Chosen, chosen_optimizer, steps_of
-from paceline.settings.sections import Optimizer, Settings
+from paceline.settings.sections import Evaluation, Optimizer, Settings
 from paceline.sim.cluster import Cluster
 from paceline.strategies import Then
 from paceline.strategy import Strategy
@@ -98,7 +98,7 @@ class Recipe:
                 "(--optimizer none)"
             )
         clip = [key for key in ("clip_value", "clip_norm") if getattr(self.settings.optimizer, key) is not None]
-        if clip and self.main.has_own_momentum:
+        if clip and self.main.steps_itself:
             raise SettingsError(
                 f"optimizer.{dashed(clip[0])} under strategy.name = '{name}', which takes the steps itself, without "
                 "that limit; leave it out"
@@ -119,10 +119,7 @@ class Recipe:
     @property
     def main(self) -> Strategy:
         """The method after a warm start."""
-        method = self.settings.strategy
-        while isinstance(method, Then):
-            method = method.then
-        return method
+        return self.settings.strategy.methods[-1]
 
     # Data.
 
@@ -232,6 +229,7 @@ class Recipe:
                 steps=settings.steps,
                 epochs=settings.epochs,
                 evaluate=self._evaluate(test),
+                evaluate_every=self._evaluation_period(),
                 schedule=self.schedule,
                 scaling=self.scaling,
                 adjust=settings.adjust,
@@ -240,11 +238,7 @@ class Recipe:
             )
         self._check_adjust(unfinished)
         self._check_warm_start(unfinished)
-        return replace(
-            unfinished,
-            evaluate_every=self._evaluation_period(unfinished),
-            optimizer=partial(self.optimizer.make, plan=unfinished.plan),
-        )
+        return replace(unfinished, optimizer=partial(self.optimizer.make, plan=unfinished.plan))
 
     def _check_adjust(self, task: Task) -> None:
         adjust = self.settings.adjust
@@ -257,7 +251,7 @@ class Recipe:
 
     def _check_warm_start(self, task: Task) -> None:
         warm = self.settings.warm_start
-        if warm is not None and task.plan.steps is not None:
+        if warm is not None and task.plan.steps is not None and not isinstance(task.batch, AutoBatch):
             length = Length.of("warm-start.length", warm.length)
             steps = steps_of(length, task.plan, "warm-start.length")
             if steps > task.plan.steps:
@@ -279,25 +273,32 @@ class Recipe:
     def _evaluate(self, test: Tensors) -> Callable[[nn.Module], dict[str, float]] | None:
         table = self.settings.evaluation
         if table.function is not None:
+            for key in ("metrics", "batch"):
+                if getattr(table, key) != getattr(Evaluation, key):
+                    raise SettingsError(
+                        f"evaluation.{key} with evaluation.function = {table.function!r}: the function reads the test "
+                        f"data and returns the metrics itself; leave out {key}"
+                    )
             found = function(table.function, "evaluation.function", {}, "function", self.folder)
             return partial(_by_function, table.function, found, test)
         if not test:
             return None
-        metrics = list(table.metrics)
-        if test[1].dtype.is_floating_point and "accuracy" in metrics:
-            metrics.remove("accuracy")
         loss = function(self.settings.loss.name, "loss.name", LOSSES, "loss", self.folder)
-        return partial(evaluated, test, metrics, loss, table.batch)
+        return partial(evaluated, test, self.metrics, loss, table.batch)
 
-    def _evaluation_period(self, task: Task) -> int | None:
+    @property
+    def metrics(self) -> Sequence[str]:
+        """What is measured on the test data; targets that are no class labels have no accuracy."""
+        has_labels = not self.data[1][1].dtype.is_floating_point
+        return [name for name in self.settings.evaluation.metrics if has_labels or name != "accuracy"]
+
+    def _evaluation_period(self) -> Length | None:
         every = self.settings.evaluation.every
-        if every is None:
-            return None
         with located("evaluation"):
-            length = Length.of("evaluation.every", every)
-            if not length.value:
+            length = None if every is None else Length.of("evaluation.every", every)
+            if length is not None and not length.value:
                 raise ValueError(f"every = '{length}': it must be above 0")
-            return max(1, steps_of(length, task.plan, "evaluation.every"))
+            return length
 
     @property
     def strategy(self) -> Strategy:
