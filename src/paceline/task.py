@@ -280,7 +280,7 @@ class Trainee:
             samples=self.timetable.samples_in,
             workers=workers,
         )
-        self.is_trial = False  # Whether the steps are a trial of the run, which no trace shows.
+        self.is_trial = False  # Whether the steps are a trial of the run, which no hook and no trace sees.
         # Since the last check: the sum of losses, their samples, and those without a loss.
         self.losses = [0.0, 0.0, 0.0]
         self._reads_full_batches = False

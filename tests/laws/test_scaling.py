@@ -251,6 +251,11 @@ def test_in_a_users_loop_the_scheduler_of_a_schedule_does_what_a_task_does(strat
 
 # What cannot follow.
 
+
+class Muon(torch.optim.SGD):
+    """Of the name alone: older versions of torch have no Muon."""
+
+
 ADAM = OPTIMIZERS["adam"]
 
 
@@ -286,6 +291,11 @@ def staged(first: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.o
             AllReduceSGD(),
             {"schedule": Schedule(warmup="3 steps", start="base"), "scaling": Scaling(4, rate="none")},
             "without a scaled rate it would change nothing",
+        ),
+        (
+            AllReduceSGD(),
+            {"scaling": Scaling(4), "optimizer": Muon},
+            "the length of its steps does not depend on its momentum",
         ),
         (
             AllReduceSGD(),

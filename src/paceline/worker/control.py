@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.task import Trainee
 
 State = dict[str, Any]
-MEMORY = ("factor", "decided", "checked", "criterion", "returns", "has_chosen", "batch_size", "sizes")
 
 
 class Paused(Stopped):
@@ -48,7 +47,6 @@ class Control:
         load: Callable[[State], None],
     ) -> None:
         self.trainee = trainee
-        self.hides_steps = False  # Steps are those of a trial: no hook may see them.
         self._replica = replica
         self._states = states
         self._role = role
@@ -70,7 +68,7 @@ class Control:
     def before(self, step: int) -> None:
         """Called before every step; it stops the role where something is to be decided."""
         trainee = self.trainee
-        if self.hides_steps or step == self._decided or not trainee.has_data(step):
+        if trainee.is_trial or step == self._decided or not trainee.has_data(step):
             return
         if not trainee.timetable.is_start(step):
             return
@@ -228,14 +226,12 @@ class Control:
         batch = self._replica.batch
         policy = batch.nonfinite
         batch.nonfinite = "pass" if policy == "stop" else policy
-        self.hides_steps = True
         self.trainee.is_trial = True
         self.trainee.timetable.end_at(until)
         try:
             await self._role()
         finally:
             batch.nonfinite = policy
-            self.hides_steps = False
             self.trainee.is_trial = False
             self.trainee.timetable.end_at(None)
 

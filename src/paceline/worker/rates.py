@@ -128,6 +128,11 @@ class Rates:
                 f"Task(scaling={scaling}) under {type(method).__name__}: {what}, and its momentum does not follow the "
                 "size of a step; give Scaling(momentum='none')"
             )
+        if type(self._optimizer).__name__ == "Muon":
+            raise ValueError(
+                f"Task(scaling={scaling}) with Muon: the length of its steps does not depend on its momentum, as that "
+                "of SGD does; give Scaling(momentum='none')"
+            )
         for group in self._initial:
             staged = [n for n in group if n.endswith((".momentum", ".betas")) and group[n]]  # Of TwoStage.
             if staged:

@@ -126,7 +126,7 @@ class WorkerRun:
         self.states.check_complete()  # By now the strategy has declared all its slots.
         if self._control is not None:
             self._control.before(step)
-            if self._control.hides_steps:
+            if self._control.trainee.is_trial:
                 return
         self.on_step(step)
 
