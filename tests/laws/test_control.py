@@ -147,10 +147,21 @@ def test_a_loss_that_is_nan_from_the_start_is_an_error():
         simulate(task, AllReduceSGD(), on(2))
 
 
-# An epoch at too high a rate, after which the run goes back; and sizes that are tried, of which 24 is taken.
+@dataclass(frozen=True)
+class Doubling(AutoBatch):
+    """It tries two sizes, and takes the second one: first the smallest, then twice the current one."""
+
+    def accepts(self, criterion: float, base: float) -> bool:
+        return True
+
+    def sizes(self, current: int | None, rate: float) -> list[int]:
+        return [8, self.start if current is None else 2 * current]
+
+
+# An epoch at too high a rate, after which the run goes back; and minibatches of 12, 24 and 48.
 GOING_BACK = {"schedule": bursts(1, 8.0), "adjust": AutoAdjust()}
 GROWING = {
-    "batch": AutoBatch(BATCH, largest=2 * BATCH, every=2, multiple=4, trial=0.5, margin=10.0),
+    "batch": Doubling(BATCH, every=2, multiple=4, trial=0.5),
     "scaling": Scaling(base=BATCH, momentum="none"),
     "adjust": AutoAdjust(),
 }
@@ -160,7 +171,7 @@ GROWING = {
     ("settings", "stop_at"),
     [
         *((GOING_BACK, step) for step in (1, EPOCH, 2 * EPOCH - 1, 2 * EPOCH, 4 * EPOCH + 3)),
-        *((GROWING, step) for step in (1, 2, 3, 9)),
+        *((GROWING, step) for step in (1, 4, 5, 8, 9)),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "growing" if "batch" in value else "going back",
 )
@@ -171,7 +182,7 @@ def test_a_run_with_decisions_stops_and_resumes_anywhere(settings: dict[str, Any
     if settings is GOING_BACK:
         assert [d.step for d in whole.trace.decisions if d.values["goes_back"]] == [2 * EPOCH] * 2
     else:
-        assert chosen(whole) == [24, 24, 24]
+        assert chosen(whole) == [12, 24, 48]
     stopped = simulate(job(**settings), strategy, on(3), stop_at=stop_at)
     assert all(state["step"] == stop_at for state in stopped.states)
     again = simulate(job(**settings), strategy, on(3), resume=stopped.states)
@@ -270,6 +281,9 @@ def test_a_lower_rate_starts_the_search_at_larger_sizes_and_larger_minibatches_d
     plain, fallen = (simulate(t, AllReduceSGD(), on(2)) for t in (task, falling))
     first, lower = ([d.values["sizes"][0] for d in run.trace.decisions] for run in (plain, fallen))
     assert first[:2] == lower[:2] == [8, max(8, chosen(plain)[0] // 2)]
+    few = replace(falling, batch=auto(margin=1e9, largest=32), schedule=replace(falling.schedule, factor=0.2))
+    tried = [d.values["sizes"] for d in simulate(few, AllReduceSGD(), on(2)).trace.decisions]
+    assert tried == [[8, 16, 24, 32], *[[16, 24, 32]] * 2, [16, 24], [16, 24]], "at 32 samples the rate is 0.2, not 0.8"
     assert AutoBatch(start=64, multiple=8).sizes(None, 0.01)[0] == 640
 
 
@@ -305,6 +319,23 @@ def test_any_number_of_workers_chooses_the_same():
     runs = [simulate(flat_task(auto(trial=0.5), lr=0.02), AllReduceSGD(), on(n)) for n in (1, 2, 3, 5)]
     assert len({tuple(chosen(run)) for run in runs}) == 1
     assert chosen(runs[0])[-1] > 8
+
+
+def test_a_size_stays_if_all_that_are_tried_later_give_nan():
+    most = [16]
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return squared_distance(model, batch) * (nan if len(batch[0]) > most[0] else 1.0)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        most[0] = 0
+        return {}
+
+    task = flat_task(auto(margin=1e9), lr=1e-6, epochs=2, samples=64)
+    run = simulate(
+        replace(task, loss=loss, evaluate=evaluate, evaluate_every=2), AllReduceSGD(), on(1), nonfinite="pass"
+    )
+    assert chosen(run) == [16, 16] and run.trace.decisions[1].values["sizes"] == [8]
 
 
 @pytest.mark.parametrize("nonfinite", ["pass", "stop"])

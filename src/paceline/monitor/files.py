@@ -1,4 +1,4 @@
-"""Appended: a file to which one monitor adds lines."""
+"""LineFile: a file to which one monitor adds lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if sys.platform != "win32":
     import fcntl
 
 
-class Appended:
+class LineFile:
     """The file, to be read and to be written at its end; a ValueError that quotes `call` if that cannot be.
 
     Nothing else writes there until it is closed: neither another monitor, nor another run.

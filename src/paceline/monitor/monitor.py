@@ -117,10 +117,9 @@ class Monitors:
 
     def watch(self, watched: Watched, show: Show | None = None) -> Watch:
         """Watch a worker; `show` takes the records, if the monitors are in another process."""
-        found = [
-            (i, monitor.meter(replace(watched, mail=watched.mail.of(i)))) for i, monitor in enumerate(self._monitors)
-        ]
-        return Watch([(i, meter) for i, meter in found if meter is not None], show or self.show)
+        apart = [replace(watched, channel=watched.channel.of(i)) for i in range(len(self._monitors))]
+        meters = [monitor.meter(own) for monitor, own in zip(self._monitors, apart, strict=True)]
+        return Watch([(i, meter) for i, meter in enumerate(meters) if meter is not None], show or self.show)
 
 
 INSTEAD = {"monitor": (type, "monitor is an instance, or a list of them; give ProgressBar(), not the class")}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from paceline.checked import checked
-from paceline.monitor.files import Appended
+from paceline.monitor.files import LineFile
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.watched import Facts, Record
 
@@ -45,7 +45,7 @@ class Recorder(Monitor):
             raise ValueError(f"Recorder(every={every}): every counts steps and must be at least 1")
         self.path = None if path is None else Path(path)
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
-        self._file: Appended | None = None
+        self._file: LineFile | None = None
         self._events: EventFile | None = None
         self._last: Record = {}  # The last of the steps.
 
@@ -102,10 +102,10 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _opened(path: Path) -> Appended:
+def _opened(path: Path) -> LineFile:
     """The file, to be written at its end; ValueError if it cannot be, or if it holds something else."""
     call = f"Recorder(path={str(path)!r})"
-    found = Appended(path, call)
+    found = LineFile(path, call)
     found.file.seek(0)
     start = found.file.read(len(FIRST))
     if start != FIRST[: len(start)]:

@@ -1,7 +1,7 @@
 """Statistics: where the time goes, after every so many syncs, as CNTK's syncPerfStats.
 
 For each worker the seconds of computing, encoding, waiting and transfer, with its samples and bytes; for all together
-the speed-up over one worker.  Nobody waits for a report.
+the speed-up over one worker.  No worker waits for a report.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.checked import checked
 from paceline.monitor.accounts import COMMUNICATION, Account
-from paceline.monitor.files import Appended
+from paceline.monitor.files import LineFile
 from paceline.monitor.ledger import Block, Figures, Ledger, Report
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.reader import News, reader
@@ -44,7 +44,7 @@ class Statistics(Monitor):
         self._first = first
         self._out = out
         self.reports: list[Report] = []
-        self._file: Appended | None = None
+        self._file: LineFile | None = None
         self._is_simulated = False
 
     @property
@@ -54,7 +54,7 @@ class Statistics(Monitor):
     def begin(self, facts: Facts) -> None:
         self.reports = []
         if self.is_on and isinstance(self._out, str | Path):
-            self._file = Appended(Path(self._out), f"Statistics(out={str(self._out)!r})")
+            self._file = LineFile(Path(self._out), f"Statistics(out={str(self._out)!r})")
         self._is_simulated = facts.is_simulated
 
     def show(self, record: Record) -> None:
@@ -85,8 +85,8 @@ class BlockMeter:
         self._watched = watched
         self._every = every
         self._first = first
-        if watched.trace.meetings is None:
-            watched.trace.meetings = []
+        if watched.trace.collectives is None:
+            watched.trace.collectives = []
         self._read = watched.reader()
         self._read_own = reader(watched.own)
         self._account = Account(watched.now(), fills=watched.is_simulated)
@@ -127,7 +127,7 @@ class BlockMeter:
 
     def _count(self, news: News) -> None:
         watched = self._watched
-        self._account.add(news.spans, news.meetings)
+        self._account.add(news.spans, news.collectives)
         self._account.add(self._read_own().spans, [])
         self._last = max([self._last, *(s.stop for s in news.spans)])
         self._samples += sum(p.samples for p in news.points if p.staleness is None)
@@ -154,14 +154,14 @@ class BlockMeter:
             syncs=self._syncs - self._reported,
         )
         own, known = watched.staleness()
-        block = Block(watched.rank, watched.host, shares.stop, figures, shares.attendances, own, known, is_rest)
+        block = Block(watched.rank, watched.host, shares.stop, figures, shares.participations, own, known, is_rest)
         self._samples = 0
         self._nbytes = sent
         self._reported = self._syncs
         if self._ledger is not None:
             self._ledger.add(block)
         else:
-            watched.mail.give(watched.rank, block.dumps())
+            watched.channel.send(watched.rank, block.dumps())
 
     # All workers' blocks, on the first one.
 
@@ -185,7 +185,7 @@ class BlockMeter:
 
     def _collect(self, ledger: Ledger) -> None:
         for rank in self._watched.ranks:
-            for text in self._watched.mail.take(rank):
+            for text in self._watched.channel.receive(rank):
                 ledger.add(Block.loads(text))
 
 

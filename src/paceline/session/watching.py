@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.engines.job import Job
-from paceline.monitor.mail import StoreMail
+from paceline.monitor.channel import StoreChannel
 from paceline.monitor.monitor import Monitor, Monitors, Watch
 from paceline.monitor.reader import reader
 from paceline.monitor.relay import Receiver, Sender
@@ -21,7 +21,7 @@ from paceline.task import Trainee
 from paceline.trace import Trace
 from paceline.worker.run import WorkerRun
 
-NOBODY = Watch([], lambda index, record: None)
+UNWATCHED = Watch([], lambda index, record: None)
 
 
 class Watching:
@@ -37,7 +37,7 @@ class Watching:
     def worker(self, job: Job, run: WorkerRun, trainee: Trainee, depth: int) -> Generator[Watch]:
         """In this block this process works.  Of a replica in stages, only the process with the first one is watched."""
         if not self._monitors or job.rank % depth:
-            yield NOBODY
+            yield UNWATCHED
             return
         own = Trace(keep=1000)
         watched = _watched(job, run, own, rank=job.rank // depth, workers=job.workers // depth, trainee=trainee)
@@ -88,7 +88,7 @@ class LoopWatch:
 
     def __init__(self, monitor: Monitor | Sequence[Monitor] | None, job: Job, loop: Loop) -> None:
         self._monitors = Monitors(monitor)
-        self._watch = NOBODY
+        self._watch = UNWATCHED
         self._is_shown = False
         ranks = loop.replica.endpoint.ranks
         # Several ranks may hold the parts of one replica: those with the first part are watched.
@@ -117,7 +117,7 @@ class LoopWatch:
         self._watch.look()
 
     def end(self, *, failed: bool) -> None:
-        watch, self._watch = self._watch, NOBODY
+        watch, self._watch = self._watch, UNWATCHED
         try:
             if not failed:
                 watch.end()
@@ -170,7 +170,7 @@ def _watched(
         trace=trace,
         now=job.endpoint.now,
         reader=lambda: reader(trace),
-        mail=StoreMail(job.store),
+        channel=StoreChannel(job.store),
         lr=run.lr,
         steps=lambda: plan.steps if timetable is None else timetable.total_steps,
         samples_before=samples_before,

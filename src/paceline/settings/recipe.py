@@ -17,7 +17,7 @@ from paceline.data import digits, fashion_mnist
 from paceline.models import MODELS
 from paceline.settings.decode import SettingsError, dashed, located
 from paceline.settings.imported import arguments, calling, function
-from paceline.settings.optimizers import Chosen, chosen_optimizer, steps_of
+from paceline.settings.optimizers import ChosenOptimizer, chosen_optimizer, steps_of
 from paceline.settings.sections import Evaluation, Optimizer, Settings
 from paceline.sim.cluster import Cluster
 from paceline.strategies import Then
@@ -192,7 +192,7 @@ class Recipe:
     # What is trained.
 
     @cached_property
-    def optimizer(self) -> Chosen:
+    def optimizer(self) -> ChosenOptimizer:
         return chosen_optimizer(self.settings, self.base, self.folder)
 
     @property
