@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 from typing import TypeVar
 
 import torch
@@ -89,8 +89,10 @@ class Task:
         check_settings(self, INSTEAD)
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
-        if (self.steps or 0) < 0 or not (self.epochs or 0) >= 0:
-            raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): steps and epochs must be at least 0")
+        if (self.steps or 0) < 0 or not 0 <= (self.epochs or 0) < inf:
+            raise ValueError(
+                f"Task(steps={self.steps}, epochs={self.epochs}): steps and epochs must be finite and at least 0"
+            )
         if self.accumulate < 1:
             raise ValueError(f"Task(accumulate={self.accumulate}): a gradient needs at least 1 backward pass")
         if isinstance(self.batch, int) and self.batch < 1:

@@ -335,6 +335,10 @@ WRONG = [
         "optimizer.lr-per-sample = 1 and optimizer.lr = 1: each",
     ),
     (("--schedule.warmup", "5"), "write a number and a unit, steps, samples or epochs"),
+    (
+        ("--schedule.warmup=1 step", "--schedule.start=base"),
+        "the warm-up would change nothing; add [scaling], or give a",
+    ),
     (("--schedule.power", "2"), "power has no effect without decay='polynomial'"),
     (("--evaluation.every", "2 weeks"), "evaluation.every='2 weeks': write a number and a unit"),
     (("--adjust.interval", "0"), "adjust: AutoAdjust(interval=0"),

@@ -35,6 +35,7 @@ from paceline import (
     Then,
     resized,
     simulate,
+    train,
 )
 from paceline.codecs import OneBit
 from paceline.task import Batch
@@ -371,6 +372,8 @@ def test_decisions_need_a_method_whose_workers_stand_at_one_step():
             ValueError, match="a Task with AutoAdjust or AutoBatch does not offer; use a synchronous method"
         ):
             simulate(job(**more), ParameterServer(), Cluster(workers=2))
+        with pytest.raises(ValueError, match=r"train\(ParameterServer\): .* in which nothing is decided"):
+            train(job(**more), ParameterServer(), 2)
 
 
 def test_what_cannot_follow_is_refused():

@@ -135,12 +135,7 @@ def train(
     timeout_s = checked_seconds("train", "timeout_s", timeout_s)
     silent_s = checked_seconds("train", "silent_s", silent_s)
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
-    check_stages("train", strategy, stages, microbatches)
-    if terms.depth > 1 and task.is_controlled:
-        raise ValueError(
-            f"train(stages={stages}) with a Task that has AutoAdjust or AutoBatch: a replica in stages cannot go "
-            "back; use a Schedule and a GrowingBatch, or one stage"
-        )
+    _check(terms)
     watching = Watching(monitor, progress)
     place = detect()
     # A shell under srun or mpiexec is a job of one process, which can still fork workers.
@@ -163,6 +158,17 @@ def train(
     if terms.depth > 1:
         split_for(task, task.build(), stages, workers)  # A model that cannot be split is refused here, not in a worker.
     return _ForkedWorkers(terms, workers * terms.depth, watching).run()
+
+
+def _check(terms: Terms) -> None:
+    """Raise ValueError for what does not go together; what depends on the hosts is checked in each worker."""
+    check(terms.strategy, Offers.of_task("train", terms.task))
+    check_stages("train", terms.strategy, terms.stages, terms.microbatches)
+    if terms.depth > 1 and terms.task.is_controlled:
+        raise ValueError(
+            f"train(stages={terms.stages}) with a Task that has AutoAdjust or AutoBatch: a replica in stages cannot go "
+            "back; use a Schedule and a GrowingBatch, or one stage"
+        )
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,13 @@ class Recipe:
                 "data.auto without [scaling]: a larger minibatch would change what optimizer.lr means; add [scaling], "
                 "with data.auto.start as its base, or give optimizer.lr-per-sample"
             )
+        schedule = self.schedule
+        is_unscaled = self.scaling is None or self.scaling.rate == "none"
+        if isinstance(schedule, Schedule) and schedule.needs_gain and is_unscaled:
+            raise SettingsError(
+                "schedule.start = 'base' where no rate is scaled: the warm-up would change nothing; add [scaling], or "
+                "give a share of the rate, as in schedule.start = 0.1"
+            )
         train, test = self.data
         loss = function(settings.loss.name, "loss.name", LOSSES, "loss", self.folder)
         extra = arguments(loss, settings.loss.arguments, "loss", given=list(_parameters(loss))[:2])
@@ -230,7 +237,7 @@ class Recipe:
                 epochs=settings.epochs,
                 evaluate=self._evaluate(test),
                 evaluate_every=self._evaluation_period(),
-                schedule=self.schedule,
+                schedule=schedule,
                 scaling=self.scaling,
                 adjust=settings.adjust,
                 accumulate=settings.data.accumulate,
