@@ -93,6 +93,7 @@ def test_computing_encoding_waiting_and_transfer_are_all_of_a_simulated_workers_
     for rank, f in total.workers.items():
         assert f.seconds <= run.seconds * (1 + 1e-9)
         assert f.compute == pytest.approx(run.trace.seconds_by_kind(rank).get("gradient", 0.0), rel=1e-9)
+        assert f.samples == sum(p.samples for p in run.trace.points if p.rank == rank and p.loss is not None)
 
 
 def test_workers_wait_for_the_last_one_and_not_for_the_network():
