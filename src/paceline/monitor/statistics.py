@@ -31,7 +31,7 @@ class Statistics(Monitor):
 
     A sync is one of parameters, if the method averages these; otherwise each step in which the worker has exchanged
     something.  `out` takes each line, or is the path of a file.  `reports` has all reports of the last run, with
-    that of the whole run at the end.
+    that of the whole run at the end.  Of a worker in stages, they are about the process with the first stage.
     """
 
     def __init__(self, every: int, *, first: int = 0, out: Out | str | Path = print) -> None:
