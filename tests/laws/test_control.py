@@ -38,6 +38,7 @@ from paceline import (
     train,
 )
 from paceline.codecs import OneBit
+from paceline.optimizers import TwoStage
 from paceline.task import Batch
 from paceline.worker.batch import NonFinite
 from tests.laws.tasks import OPTIMIZERS, numbers, regression, squared_distance
@@ -96,6 +97,24 @@ def test_all_workers_go_back_to_the_best_state_with_everything_that_the_method_r
     stopped = simulate(task(lambda step: 1.0, adjust), strategy, on(3), stop_at=2 * EPOCH)
     slower = task(lambda step: factor * bursts(2, 30.0)(step), WATCHING)
     again = simulate(slower, strategy, on(3), resume=stopped.states)
+    assert torch.allclose(run.params, again.params, rtol=1e-12, atol=1e-14)
+
+
+def test_a_run_goes_back_to_the_first_of_two_optimizers():
+    """To step 8, from Adam's second step."""
+
+    def task(schedule: Callable[[int], float], adjust: AutoAdjust) -> Task:
+        stages = {"first": partial(torch.optim.SGD, lr=0.05), "second": partial(torch.optim.Adam, lr=0.1)}
+        optimizer = partial(TwoStage, **stages, steps=2 * EPOCH + 2)
+        return job(schedule=schedule, adjust=adjust, optimizer=optimizer, epochs=3)
+
+    adjust = AutoAdjust(rollbacks=30)
+    run = simulate(task(bursts(2, 30.0), adjust), AllReduceSGD(), on(2))
+    back = [d for d in run.trace.decisions if d.values["goes_back"]]
+    assert back and {d.step for d in back} == {3 * EPOCH}
+    stopped = simulate(task(lambda step: 1.0, adjust), AllReduceSGD(), on(2), stop_at=2 * EPOCH)
+    slower = task(lambda step: 0.618 ** len(back) * bursts(2, 30.0)(step), WATCHING)
+    again = simulate(slower, AllReduceSGD(), on(2), resume=stopped.states)
     assert torch.allclose(run.params, again.params, rtol=1e-12, atol=1e-14)
 
 
