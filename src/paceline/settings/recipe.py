@@ -18,12 +18,12 @@ from paceline.models import MODELS
 from paceline.settings.decode import SettingsError, dashed, located
 from paceline.settings.imported import arguments, calling, function
 from paceline.settings.optimizers import ChosenOptimizer, chosen_optimizer, steps_of
-from paceline.settings.sections import Evaluation, Optimizer, Settings
+from paceline.settings.sections import Evaluation, Optimizer, Settings, WarmStart
 from paceline.sim.cluster import Cluster
 from paceline.strategies import Then
 from paceline.strategy import Strategy
 from paceline.task import Batch, Task
-from paceline.training import AutoBatch, GrowingBatch, Scaling, Schedule
+from paceline.training import AutoAdjust, AutoBatch, GrowingBatch, Scaling, Schedule
 from paceline.training.length import Length
 
 Tensors = tuple[Tensor, ...]
@@ -243,29 +243,9 @@ class Recipe:
                 accumulate=settings.data.accumulate,
                 seed=settings.seed,
             )
-        self._check_adjust(unfinished)
-        self._check_warm_start(unfinished)
+        _check_adjust(settings.adjust, unfinished)
+        _check_warm_start(settings.warm_start, unfinished)
         return replace(unfinished, optimizer=partial(self.optimizer.make, plan=unfinished.plan))
-
-    def _check_adjust(self, task: Task) -> None:
-        adjust = self.settings.adjust
-        epochs = task.epochs if task.epochs is not None else task.timetable().epochs_before(task.total_steps)
-        if adjust is not None and round(epochs) < adjust.interval:
-            raise SettingsError(
-                f"adjust.interval = {adjust.interval}: the run has {epochs:.3g} epochs, so nothing would be checked; "
-                "train longer, or leave out [adjust] (--adjust none)"
-            )
-
-    def _check_warm_start(self, task: Task) -> None:
-        warm = self.settings.warm_start
-        if warm is not None and task.plan.steps is not None and not isinstance(task.batch, AutoBatch):
-            length = Length.of("warm-start.length", warm.length)
-            steps = steps_of(length, task.plan, "warm-start.length")
-            if steps > task.plan.steps:
-                raise SettingsError(
-                    f"warm-start.length = '{length}': these are {steps} steps, and the whole run has only "
-                    f"{task.plan.steps}; give fewer, or train longer"
-                )
 
     def _model(self) -> Callable[[], nn.Module]:
         table = self.settings.model
@@ -321,6 +301,26 @@ class Recipe:
         network = self.settings.cluster
         with located("cluster"):
             return Cluster(self.workers, **vars(network))
+
+
+def _check_adjust(adjust: AutoAdjust | None, task: Task) -> None:
+    epochs = task.epochs if task.epochs is not None else task.timetable().epochs_before(task.total_steps)
+    if adjust is not None and round(epochs) < adjust.interval:
+        raise SettingsError(
+            f"adjust.interval = {adjust.interval}: the run has {epochs:.3g} epochs, so nothing would be checked; "
+            "train longer, or leave out [adjust] (--adjust none)"
+        )
+
+
+def _check_warm_start(warm: WarmStart | None, task: Task) -> None:
+    if warm is not None and task.plan.steps is not None and not isinstance(task.batch, AutoBatch):
+        length = Length.of("warm-start.length", warm.length)
+        steps = steps_of(length, task.plan, "warm-start.length")
+        if steps > task.plan.steps:
+            raise SettingsError(
+                f"warm-start.length = '{length}': these are {steps} steps, and the whole run has only "
+                f"{task.plan.steps}; give fewer, or train longer"
+            )
 
 
 def _built(name: str, make: Callable[[], nn.Module]) -> nn.Module:
