@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -242,6 +244,48 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_trained(tmp
         train(task, AllReduceSGD(), 2, monitor=Statistics(1, out=tmp_path))
     assert (tmp_path / "notes.txt").read_text() == "my notes"
     assert (tmp_path / "table.json").read_text() == "[1, 2]\n"
+
+
+def test_a_file_has_one_monitor_at_a_time(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    task = quadratic(steps=2, batch=4)
+    with pytest.raises(ValueError, match=r"Recorder\(path='.*'\): another monitor writes to this file"):
+        simulate(task, AllReduceSGD(), Cluster(workers=2), monitor=[Recorder(path), Recorder(path)])
+    read_end, write_end = os.pipe()
+    recorder = Recorder(path)
+    recorder.begin(FACTS)
+    child = os.fork()
+    if not child:  # As those of a DataLoader: it has the file too, and does not close it.
+        os.read(read_end, 1)
+        os._exit(0)
+    try:
+        recorder.end(failed=False)
+        assert recorded(path)[-1]["kind"] == "end"
+    finally:
+        os.write(write_end, b"x")
+        os.waitpid(child, 0)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_a_monitor_that_is_given_twice_is_refused():
+    kept = Kept()
+    with pytest.raises(ValueError, match=r"monitor=\[Kept, ProgressBar, Kept\]: give each only once"):
+        simulate(quadratic(steps=2, batch=4), AllReduceSGD(), Cluster(workers=2), monitor=[kept, ProgressBar(), kept])
+    assert kept.said == []
+
+
+def test_a_full_disk_is_an_error_with_the_name_of_the_file_and_no_line_is_cut(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # A disk with so much room for each file.
+    try:
+        with pytest.raises(OSError, match=r"too large: '.*metrics.jsonl'|No space left on device: '.*metrics.jsonl'"):
+            simulate(quadratic(steps=20, batch=4), AllReduceSGD(), Cluster(workers=2), monitor=Recorder(path, every=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    lines = read(path)
+    assert [line["kind"] for line in lines] == ["begin", "step", "step", "step"] and path.stat().st_size > 800
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain, pairwise
 from typing import Any
 
@@ -133,9 +134,9 @@ def test_an_impossible_task_is_refused_by_name(settings: dict[str, Any], named: 
         Task(**usual | settings)
 
 
-@pytest.mark.parametrize("settings", [{"steps": -1}, {"epochs": -1.0}], ids=str)
-def test_a_negative_length_is_refused(settings: dict[str, Any]):
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize("settings", [{"steps": -1}, {"epochs": -1.0}, {"epochs": math.inf}], ids=str)
+def test_a_negative_or_infinite_length_is_refused(settings: dict[str, Any]):
+    with pytest.raises(ValueError, match="must be finite and at least 0"):
         Task(nn.Identity, lambda m, b: b[0], [torch.zeros(3)], 2, OPTIMIZERS["sgd"], **settings)
 
 

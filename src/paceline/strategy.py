@@ -8,6 +8,7 @@ processes and inside a user's own loop.  A strategy is abstract or final, never 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.checked import Checked
@@ -26,7 +27,8 @@ class Strategy(Checked):
     servers: int = 0
     coordinators: ClassVar[int] = 0  # How many of the servers, the first ones, hold no part of the model.
     needs: ClassVar[Needs] = Needs()  # A property where it depends on the settings.
-    has_own_momentum: ClassVar[bool] = False  # It takes the steps itself, with a momentum that does not change.
+    steps_itself: ClassVar[bool] = False  # It takes the steps in place of the optimizer, by its rates.
+    follows_rate: ClassVar[bool] = True  # Learning rates have an effect.
     WITHOUT_CODEC: ClassVar[str] = (  # Why it takes no codec, and what does; for a method without the setting `codec`.
         "it sends its values as they are; AllReduceSGD, the averaging methods and those on servers take a codec"
     )
@@ -35,6 +37,16 @@ class Strategy(Checked):
     def needs_unscaled(self) -> str | None:
         """Why its gradients must not be multiplied by a GradScaler, and what to do; None if they may be."""
         return None
+
+    @property
+    def methods(self) -> Sequence[Strategy]:
+        """The methods that follow one another in a run: itself, or those of a warm start."""
+        return (self,)
+
+    @property
+    def has_own_momentum(self) -> bool:
+        """Whether its steps have a momentum that no optimizer holds, so that it does not follow the size of a step."""
+        return self.steps_itself
 
     @classmethod
     def refused_setting(cls, name: str) -> str:

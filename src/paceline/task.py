@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite
-from typing import Any, TypeVar
+from math import inf, isfinite
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.checked import check_settings
-from paceline.state import Resize, StateStore, resize_rule
+from paceline.state import StateStore
 from paceline.stripes import stripe_of
 from paceline.training.adjust import AutoAdjust
 from paceline.training.batch_sizes import AutoBatch, BatchPlan, GrowingBatch
-from paceline.training.length import Position
+from paceline.training.length import Length, Position
 from paceline.training.scaling import Scaling
 from paceline.training.schedule import Schedule
 from paceline.training.timetable import Timetable
@@ -27,6 +26,7 @@ from paceline.worker.data import Batch, DataOfWorker, GlobalData, OwnData
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.learner import bind_optimizer, evaluates_itself
 from paceline.worker.plan import Plan
+from paceline.worker.random_numbers import RandomNumbers
 from paceline.worker.rates import Rates
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Task:
     steps: int | None = None
     epochs: float | None = None
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
-    evaluate_every: int | None = None  # steps; None: once an epoch
+    evaluate_every: int | str | Length | None = None  # steps, or a length such as "2 epochs"; None: once an epoch
     schedule: Schedule | Callable[[int], float] | None = None  # The factor on all learning rates, on servers too.
     scaling: Scaling | None = None
     adjust: AutoAdjust | None = None
@@ -84,17 +84,27 @@ class Task:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.evaluate_every, str):
+            object.__setattr__(self, "evaluate_every", Length.of("Task(evaluate_every)", self.evaluate_every))
         check_settings(self, INSTEAD)
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): give one of the two")
-        if (self.steps or 0) < 0 or not (self.epochs or 0) >= 0:
-            raise ValueError(f"Task(steps={self.steps}, epochs={self.epochs}): steps and epochs must be at least 0")
+        if (self.steps or 0) < 0 or not 0 <= (self.epochs or 0) < inf:
+            raise ValueError(
+                f"Task(steps={self.steps}, epochs={self.epochs}): steps and epochs must be finite and at least 0"
+            )
         if self.accumulate < 1:
             raise ValueError(f"Task(accumulate={self.accumulate}): a gradient needs at least 1 backward pass")
         if isinstance(self.batch, int) and self.batch < 1:
             raise ValueError(f"Task(batch={self.batch}): a step needs at least 1 sample")
-        if self.evaluate_every is not None and self.evaluate_every < 1:
-            raise ValueError(f"Task(evaluate_every={self.evaluate_every}): it counts steps and must be at least 1")
+        every = self.evaluate_every
+        if isinstance(every, int) and every < 1:
+            raise ValueError(f"Task(evaluate_every={every}): it counts steps and must be at least 1")
+        if isinstance(every, Length) and (not every.value or (every.unit == "epochs" and self.has_own_data)):
+            raise ValueError(
+                f"Task(evaluate_every='{every}'): give a length above 0, and where each worker has data of its own "
+                "steps or samples"
+            )
         if self.has_own_data and self.steps is None:
             raise ValueError(
                 f"Task(epochs={self.epochs}) with data of each worker's own: epochs differ from worker to worker; "
@@ -110,6 +120,12 @@ class Task:
             raise ValueError(
                 f"Task({type(needs_epochs[0]).__name__}) with data of each worker's own, which has no common epochs: "
                 "give data=[...], which the workers share out"
+            )
+        is_unscaled = self.scaling is None or self.scaling.rate == "none"
+        if isinstance(self.schedule, Schedule) and self.schedule.needs_gain and is_unscaled:
+            raise ValueError(
+                f"Task(scaling={self.scaling}) with a warm-up that starts at the base rate: without a scaled rate it "
+                "would change nothing; give scaling=Scaling(base=...), or Schedule(start=0.1)"
             )
         if isinstance(self.batch, AutoBatch) and self.scaling is None:
             raise ValueError(
@@ -188,7 +204,10 @@ class Task:
         """Whether the model is evaluated before that step, by default at the start of every epoch but the first."""
         if self.evaluate is None or not 0 < step < timetable.total_steps:
             return False
-        return timetable.is_start(step) if self.evaluate_every is None else step % self.evaluate_every == 0
+        if isinstance(self.evaluate_every, Length):
+            before, now = (self.evaluate_every.count(self.position(k, timetable)) for k in (step - 1, step))
+            return now > before
+        return step % self.evaluate_every == 0 if isinstance(self.evaluate_every, int) else timetable.is_start(step)
 
     def build(self) -> nn.Module:
         """The initial model, the same on every rank."""
@@ -263,23 +282,16 @@ class Trainee:
             samples=self.timetable.samples_in,
             workers=workers,
         )
-        self.is_trial = False  # Whether the steps are a trial of the run, which no trace shows.
-        self.losses = [
-            0.0,
-            0.0,
-            0.0,
-        ]  # Since the last check: the sum of losses, their samples, and those without a loss.
+        self.is_trial = False  # Whether the steps are a trial of the run, which no hook and no trace sees.
+        # Since the last check: the sum of losses, their samples, and those without a loss.
+        self.losses = [0.0, 0.0, 0.0]
         self._reads_full_batches = False
-        own_seed = (task.seed + 1) * 1_000_003 + stage * workers + rank
-        shared_seed = (task.seed + 1) * 1_000_003 - 1 - stage
-        self._rng = torch.Generator().manual_seed(own_seed).get_state()
-        self._rng_of_all = torch.Generator().manual_seed(shared_seed).get_state()
+        self._random_numbers = RandomNumbers(task.seed, rank, workers, stage)
 
     @property
     def plan(self) -> Plan:
         """What is known about the run before it starts; its timetable is that of this worker."""
-        plan = self.task.plan
-        return plan if plan.timetable is None and plan.steps is not None else replace(plan, timetable=self.timetable)
+        return self.task.plan if self.task.has_own_data else replace(self.task.plan, timetable=self.timetable)
 
     def has_data(self, step: int) -> bool:
         return step < self.timetable.total_steps
@@ -305,7 +317,7 @@ class Trainee:
                 "their own: give the Task data=[...], or begin with AllReduceSGD"
             )
         if whole != self._reads_full_batches:
-            self._rng, self._rng_of_all = self._rng_of_all, self._rng
+            self._random_numbers.swap()
         self._reads_full_batches = whole
 
     def backward(self, batch: Batch, at_last: Callable[[], None] = lambda: None) -> None:
@@ -337,16 +349,13 @@ class Trainee:
     @contextmanager
     def passing(self) -> Generator[None]:
         """Within this block a gradient is computed, from zero and with this worker's own random numbers."""
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._rng)
         self.flat.publish()
         for p in self.flat.parameters:
             p.grad = None
         try:
-            yield
+            with self._random_numbers.used():
+                yield
         finally:
-            self._rng = torch.get_rng_state()
-            torch.set_rng_state(outside)
             self.flat.refresh()
 
     def step(self, g: Tensor, by: Callable[[Tensor], None] | None = None) -> None:
@@ -371,23 +380,4 @@ class Trainee:
     def bind_state(self, states: StateStore) -> None:
         """Declare what outlives a step here: the optimizer's state and the random numbers."""
         bind_optimizer(states, self.optimizer)
-        states.bind("random numbers", rule=resize_random_numbers, save=self._save_random, load=self._load_random)
-
-    def _save_random(self) -> dict[str, Any]:
-        return {"own": self._rng.clone(), "shared": self._rng_of_all.clone()}
-
-    def _load_random(self, values: dict[str, Any]) -> None:
-        self._rng = values["own"]
-        self._rng_of_all = values["shared"]
-
-
-@resize_rule("random numbers", sees_all=True)
-def resize_random_numbers(values: Sequence[dict[str, Any]], resize: Resize) -> Sequence[dict[str, Any]]:
-    """A worker that stays continues its random numbers; one that joins starts new ones."""
-    new: list[dict[str, Any]] = []
-    for rank in range(resize.count):
-        kept = copy.deepcopy(values[min(rank, len(values) - 1)])
-        if rank >= len(values):
-            kept["own"] = torch.Generator().manual_seed((resize.step + 1) * 1_000_003 + rank).get_state()
-        new.append(kept)
-    return new
+        self._random_numbers.bind_state(states)

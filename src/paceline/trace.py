@@ -38,7 +38,7 @@ class Point(NamedTuple):
     staleness: int | None = None
 
 
-class Meeting(NamedTuple):
+class Collective(NamedTuple):
     """A rank's part in a collective of the group `ranks`: from when it called it to when it had the result."""
 
     rank: int
@@ -120,9 +120,9 @@ class Trace:
         self.syncs: list[Sync] = []
         self.evaluations: list[Evaluation] = []
         self.decisions: list[Decision] = []
-        # What only those read who watch a run while it goes, and no file has.
-        self.meetings: list[Meeting] | None = None  # None: nobody asks for them.
-        self.told: dict[int, Staleness] = {}  # By server, as its last answer said: it has a trace of its own.
+        # For monitors; no file has these.
+        self.collectives: list[Collective] | None = None  # None: no monitor needs them.
+        self.servers_staleness: dict[int, Staleness] = {}  # By server, from its last answer.
 
     def span(self, rank: int, kind: str, start: float, stop: float, nbytes: int = 0) -> None:
         self.spans.append(Span(rank, kind, start, stop, nbytes))
@@ -152,11 +152,11 @@ class Trace:
     def decision(self, time: float, step: int, kind: str, values: dict[str, Any]) -> None:
         self.decisions.append(Decision(time, step, kind, values))
 
-    def meeting(self, rank: int, ranks: tuple[int, ...], start: float, stop: float) -> None:
-        if self.meetings is not None:
-            self.meetings.append(Meeting(rank, ranks, start, stop))
-            if self.keep is not None and len(self.meetings) > 2 * self.keep:
-                del self.meetings[: self.keep]
+    def collective(self, rank: int, ranks: tuple[int, ...], start: float, stop: float) -> None:
+        if self.collectives is not None:
+            self.collectives.append(Collective(rank, ranks, start, stop))
+            if self.keep is not None and len(self.collectives) > 2 * self.keep:
+                del self.collectives[: self.keep]
 
     def merge(self, other: Trace) -> None:
         """Add the trace of another rank.  All entries stay in the order of time."""

@@ -37,6 +37,7 @@ from paceline.settings import Recipe, Settings, SettingsError, load
 from paceline.settings.first_step import check_first_step
 from paceline.settings.header import header
 from paceline.settings.optimizers import OPTIMIZERS
+from paceline.settings.rate_flags import rate_flags
 from paceline.settings.schema import settings_schema
 from paceline.settings.sections import ScalingTable
 from paceline.settings.template import TEMPLATE
@@ -334,6 +335,10 @@ WRONG = [
         "optimizer.lr-per-sample = 1 and optimizer.lr = 1: each",
     ),
     (("--schedule.warmup", "5"), "write a number and a unit, steps, samples or epochs"),
+    (
+        ("--schedule.warmup=1 step", "--schedule.start=base"),
+        "the warm-up would change nothing; add [scaling], or give a",
+    ),
     (("--schedule.power", "2"), "power has no effect without decay='polynomial'"),
     (("--evaluation.every", "2 weeks"), "evaluation.every='2 weeks': write a number and a unit"),
     (("--adjust.interval", "0"), "adjust: AutoAdjust(interval=0"),
@@ -345,6 +350,8 @@ WRONG = [
     (("--warm-start", "1 epoch"), "warm-start = '1 epoch': it is a table, as in [warm-start], with the keys length"),
     (("--adjust.interval", "1"), "adjust.interval = 1: the run has 0.134 epochs, so nothing would be checked"),
     (("--data.batch", "1.5"), "data.batch = 1.5: batch is an integer"),
+    (("--evaluation.function=json:loads", "--evaluation.batch=9"), "the function reads the test data and returns the"),
+    (("--evaluation.function=json:loads", "--evaluation.metrics=['loss']"), "evaluation.metrics with evaluation.func"),
     (("--evaluation.batch", "0"), "evaluation: batch = 0: a minibatch of test data needs at least 1 sample"),
     (
         ("--strategy", "parameter-server", "--optimizer.lr", "1"),
@@ -514,6 +521,25 @@ def test_scaling_knows_what_stands_behind_a_step(name: str):
     assert (method.samples_of_step(64, 4), pytest.approx(gain)) == SIZES[name]
 
 
+def test_the_header_says_how_the_model_is_evaluated():
+    assert shown("--evaluation.every", "2 epochs")["evaluation"] == "accuracy and loss on 360 samples, every 2 epochs"
+    Path("untested_for_settings.py").write_text(
+        "import torch\n"
+        "def load(): return torch.ones(64, 64), torch.zeros(64, dtype=torch.int64)\n"
+        "def numbers(): return (torch.ones(64, 64), torch.zeros(64, 10)) * 2\n"
+    )
+    assert shown("--data.name=untested_for_settings:load")["evaluation"] == "none: the data have no test part"
+    assert shown("--data.name=untested_for_settings:numbers")["evaluation"] == "loss on 64 samples, every epoch"
+
+
+@pytest.mark.parametrize("batch", ["auto = {start = 16, multiple = 8}", "grow = {start = 4, end = 16, epochs = 2}"])
+def test_evaluations_follow_minibatches_that_grow(batch: str):
+    text = SMALL.replace("batch = 16", batch).replace("steps = 6", "epochs = 3") + "[scaling]\n"
+    made = recipe("--evaluation.every", "1 epoch", text=text)
+    run = simulate(made.task(), AllReduceSGD(), made.cluster())
+    assert [e.samples for e in run.trace.evaluations] == [1437, 2 * 1437, 3 * 1437]
+
+
 def test_fewer_samples_than_workers():
     assert "has 1437 samples for workers = 2000: every worker needs at least one" in refused(workers=2000)
 
@@ -678,6 +704,39 @@ def test_tune_finds_a_rate_and_says_how_to_train_with_it():
     assert "Train with it:  paceline train settings.toml --workers 2 --optimizer.lr 0.1" in done.output
     assert len(Path("trials.jsonl").read_text().splitlines()) >= 4
     assert "give a number of rates, or rates with commas" in str(run("tune", "settings.toml", "--rates", "x").exception)
+
+
+RATES: dict[str, tuple[list[str], str, list[float]]] = {
+    "parameter-server": ([], "strategy.rule.lr", [0.1]),
+    "soft-sync": (["--strategy.lr", "0.3"], "strategy.lr", [0.3]),
+    "downpour": (["--strategy.rule", "{name='scaled', rule='sgd'}"], "strategy.rule.rule.lr", [0.1, 0.01]),
+    "then": (
+        ["--strategy.first=replicated", "--strategy.then", "{name='parameter-server', rule='momentum'}"],
+        "strategy.then.rule.lr",
+        [0.1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_flags_of_a_rate_reach_the_rule_that_takes_the_steps(name: str):
+    more, key, rates = RATES[name]
+    given = ["--strategy.name", name, *more, *(["--strategy.steps=2"] if name == "then" else [])]
+    flags = rate_flags(recipe(*given), 0.5)
+    assert flags is not None and f"--{key}" in flags
+    found = repr(recipe(*given, *flags).strategy)
+    assert all(f"lr={rate / 2:g}" in found for rate in rates), found
+
+
+def test_the_flags_of_a_rate_reach_both_stages_of_an_optimizer_and_what_no_flag_reaches_has_none():
+    stages = ("--optimizer.first", "{name='sgd', lr=0.2}", "--optimizer.second", "adam", "--optimizer.length=2 steps")
+    given = ("--optimizer.name=two-stage", *stages)
+    assert rate_flags(recipe(*given), 0.5) == ["--optimizer.first.lr", "0.1", "--optimizer.second.lr", "0.0005"]
+    assert rate_flags(recipe("--optimizer.lr-per-sample=0.1"), 0.5) == ["--optimizer.lr-per-sample", "0.05"]
+    Path("fixed_for_settings.py").write_text(
+        "import torch\ndef sgd(parameters): return torch.optim.SGD(parameters, lr=0.1)\n"
+    )
+    assert rate_flags(recipe("--optimizer.name=fixed_for_settings:sgd"), 0.5) is None
 
 
 def test_a_run_writes_the_metrics_and_statistics_that_the_file_asks_for():

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from math import inf, nan
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline import (
+    EASGD,
     AdaptiveAveraging,
     AllReduceSGD,
     AutoAdjust,
@@ -24,7 +24,6 @@ from paceline import (
     BlockMomentum,
     Cluster,
     DiLoCo,
-    GrowingBatch,
     ParameterServer,
     PeriodicAveraging,
     Replicated,
@@ -36,9 +35,12 @@ from paceline import (
     Then,
     resized,
     simulate,
+    train,
 )
 from paceline.codecs import OneBit
-from paceline.task import Batch, Trainee
+from paceline.optimizers import TwoStage
+from paceline.task import Batch
+from paceline.worker.batch import NonFinite
 from tests.laws.tasks import OPTIMIZERS, numbers, regression, squared_distance
 
 SAMPLES = 48
@@ -49,6 +51,7 @@ METHODS = [
     AllReduceSGD(codec=OneBit()),
     PeriodicAveraging(period=3),
     PeriodicAveraging(period=3, delay=1, codec=OneBit()),
+    EASGD(period=3),
     BlockMomentum(period=3, momentum=0.5),
     AdaptiveAveraging(period=2, warmup=2, sampling=7),
     DiLoCo(period=4, fragments=2),
@@ -79,6 +82,7 @@ def bursts(epoch: int, factor: float) -> Any:
     return lambda step: factor if step // EPOCH == epoch else 1.0
 
 
+@pytest.mark.filterwarnings("ignore::paceline.families.elastic.UnstableElastic")
 @pytest.mark.parametrize("strategy", METHODS, ids=repr)
 def test_all_workers_go_back_to_the_best_state_with_everything_that_the_method_remembers(strategy: Strategy):
     adjust = AutoAdjust(rollbacks=30)
@@ -93,6 +97,24 @@ def test_all_workers_go_back_to_the_best_state_with_everything_that_the_method_r
     stopped = simulate(task(lambda step: 1.0, adjust), strategy, on(3), stop_at=2 * EPOCH)
     slower = task(lambda step: factor * bursts(2, 30.0)(step), WATCHING)
     again = simulate(slower, strategy, on(3), resume=stopped.states)
+    assert torch.allclose(run.params, again.params, rtol=1e-12, atol=1e-14)
+
+
+def test_a_run_goes_back_to_the_first_of_two_optimizers():
+    """To step 8, from Adam's second step."""
+
+    def task(schedule: Callable[[int], float], adjust: AutoAdjust) -> Task:
+        stages = {"first": partial(torch.optim.SGD, lr=0.05), "second": partial(torch.optim.Adam, lr=0.1)}
+        optimizer = partial(TwoStage, **stages, steps=2 * EPOCH + 2)
+        return job(schedule=schedule, adjust=adjust, optimizer=optimizer, epochs=3)
+
+    adjust = AutoAdjust(rollbacks=30)
+    run = simulate(task(bursts(2, 30.0), adjust), AllReduceSGD(), on(2))
+    back = [d for d in run.trace.decisions if d.values["goes_back"]]
+    assert back and {d.step for d in back} == {3 * EPOCH}
+    stopped = simulate(task(lambda step: 1.0, adjust), AllReduceSGD(), on(2), stop_at=2 * EPOCH)
+    slower = task(lambda step: 0.618 ** len(back) * bursts(2, 30.0)(step), WATCHING)
+    again = simulate(slower, AllReduceSGD(), on(2), resume=stopped.states)
     assert torch.allclose(run.params, again.params, rtol=1e-12, atol=1e-14)
 
 
@@ -119,8 +141,9 @@ def test_verdicts_are_those_of_cntk(criterion: float, goes_back: bool, factor: f
 
 
 def test_a_run_that_only_gets_worse_ends_with_its_best_state():
-    task = job(schedule=bursts(2, 1e6), adjust=AutoAdjust(rollbacks=2, decrease=0.9))
+    task = job(schedule=bursts(2, 1e6), adjust=AutoAdjust(rollbacks=2, decrease=0.9), evaluate=lambda model: {})
     run = simulate(task, PeriodicAveraging(period=3), on(3))
+    assert run.trace.evaluations[-1].samples == 2 * SAMPLES, "those behind the best state"
     assert [d.kind for d in run.trace.decisions] == ["adjust"] * 5 + ["stop"]
     best = simulate(job(epochs=2, adjust=WATCHING), PeriodicAveraging(period=3), on(3))
     assert torch.equal(run.params, best.params)
@@ -144,26 +167,71 @@ def test_a_loss_that_is_nan_from_the_start_is_an_error():
         simulate(task, AllReduceSGD(), on(2))
 
 
-FAST = AutoBatch(BATCH, every=2, multiple=4, trial=0.5, margin=10.0)
+@dataclass(frozen=True)
+class Doubling(AutoBatch):
+    """It tries two sizes, and takes the second one: first the smallest, then twice the current one."""
+
+    def accepts(self, criterion: float, base: float) -> bool:
+        return True
+
+    def sizes(self, current: int | None, rate: float) -> list[int]:
+        return [8, self.start if current is None else 2 * current]
 
 
-@pytest.mark.parametrize("stop_at", [1, EPOCH, 2 * EPOCH, 2 * EPOCH + 1, 4 * EPOCH + 3])
+# An epoch at too high a rate, after which the run goes back; and minibatches of 12, 24 and 48.
+GOING_BACK = {"schedule": bursts(1, 8.0), "adjust": AutoAdjust()}
+GROWING = {
+    "batch": Doubling(BATCH, every=2, multiple=4, trial=0.5),
+    "scaling": Scaling(base=BATCH, momentum="none"),
+    "adjust": AutoAdjust(),
+}
+
+
 @pytest.mark.parametrize(
-    "batch", [BATCH, AutoBatch(BATCH, every=2, multiple=4, trial=0.5, margin=10.0)], ids=["fixed", "auto"]
+    ("settings", "stop_at"),
+    [
+        *((GOING_BACK, step) for step in (1, EPOCH, 2 * EPOCH - 1, 2 * EPOCH, 4 * EPOCH + 3)),
+        *((GROWING, step) for step in (1, 4, 5, 8, 9)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "growing" if "batch" in value else "going back",
 )
-def test_a_run_with_decisions_stops_and_resumes_anywhere(stop_at: int, batch: Any):
-    def task() -> Task:
-        more = {} if batch == BATCH else {"scaling": Scaling(base=BATCH, momentum="none"), "schedule": None}
-        return job(**({"schedule": bursts(2, 8.0), "adjust": AutoAdjust(), "batch": batch} | more))
-
+def test_a_run_with_decisions_stops_and_resumes_anywhere(settings: dict[str, Any], stop_at: int):
+    """At step 8 the run stops when it has returned to step 4 twice and is there again."""
     strategy = PeriodicAveraging(period=3, codec=OneBit())
-    whole = simulate(task(), strategy, on(3))
-    if whole.trace.decisions and stop_at < whole.states[0]["step"]:
-        stopped = simulate(task(), strategy, on(3), stop_at=stop_at)
-        again = simulate(task(), strategy, on(3), resume=stopped.states)
-        assert torch.equal(again.params, whole.params)
-        two = simulate(task(), strategy, on(2), resume=resized(stopped.states, 2))
-        assert two.params.isfinite().all()
+    whole = simulate(job(**settings), strategy, on(3))
+    if settings is GOING_BACK:
+        assert [d.step for d in whole.trace.decisions if d.values["goes_back"]] == [2 * EPOCH] * 2
+    else:
+        assert chosen(whole) == [12, 24, 48]
+    stopped = simulate(job(**settings), strategy, on(3), stop_at=stop_at)
+    assert all(state["step"] == stop_at for state in stopped.states)
+    again = simulate(job(**settings), strategy, on(3), resume=stopped.states)
+    assert torch.equal(again.params, whole.params)
+    two = simulate(job(**settings), strategy, on(2), resume=resized(stopped.states, 2))
+    assert two.params.isfinite().all()
+
+
+def test_a_run_that_goes_back_at_its_end_chooses_the_size_of_minibatches_again():
+    """As one that goes back before its end does: the rate is a lower one now."""
+    task = job(
+        **(GROWING | {"batch": AutoBatch(BATCH, largest=BATCH, multiple=4), "adjust": AutoAdjust(rollbacks=2)}),
+        schedule=Schedule(decay="multistep", milestones=["2 epochs"], factor=1e4),
+        epochs=3,
+    )
+    run = simulate(task, AllReduceSGD(), on(2))
+    kinds = [(d.kind, d.values["epoch"]) for d in run.trace.decisions]
+    again = [("adjust", 3), ("batch", 2)]
+    assert kinds == [
+        ("batch", 0),
+        ("adjust", 1),
+        ("batch", 1),
+        ("adjust", 2),
+        ("batch", 2),
+        *again,
+        *again,
+        *again[:1],
+        ("stop", 3),
+    ]
 
 
 # Minibatches that grow.
@@ -205,19 +273,37 @@ def test_a_criterion_that_rises_at_once_keeps_the_smallest_size():
 
 
 def test_a_size_is_at_most_twice_the_one_before_and_every_third_epoch_searches():
-    task = flat_task(auto(every=3, margin=1e9), lr=1e-6, epochs=13, samples=4096)
-    run = simulate(task, PeriodicAveraging(period=2), on(2))
-    sizes = chosen(run)
+    """Every half of an epoch allows minibatches that are eight times as large."""
+    most = [10]
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return squared_distance(model, batch) * (nan if len(batch[0]) > most[0] else 1.0)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        most[0] *= 8
+        return {}
+
+    task = flat_task(auto(every=3, margin=1e9), lr=1e-6, epochs=12, samples=512)
+    task = replace(task, loss=loss, evaluate=evaluate, evaluate_every="0.5 epochs")
+    run = simulate(task, AllReduceSGD(), on(1), nonfinite="pass")
     assert [d.values["epoch"] + 1 for d in run.trace.decisions] == [1, 2, 3, 6, 9, 12]
-    assert all(after <= 2 * before for before, after in pairwise(sizes))
+    assert chosen(run) == [8, 16, 32, 64, 128, 256]
+
+
+def test_a_size_is_a_multiple_also_if_a_step_is_a_whole_epoch():
+    run = simulate(flat_task(auto(margin=1e9), lr=1e-6, epochs=2, samples=50), AllReduceSGD(), on(2))
+    assert chosen(run) == [56, 56] and [p.samples for p in run.trace.points] == [25] * 4
 
 
 def test_a_lower_rate_starts_the_search_at_larger_sizes_and_larger_minibatches_do_not_count_as_a_higher_rate():
-    task = flat_task(auto(every=2, margin=1e9), lr=1e-6, epochs=5, samples=4096)
+    task = flat_task(auto(every=2, margin=1e9), lr=1e-6, epochs=5, samples=1024)
     falling = replace(task, schedule=Schedule(decay="multistep", milestones=["3 epochs"], factor=0.01))
-    first = [d.values["sizes"][0] for d in simulate(task, AllReduceSGD(), on(2)).trace.decisions]
-    lower = [d.values["sizes"][0] for d in simulate(falling, AllReduceSGD(), on(2)).trace.decisions]
-    assert first[:2] == lower[:2] == [8, max(8, chosen(simulate(task, AllReduceSGD(), on(2)))[0] // 2)]
+    plain, fallen = (simulate(t, AllReduceSGD(), on(2)) for t in (task, falling))
+    first, lower = ([d.values["sizes"][0] for d in run.trace.decisions] for run in (plain, fallen))
+    assert first[:2] == lower[:2] == [8, max(8, chosen(plain)[0] // 2)]
+    few = replace(falling, batch=auto(margin=1e9, largest=32), schedule=replace(falling.schedule, factor=0.2))
+    tried = [d.values["sizes"] for d in simulate(few, AllReduceSGD(), on(2)).trace.decisions]
+    assert tried == [[8, 16, 24, 32], *[[16, 24, 32]] * 2, [16, 24], [16, 24]], "at 32 samples the rate is 0.2, not 0.8"
     assert AutoBatch(start=64, multiple=8).sizes(None, 0.01)[0] == 640
 
 
@@ -241,12 +327,12 @@ class Fussy(AutoBatch):
         return [24, 40, 16]
 
 
-@pytest.mark.parametrize("strategy", METHODS[:5], ids=repr)
+@pytest.mark.parametrize("strategy", [*METHODS[:5], METHODS[-1]], ids=repr)
 def test_a_search_changes_nothing_but_the_size(strategy: Strategy):
     """The last of the sizes that it tries is that of the plain run."""
-    searched = simulate(flat_task(Fussy(start=16, multiple=8, trial=0.3), lr=0.05), strategy, on(3))
-    assert [len(d.values["losses"]) for d in searched.trace.decisions] == [3, 3, 3, 3]
-    assert torch.equal(searched.params, simulate(flat_task(16, lr=0.05), strategy, on(3)).params)
+    searched = simulate(flat_task(Fussy(start=16, multiple=8, trial=0.3), lr=0.05, epochs=2), strategy, on(3))
+    assert [len(d.values["losses"]) for d in searched.trace.decisions] == [3, 3]
+    assert torch.equal(searched.params, simulate(flat_task(16, lr=0.05, epochs=2), strategy, on(3)).params)
 
 
 def test_any_number_of_workers_chooses_the_same():
@@ -255,7 +341,27 @@ def test_any_number_of_workers_chooses_the_same():
     assert chosen(runs[0])[-1] > 8
 
 
-def test_nan_is_never_chosen():
+def test_a_size_stays_if_all_that_are_tried_later_give_nan():
+    most = [16]
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return squared_distance(model, batch) * (nan if len(batch[0]) > most[0] else 1.0)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        most[0] = 0
+        return {}
+
+    task = flat_task(auto(margin=1e9), lr=1e-6, epochs=2, samples=64)
+    run = simulate(
+        replace(task, loss=loss, evaluate=evaluate, evaluate_every=2), AllReduceSGD(), on(1), nonfinite="pass"
+    )
+    assert chosen(run) == [16, 16] and run.trace.decisions[1].values["sizes"] == [8]
+
+
+@pytest.mark.parametrize("nonfinite", ["pass", "stop"])
+def test_nan_is_never_chosen(nonfinite: NonFinite):
+    """And where NaN stops a run, one in a trial does not."""
+
     class Lost(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -267,41 +373,13 @@ def test_nan_is_never_chosen():
     task = Task(
         Lost, loss, [numbers(64, 1)], auto(), partial(torch.optim.SGD, lr=0.01), epochs=2, scaling=Scaling(base=8)
     )
-    run = simulate(task, AllReduceSGD(), on(1), nonfinite="pass")
+    run = simulate(task, AllReduceSGD(), on(1), nonfinite=nonfinite)
     assert chosen(run) == [8, 8]
     assert run.trace.decisions[0].values["losses"][-1] != run.trace.decisions[0].values["losses"][-1]
 
     never = replace(task, loss=lambda model, batch: model.w.sum() * nan)
     with pytest.raises(FloatingPointError, match="the trial with 8 samples a step had a training loss of nan"):
-        simulate(never, AllReduceSGD(), on(1), nonfinite="pass")
-
-
-def test_every_epoch_reads_each_sample_once_whatever_the_sizes():
-    for batch in (GrowingBatch(start=4, end=12, epochs=3, multiple=2), auto(start=8, margin=1e9)):
-        task = flat_task(batch, lr=0.0, epochs=5, samples=50)
-        run = simulate(task, PeriodicAveraging(period=3), on(3))
-        assert sum(p.samples for p in run.trace.points) == 5 * 50
-        trainees = [Trainee(task, task.build(), rank, 3) for rank in range(3)]
-        seen = [
-            tuple(row.tolist())
-            for step in range(trainees[0].timetable.start(1))
-            for t in trainees
-            if (part := t.draw(step)) is not None
-            for row in part[0]
-        ]
-        assert sorted(seen) == sorted(tuple(row.tolist()) for row in task.data[0])  # pyright: ignore
-
-
-def test_minibatches_grow_evenly_to_the_last_size():
-    sizes = [GrowingBatch(start=16, end=128, epochs=5, multiple=8).size(epoch) for epoch in range(8)]
-    assert sizes == [16, 32, 56, 80, 104, 128, 128, 128]
-
-
-def test_a_warm_start_in_epochs_ends_there_also_if_minibatches_grow():
-    task = flat_task(GrowingBatch(start=8, end=32, epochs=2), lr=0.01, epochs=4, samples=64)
-    run = simulate(task, Then(Replicated(), PeriodicAveraging(period=2), epochs=1), on(2))
-    first = min(s.start for s in run.trace.spans if s.nbytes)
-    assert sum(p.samples for p in run.trace.points if p.time <= first and p.rank == 0) == 64
+        simulate(never, AllReduceSGD(), on(1), nonfinite=nonfinite)
 
 
 # What does not go together.
@@ -313,6 +391,8 @@ def test_decisions_need_a_method_whose_workers_stand_at_one_step():
             ValueError, match="a Task with AutoAdjust or AutoBatch does not offer; use a synchronous method"
         ):
             simulate(job(**more), ParameterServer(), Cluster(workers=2))
+        with pytest.raises(ValueError, match=r"train\(ParameterServer\): .* in which nothing is decided"):
+            train(job(**more), ParameterServer(), 2)
 
 
 def test_what_cannot_follow_is_refused():

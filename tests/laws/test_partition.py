@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
@@ -19,7 +19,7 @@ import paceline as pl
 from paceline.session.batches import Cutter
 from paceline.session.loading import ByStore, EmptyShard, Parts
 from paceline.session.reading import PartLoader
-from tests.laws.tasks import OPTIMIZERS
+from tests.laws.tasks import OPTIMIZERS, Point
 
 MOST_WORKERS = 7
 Minibatches = list[list[int]]
@@ -134,6 +134,47 @@ def test_the_whole_minibatches_end_at_the_step_at_which_a_warm_start_by_samples_
             batches = pl.Partition(0, 70, after).batches(70, 16, epoch=epoch, shuffle=False)
             steps += sum(len(part) > 1 for part in batches)
         assert steps == plan.steps_for(samples=after)
+
+
+# Tasks.
+
+
+@settings(max_examples=15)
+@given(
+    samples=st.integers(1, 30),
+    batch=st.integers(1, 9),
+    rise=st.integers(0, 6),
+    warm=st.integers(0, 3),
+    legs=LEGS,
+)
+def test_a_task_reads_every_sample_once_when_workers_stop_and_others_go_on(samples, batch, rise, warm, legs):
+    """In the simulator.  Minibatches grow by `rise`, and the warm start has `warm` of them."""
+    read: list[list[int]] = []
+
+    def loss(model: Any, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        read.append(parts[0].tolist())
+        return model.w.square().sum()
+
+    data, growing = [torch.arange(samples)], pl.GrowingBatch(batch, batch + rise, epochs=1)
+    task = pl.Task(lambda: Point(1), loss, data, growing, OPTIMIZERS["sgd"], epochs=2, seed=4)
+    expected = [task.part(step, 0, 1)[0].tolist() for step in range(task.total_steps)]
+    second = task.timetable().start(1)
+    assert sorted(chain(*expected[:second])) == sorted(chain(*expected[second:])) == [*range(samples)]
+    warm = min(warm, len(expected))
+    strategy = pl.Then(pl.Replicated(), pl.AllReduceSGD(), steps=warm)
+    states: Any = None
+    position = 0
+    for workers, most in [*legs, (2, 10**6)]:
+        end = min(position + most, len(expected))
+        before = states and pl.resized(states, workers)
+        run = pl.simulate(task, strategy, pl.Cluster(workers), resume=before, stop_at=end)
+        for number in range(position, end):
+            minibatch = expected[number]
+            parts = workers if number < warm else min(workers, len(minibatch))  # Others have none.
+            check_parts(read[:parts], minibatch, whole=number < warm)
+            del read[:parts]
+        assert not read
+        states, position = run.states, end
 
 
 # Loaders.
@@ -427,19 +468,20 @@ def test_shard_reads_every_sample_once_when_workers_stop_and_others_go_on(sample
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["map", "stream that shares"])
+@pytest.mark.parametrize("kind", ["map", "map, whole", "stream that shares"])
 def test_shard_reads_every_sample_once_through_loader_processes(kind):
     """1 to 7 workers follow each other in one epoch; all read a stream by the same processes."""
 
     def make(processes: int) -> Any:
-        if kind == "map":
+        if kind != "stream that shares":
             return shuffled_loader(50, 6, num_workers=processes)
         return DataLoader(Stream(50, shares=True), 6, collate_fn=pairs, num_workers=2)
 
     expected = [x.tolist() for (x,) in make(0)]
     assert sorted(chain(*expected)) == [*range(50)]
     legs = ALL_LEGS if kind == "map" else [(1, 3), (3, 3)]
-    check_session(parts_of_session(make, legs, whole=3), expected, whole=3)
+    found = parts_of_session(make, legs, whole=3, reads_whole=kind == "map, whole")
+    check_session(found, expected, whole=3)
 
 
 @pytest.mark.parametrize("sampler", ["random", "subset", "weighted"])

@@ -26,10 +26,10 @@ from paceline import (
     simulate,
 )
 from paceline.costs import COLLECTIVES as COSTS
-from paceline.monitor.accounts import COLLECTIVES, COMMUNICATION, Account, Attendance, waits
+from paceline.monitor.accounts import COLLECTIVES, COMMUNICATION, Account, Participation, waits
+from paceline.monitor.channel import StoreChannel
 from paceline.monitor.ledger import Block, Figures, Ledger, Report
-from paceline.monitor.mail import StoreMail
-from paceline.trace import Meeting, Span, Staleness, Trace
+from paceline.trace import Collective, Span, Staleness, Trace
 from tests.laws.every import STRATEGIES, Case
 from tests.laws.tasks import instant, quadratic, regression
 
@@ -93,6 +93,7 @@ def test_computing_encoding_waiting_and_transfer_are_all_of_a_simulated_workers_
     for rank, f in total.workers.items():
         assert f.seconds <= run.seconds * (1 + 1e-9)
         assert f.compute == pytest.approx(run.trace.seconds_by_kind(rank).get("gradient", 0.0), rel=1e-9)
+        assert f.samples == sum(p.samples for p in run.trace.points if p.rank == rank and p.loss is not None)
 
 
 def test_workers_wait_for_the_last_one_and_not_for_the_network():
@@ -135,12 +136,12 @@ def test_a_worker_that_waits_for_a_server_waits():
 def test_monitors_change_nothing_and_print_nothing_unless_they_are_asked_to(name: str, tmp_path: Any, capsys: Any):
     task, strategy, cluster = regression(steps=7, batch=8), STRATEGIES[name].strategy, Cluster(workers=2)
     plain = simulate(task, strategy, cluster)
-    assert plain.trace.meetings is None
+    assert plain.trace.collectives is None
     off = simulate(task, strategy, cluster, monitor=Statistics(0))
-    assert off.trace.meetings is None and capsys.readouterr().out == ""
+    assert off.trace.collectives is None and capsys.readouterr().out == ""
     on = [Statistics(1), Recorder(tmp_path / "metrics.jsonl", every=1), ProgressBar()]
     watched = simulate(task, strategy, cluster, monitor=on)
-    assert watched.trace.meetings is not None and capsys.readouterr().out != ""
+    assert watched.trace.collectives is not None and capsys.readouterr().out != ""
     assert plain.trace.digest() == off.trace.digest() == watched.trace.digest()
     assert plain.params.equal(watched.params)
 
@@ -232,7 +233,7 @@ def test_durations_tell_who_waited_where_no_common_clock_does(
     ranks = tuple(range(len(given_times)))
     stop = max(start for start, _ in given_times) + 1.0
     shown = [data.draw(st.floats(0, stop - start)) for start, _ in given_times]
-    there = {r: Attendance(ranks, 1, start, stop - start, shown[r]) for r, (start, _) in enumerate(given_times)}
+    there = {r: Participation(ranks, 1, start, stop - start, shown[r]) for r, (start, _) in enumerate(given_times)}
     apart = {r: a._replace(start=a.start + given_times[r][1]) for r, a in there.items()}
     one = waits(there, dict.fromkeys(ranks, "here"))
     several = waits(apart, {r: str(r) for r in ranks})
@@ -284,11 +285,11 @@ def test_a_worker_that_has_ended_is_not_waited_for():
 
 def test_blocks_and_reports_are_the_same_after_writing_and_reading():
     trace = Trace()
-    trace.meetings = []
-    trace.meeting(0, (0, 1), 1.0, 2.5)
+    trace.collectives = []
+    trace.collective(0, (0, 1), 1.0, 2.5)
     account = Account(0.0)
-    account.add([], [Meeting(0, (0, 1), 1.0, 2.5)])
-    written = Block(0, "a", 3.0, Figures(seconds=3.0), account.close(3.0).attendances, Staleness(1, 2), Staleness())
+    account.add([], [Collective(0, (0, 1), 1.0, 2.5)])
+    written = Block(0, "a", 3.0, Figures(seconds=3.0), account.close(3.0).participations, Staleness(1, 2), Staleness())
     assert Block.loads(written.dumps()) == written
     _, [report, *_] = reported(ParameterServer(), Cluster(workers=2))
     assert Report.of_plain(report.plain()) == report
@@ -296,12 +297,12 @@ def test_blocks_and_reports_are_the_same_after_writing_and_reading():
 
 def test_mail_goes_on_where_a_dead_worker_left_it():
     store = dist.HashStore()
-    mail, other = StoreMail(store).of(0), StoreMail(store).of(1)
-    mail.give(3, "one")
-    other.give(3, "another monitor's")
-    assert mail.take(3) == ["one"] and mail.take(3) == [] and mail.take(2) == []
-    StoreMail(store).of(0).give(3, "two")  # Worker 3 was started again,
-    assert StoreMail(store).of(0).take(3) == ["two"]  # and so was the first one.
+    channel, other = StoreChannel(store).of(0), StoreChannel(store).of(1)
+    channel.send(3, "one")
+    other.send(3, "another monitor's")
+    assert channel.receive(3) == ["one"] and channel.receive(3) == [] and channel.receive(2) == []
+    StoreChannel(store).of(0).send(3, "two")  # Worker 3 was started again,
+    assert StoreChannel(store).of(0).receive(3) == ["two"]  # and so was the first one.
 
 
 @pytest.mark.parametrize("settings", [{"every": -1}, {"every": 1, "first": -1}])

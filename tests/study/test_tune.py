@@ -19,7 +19,7 @@ from torch import nn
 import paceline as pl
 from paceline import AllReduceSGD, Needs, ParameterServer, RateRange, Schedule, Task, Tuned, simulate, tune
 from paceline.server.rules import Sgd
-from paceline.study.kept import TornLine
+from paceline.study.outcome_file import TornLine
 from paceline.study.rates import multiplied
 from paceline.study.trials import Key, Trials
 from paceline.study.tuned import Rung, Tried

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def tune_by_settings(
     from paceline.cli._training import prepared
     from paceline.settings import load, naming
     from paceline.settings.first_step import check_first_step
+    from paceline.settings.rate_flags import rate_flags
     from paceline.study.tune import tune
     from paceline.study.tuned import tune_table
 
@@ -52,9 +54,10 @@ def tune_by_settings(
         )
     console.print(tune_table(found))
     console.print(found.verdict())
-    per_sample = settings.optimizer.lr_per_sample
-    if per_sample is not None:
-        flag = f"--optimizer.lr-per-sample {per_sample * found.rate / found.own:.4g}"
+    factor = found.rate / found.own
+    changed = rate_flags(recipe, factor)
+    if changed is None:
+        console.print(f"Train with it:  multiply the learning rates of {path} by {factor:.4g}.")
     else:
-        flag = f"--optimizer.lr {found.rate:.4g}"
-    console.print(" ".join(["Train with it:  paceline train", str(path), *flags, flag]))
+        command = shlex.join(["paceline", "train", str(path), *flags, *changed])
+        console.print(f"Train with it:  {command}", soft_wrap=True)

@@ -47,6 +47,8 @@ class Codec(Checked):
     reduction: ClassVar[str] = "stripes"
     # Whether a message has only signs, or few of the values: that spoils the second moments of Adam.
     is_coarse: ClassVar[bool] = False
+    # Whether the vectors that are decoded have momentum.
+    has_momentum: ClassVar[bool] = False
     # Whether it works only in a mean over a group of ranks, not for a message from one sender to one receiver.
     needs_group: ClassVar[bool] = False
 

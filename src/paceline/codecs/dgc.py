@@ -51,8 +51,13 @@ class DGC(TopK):
         if self.workers < 1 or self.warmup < 0 or self.sent < 0:
             raise ValueError(f"{self}: workers is at least 1, and warmup at least 0")
 
+    @property
+    def has_momentum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.momentum > 0
+
     def check_optimizer(self, groups: Iterable[Mapping[str, Any]], *, kind: str = "optimizer") -> None:
-        given = next((group["momentum"] for group in groups if group.get("momentum")), 0)
+        settings = [(name.rpartition(".")[2], value) for group in groups for name, value in group.items()]
+        given = next((value for name, value in settings if name == "momentum" and value), 0)
         if self.momentum and given:
             article = "an" if kind == "optimizer" else "a"
             raise ValueError(

@@ -29,6 +29,10 @@ class Wrapper(Codec):
         return self.codec.is_coarse
 
     @property
+    def has_momentum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.codec.has_momentum
+
+    @property
     def reduction(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         # What a wrapper makes of 16-bit floats cannot be summed.
         return "stripes" if self.codec.reduction == "sum" else self.codec.reduction

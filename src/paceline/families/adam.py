@@ -28,7 +28,9 @@ def warn_if_adaptive(strategy: str, codec: Codec | None, w: Replica) -> None:
     """Warn if a coarse codec meets an optimizer with second moments."""
     optimizer = w.learner.optimizer
     name = type(optimizer).__name__
-    has_second_moments = name in ADAPTIVE or any("betas" in group for group in optimizer.param_groups)
+    has_second_moments = name in ADAPTIVE or any(
+        key.rpartition(".")[2] == "betas" for group in optimizer.param_groups for key in group
+    )
     if codec is None or not codec.is_coarse or not has_second_moments or w.rank != w.endpoint.ranks[0]:
         return
     text = (

@@ -61,6 +61,9 @@ class ServerStrategy(Strategy):
         if self.codec is not None:
             self.codec.check_optimizer([{"momentum": _momentum(self.shard_rule(2))}], kind="rule")
 
+    def samples_of_rate(self, samples: float, workers: int) -> float:
+        return self.samples_of_step(samples, workers) * self.shard_rule(workers).updates_in_step(workers)
+
     @abstractmethod
     def shard_rule(self, workers: int) -> Rule:
         """How shards apply an update."""

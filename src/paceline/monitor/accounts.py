@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from paceline.trace import Meeting, Span
+from paceline.trace import Collective, Span
 
 Interval = tuple[float, float]
 
@@ -23,7 +23,7 @@ RECEIVING = frozenset({"recv"})
 COMMUNICATION = COLLECTIVES | SENDING | RECEIVING
 
 
-class Attendance(NamedTuple):
+class Participation(NamedTuple):
     """A worker's part in the `number`-th collective of a group of ranks.
 
     `shown` seconds of its `seconds` were not hidden behind other work.
@@ -39,7 +39,7 @@ class Attendance(NamedTuple):
 class Shares(NamedTuple):
     """The seconds of a worker from `start` to `stop`.
 
-    Those in collectives are not in `wait` and `transfer`: how they divide depends on when the others came.
+    Those in collectives are not in `wait` and `transfer`: their division depends on when the other ranks came.
     """
 
     start: float
@@ -48,11 +48,11 @@ class Shares(NamedTuple):
     encode: float
     wait: float
     transfer: float
-    attendances: list[Attendance]
+    participations: list[Participation]
 
     @property
     def communication(self) -> float:
-        return self.wait + self.transfer + sum(a.shown for a in self.attendances)
+        return self.wait + self.transfer + sum(a.shown for a in self.participations)
 
 
 class Account:
@@ -72,13 +72,13 @@ class Account:
         self._start = start
         self._fills = fills
         self._spans: list[Span] = []
-        self._meetings: list[Meeting] = []
+        self._collectives: list[Collective] = []
         self._numbers: Counter[tuple[int, ...]] = Counter()
 
-    def add(self, spans: Iterable[Span], meetings: Sequence[Meeting] | None = None) -> None:
-        """With `meetings`, which say more of collectives than their spans do, these spans do not count."""
-        self._spans += [s for s in spans if meetings is None or s.kind not in COLLECTIVES]
-        self._meetings += meetings or []
+    def add(self, spans: Iterable[Span], collectives: Sequence[Collective] | None = None) -> None:
+        """With `collectives`, the spans of collectives are left out: they say less."""
+        self._spans += [s for s in spans if collectives is None or s.kind not in COLLECTIVES]
+        self._collectives += collectives or []
 
     def close(self, stop: float) -> Shares:
         """Share out the time since the last call.  In the simulator a span may end later: its rest counts then."""
@@ -88,54 +88,54 @@ class Account:
         encode = _union((a, b) for kind, a, b in spans if kind in ENCODING)
         work = _union((a, b) for kind, a, b in spans if kind not in COMMUNICATION)
         sends = [((a, b), None) for kind, a, b in spans if kind in COLLECTIVES | SENDING]
-        meets = [((max(start, m.start), min(stop, m.stop)), m) for m in self._meetings]
+        joint = [((max(start, c.start), min(stop, c.stop)), c) for c in self._collectives]
         busy = _Covered(work)
         transfer = 0.0
-        attendances: list[Attendance] = []
+        participations: list[Participation] = []
         reach = start
-        for (a, b), meeting in sorted(sends + meets, key=lambda entry: entry[0]):
+        for (a, b), collective in sorted(sends + joint, key=lambda entry: entry[0]):
             shown = busy.free(max(a, reach), b)
             reach = max(reach, b)
-            if meeting is None or meeting.stop > stop:
+            if collective is None or collective.stop > stop:
                 transfer += shown
             else:
-                attendances.append(self._attendance(meeting, shown))
-        taken = _union([*work, *(interval for interval, _ in sends + meets)])
+                participations.append(self._participation(collective, shown))
+        taken = _union([*work, *(interval for interval, _ in sends + joint)])
         receiving = _Covered(taken)
         wait = sum(receiving.free(a, b) for a, b in _union((a, b) for k, a, b in spans if k in RECEIVING))
         if self._fills:
             wait = receiving.free(start, stop)
         self._start = stop
         self._spans = [s for s in self._spans if s.stop > stop]
-        self._meetings = [m for m in self._meetings if m.stop > stop]
+        self._collectives = [c for c in self._collectives if c.stop > stop]
         encoded = _length(encode)
-        return Shares(start, stop, _length(work) - encoded, encoded, wait, transfer, attendances)
+        return Shares(start, stop, _length(work) - encoded, encoded, wait, transfer, participations)
 
-    def _attendance(self, meeting: Meeting, shown: float) -> Attendance:
-        self._numbers[meeting.ranks] += 1
-        number = self._numbers[meeting.ranks]
-        return Attendance(meeting.ranks, number, meeting.start, meeting.stop - meeting.start, shown)
+    def _participation(self, collective: Collective, shown: float) -> Participation:
+        self._numbers[collective.ranks] += 1
+        number = self._numbers[collective.ranks]
+        return Participation(collective.ranks, number, collective.start, collective.stop - collective.start, shown)
 
 
-def waits(attendances: dict[int, Attendance], hosts: dict[int, str]) -> dict[int, float]:
+def waits(participations: dict[int, Participation], hosts: dict[int, str]) -> dict[int, float]:
     """For each rank of one collective, the seconds that it waited for the last one, and that nothing hid.
 
-    Ranks of one host have one clock, which tells who was last.  Between hosts only durations compare: all ranks have
-    the result at nearly the same time, so the one that was last there was there for the shortest time.
+    Ranks of one host have one clock, which shows the last rank.  Between hosts only durations compare: all ranks have
+    the result at nearly the same time, so the last one took part for the shortest time.
 
-    >>> late = Attendance((0, 1), 1, start=3.0, seconds=1.0, shown=1.0)
-    >>> early = Attendance((0, 1), 1, start=1.0, seconds=3.0, shown=2.5)
+    >>> late = Participation((0, 1), 1, start=3.0, seconds=1.0, shown=1.0)
+    >>> early = Participation((0, 1), 1, start=1.0, seconds=3.0, shown=2.5)
     >>> waits({0: early, 1: late}, {0: "a", 1: "a"}), waits({0: early, 1: late}, {0: "a", 1: "b"})
     ({0: 1.5, 1: 0.0}, {0: 1.5, 1: 0.0})
     """
-    if len({hosts[rank] for rank in attendances}) == 1:
-        last = max(a.start for a in attendances.values())
-        waited = {rank: last - a.start for rank, a in attendances.items()}
+    if len({hosts[rank] for rank in participations}) == 1:
+        last = max(a.start for a in participations.values())
+        waited = {rank: last - a.start for rank, a in participations.items()}
     else:
-        shortest = min(a.seconds for a in attendances.values())
-        waited = {rank: a.seconds - shortest for rank, a in attendances.items()}
+        shortest = min(a.seconds for a in participations.values())
+        waited = {rank: a.seconds - shortest for rank, a in participations.items()}
     # What hides a part of a collective is what the worker did when it had started it, so it hides the waiting first.
-    return {rank: min(a.shown, max(0.0, waited[rank] - (a.seconds - a.shown))) for rank, a in attendances.items()}
+    return {rank: min(a.shown, max(0.0, waited[rank] - (a.seconds - a.shown))) for rank, a in participations.items()}
 
 
 class _Covered:

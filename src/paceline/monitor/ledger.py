@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from paceline.monitor.accounts import Attendance, waits
+from paceline.monitor.accounts import Participation, waits
 from paceline.trace import Staleness
 
 
@@ -51,7 +51,7 @@ class Block:
     host: str
     stop: float
     figures: Figures
-    attendances: list[Attendance]
+    participations: list[Participation]
     own: Staleness
     known: Staleness
     is_rest: bool = False  # What is left at the end of the run.
@@ -63,7 +63,7 @@ class Block:
     def loads(cls, text: str) -> Block:
         raw: dict[str, Any] = json.loads(text)
         raw["figures"] = Figures(**raw["figures"])
-        raw["attendances"] = [Attendance(tuple(ranks), *rest) for ranks, *rest in raw["attendances"]]
+        raw["participations"] = [Participation(tuple(ranks), *rest) for ranks, *rest in raw["participations"]]
         raw["own"] = Staleness(**raw["own"])
         raw["known"] = Staleness(**raw["known"])
         return cls(**raw)
@@ -144,7 +144,7 @@ class Ledger:
     def reports(self) -> Iterator[Report]:
         """Those that are due.
 
-        One is due when all who still work have sent a block, or when the first worker has sent its next one.
+        A report is due when all workers that still train have sent a block, or when the first one has sent its next.
         """
         while self._is_due:
             yield self._next_report()
@@ -230,15 +230,15 @@ class Ledger:
 
 def _divided(blocks: Sequence[Block]) -> list[Figures]:
     """The figures of blocks, with what they waited and what they transferred in collectives."""
-    met: defaultdict[tuple[tuple[int, ...], int], dict[int, Attendance]] = defaultdict(dict)
+    met: defaultdict[tuple[tuple[int, ...], int], dict[int, Participation]] = defaultdict(dict)
     for block in blocks:
-        for a in block.attendances:
+        for a in block.participations:
             met[a.ranks, a.number][block.rank] = a
     hosts = {block.rank: block.host for block in blocks}
-    waited = {key: waits(attendances, hosts) for key, attendances in met.items()}
+    waited = {key: waits(participations, hosts) for key, participations in met.items()}
     found: list[Figures] = []
     for block in blocks:
-        wait = sum(waited[a.ranks, a.number][block.rank] for a in block.attendances)
-        shown = sum(a.shown for a in block.attendances)
+        wait = sum(waited[a.ranks, a.number][block.rank] for a in block.participations)
+        shown = sum(a.shown for a in block.participations)
         found.append(block.figures + Figures(wait=wait, transfer=shown - wait))
     return found

@@ -79,6 +79,8 @@ class Monitors:
 
     def __init__(self, given: Monitor | Sequence[Monitor] | None) -> None:
         self._monitors = () if given is None else (given,) if isinstance(given, Monitor) else tuple(given)
+        if len({id(monitor) for monitor in self._monitors}) < len(self._monitors):
+            raise ValueError(f"monitor=[{', '.join(type(m).__name__ for m in self._monitors)}]: give each only once")
 
     def __bool__(self) -> bool:
         return bool(self._monitors)
@@ -115,10 +117,9 @@ class Monitors:
 
     def watch(self, watched: Watched, show: Show | None = None) -> Watch:
         """Watch a worker; `show` takes the records, if the monitors are in another process."""
-        found = [
-            (i, monitor.meter(replace(watched, mail=watched.mail.of(i)))) for i, monitor in enumerate(self._monitors)
-        ]
-        return Watch([(i, meter) for i, meter in found if meter is not None], show or self.show)
+        apart = [replace(watched, channel=watched.channel.of(i)) for i in range(len(self._monitors))]
+        meters = [monitor.meter(own) for monitor, own in zip(self._monitors, apart, strict=True)]
+        return Watch([(i, meter) for i, meter in enumerate(meters) if meter is not None], show or self.show)
 
 
 INSTEAD = {"monitor": (type, "monitor is an instance, or a list of them; give ProgressBar(), not the class")}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from paceline.trace import Meeting, Point, Span, Sync, Trace
+from paceline.trace import Collective, Point, Span, Sync, Trace
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ class News(NamedTuple):
     spans: list[Span]
     points: list[Point]
     syncs: list[Sync]
-    meetings: list[Meeting]
+    collectives: list[Collective]
 
 
 Reader = Callable[[], News]
@@ -49,7 +49,7 @@ class _TraceReader:
             self._new("spans", trace.spans),
             self._new("points", trace.points),
             self._new("syncs", trace.syncs),
-            self._new("meetings", trace.meetings or []),
+            self._new("collectives", trace.collectives or []),
         )
 
     def _new(self, name: str, entries: list[T]) -> list[T]:
@@ -65,7 +65,7 @@ class _TraceReader:
         return found
 
 
-class Sorted:
+class RankReaders:
     """Reads the trace of a simulated run, and gives each reader what is new of one rank.
 
     However many ranks there are, each entry is read once.

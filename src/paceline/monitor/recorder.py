@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from paceline.checked import checked
-from paceline.monitor.files import appended
+from paceline.monitor.files import LineFile
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.watched import Facts, Record
 
@@ -45,7 +45,7 @@ class Recorder(Monitor):
             raise ValueError(f"Recorder(every={every}): every counts steps and must be at least 1")
         self.path = None if path is None else Path(path)
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
-        self._file: IO[bytes] | None = None
+        self._file: LineFile | None = None
         self._events: EventFile | None = None
         self._last: Record = {}  # The last of the steps.
 
@@ -85,8 +85,8 @@ class Recorder(Monitor):
 
     def _write(self, record: Record) -> None:
         if self._file is not None:
-            # A line in one piece: whatever ends this process, and whoever reads meanwhile, no line is cut.
-            self._file.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
+            # A line in one piece: no line is cut if this process ends, or if another one reads.
+            self._file.add(json.dumps(plain(record), allow_nan=False).encode())
 
 
 def plain(value: Any) -> Any:
@@ -102,17 +102,17 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> LineFile:
     """The file, to be written at its end; ValueError if it cannot be, or if it holds something else."""
     call = f"Recorder(path={str(path)!r})"
-    file = appended(path, call)
-    file.seek(0)
-    start = file.read(len(FIRST))
+    found = LineFile(path, call)
+    found.file.seek(0)
+    start = found.file.read(len(FIRST))
     if start != FIRST[: len(start)]:
-        file.close()
+        found.close()
         raise ValueError(f"{call}: the file is there and holds no records; give another name")
-    _end_last_line(file)
-    return file
+    _end_last_line(found.file)
+    return found
 
 
 def _end_last_line(file: IO[bytes]) -> None:

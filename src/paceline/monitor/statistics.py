@@ -1,7 +1,7 @@
 """Statistics: where the time goes, after every so many syncs, as CNTK's syncPerfStats.
 
 For each worker the seconds of computing, encoding, waiting and transfer, with its samples and bytes; for all together
-the speed-up over one worker.  Nobody waits for a report.
+the speed-up over one worker.  No worker waits for a report.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 from paceline.checked import checked
 from paceline.monitor.accounts import COMMUNICATION, Account
-from paceline.monitor.files import appended
+from paceline.monitor.files import LineFile
 from paceline.monitor.ledger import Block, Figures, Ledger, Report
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.reader import News, reader
@@ -32,7 +31,7 @@ class Statistics(Monitor):
 
     A sync is one of parameters, if the method averages these; otherwise each step in which the worker has exchanged
     something.  `out` takes each line, or is the path of a file.  `reports` has all reports of the last run, with
-    that of the whole run at the end.
+    that of the whole run at the end.  Of a worker in stages, they are about the process with the first stage.
     """
 
     def __init__(self, every: int, *, first: int = 0, out: Out | str | Path = print) -> None:
@@ -45,7 +44,7 @@ class Statistics(Monitor):
         self._first = first
         self._out = out
         self.reports: list[Report] = []
-        self._file: IO[bytes] | None = None
+        self._file: LineFile | None = None
         self._is_simulated = False
 
     @property
@@ -55,7 +54,7 @@ class Statistics(Monitor):
     def begin(self, facts: Facts) -> None:
         self.reports = []
         if self.is_on and isinstance(self._out, str | Path):
-            self._file = appended(Path(self._out), f"Statistics(out={str(self._out)!r})")
+            self._file = LineFile(Path(self._out), f"Statistics(out={str(self._out)!r})")
         self._is_simulated = facts.is_simulated
 
     def show(self, record: Record) -> None:
@@ -63,7 +62,7 @@ class Statistics(Monitor):
         self.reports.append(report)
         for line in lines(report, is_simulated=self._is_simulated):
             if self._file is not None:
-                self._file.write(line.encode() + b"\n")
+                self._file.add(line.encode())
             elif callable(self._out):
                 self._out(line)
 
@@ -86,8 +85,8 @@ class BlockMeter:
         self._watched = watched
         self._every = every
         self._first = first
-        if watched.trace.meetings is None:
-            watched.trace.meetings = []
+        if watched.trace.collectives is None:
+            watched.trace.collectives = []
         self._read = watched.reader()
         self._read_own = reader(watched.own)
         self._account = Account(watched.now(), fills=watched.is_simulated)
@@ -128,7 +127,7 @@ class BlockMeter:
 
     def _count(self, news: News) -> None:
         watched = self._watched
-        self._account.add(news.spans, news.meetings)
+        self._account.add(news.spans, news.collectives)
         self._account.add(self._read_own().spans, [])
         self._last = max([self._last, *(s.stop for s in news.spans)])
         self._samples += sum(p.samples for p in news.points if p.staleness is None)
@@ -155,14 +154,14 @@ class BlockMeter:
             syncs=self._syncs - self._reported,
         )
         own, known = watched.staleness()
-        block = Block(watched.rank, watched.host, shares.stop, figures, shares.attendances, own, known, is_rest)
+        block = Block(watched.rank, watched.host, shares.stop, figures, shares.participations, own, known, is_rest)
         self._samples = 0
         self._nbytes = sent
         self._reported = self._syncs
         if self._ledger is not None:
             self._ledger.add(block)
         else:
-            watched.mail.give(watched.rank, block.dumps())
+            watched.channel.send(watched.rank, block.dumps())
 
     # All workers' blocks, on the first one.
 
@@ -186,7 +185,7 @@ class BlockMeter:
 
     def _collect(self, ledger: Ledger) -> None:
         for rank in self._watched.ranks:
-            for text in self._watched.mail.take(rank):
+            for text in self._watched.channel.receive(rank):
                 ledger.add(Block.loads(text))
 
 

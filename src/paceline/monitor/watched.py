@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.monitor.mail import Mail
+from paceline.monitor.channel import Channel
 from paceline.monitor.reader import Reader
 from paceline.trace import Staleness, Trace
 
@@ -37,7 +37,7 @@ class Watched:
     trace: Trace
     now: Callable[[], float]
     reader: Callable[[], Reader]  # A new reader of what is in the trace of this rank alone.
-    mail: Mail  # To the first worker.
+    channel: Channel  # To the first worker.
     lr: Callable[[], float | None]  # None: servers take the steps.
     steps: Callable[[], int | None]  # How many there are; None: not known.
     samples_before: Callable[[int], int | None]  # How many samples all workers have read before a step,
@@ -59,14 +59,14 @@ class Watched:
     def staleness(self) -> tuple[Staleness, Staleness]:
         """That of the updates that this worker alone knows of, and that of those that all know of.
 
-        The latter are in the trace of the simulation, or servers in other processes have told of them.
+        The latter are in the trace of the simulation; of servers in other processes, their last answers say it.
         """
         trace = self.trace
         counts = trace.staleness_counts.items()
         counted = Staleness(sum(staleness * n for staleness, n in counts), sum(n for _, n in counts))
         if self.is_simulated:
             return Staleness(), counted
-        return counted, sum(trace.told.values(), Staleness())
+        return counted, sum(trace.servers_staleness.values(), Staleness())
 
 
 class Meter(Protocol):

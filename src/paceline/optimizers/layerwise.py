@@ -51,7 +51,7 @@ class Layerwise(torch.optim.Optimizer, ABC):
 
     def _lists(self, group: Mapping[str, Any]) -> Iterator[tuple[bool, list[Tensor]]]:
         """The parameters that have a gradient, in lists for torch's operations on lists; and whether to adapt them."""
-        alike: dict[tuple[bool, torch.device, torch.dtype, type], list[Tensor]] = {}
+        by_kind: dict[tuple[bool, torch.device, torch.dtype, type], list[Tensor]] = {}
         adapt = group["adapt"]
         for p in group["params"]:
             if p.grad is None:
@@ -61,8 +61,8 @@ class Layerwise(torch.optim.Optimizer, ABC):
                     f"{self._name}: a parameter of shape {list(p.shape)} has a sparse gradient, and the steps of "
                     f"{self._name} change whole layers: let the layer make dense gradients (nn.Embedding(sparse=False))"
                 )
-            alike.setdefault((p.dim() > 1 if adapt is None else adapt, p.device, p.dtype, type(p)), []).append(p)
-        for (is_adapted, device, *_), params in alike.items():
+            by_kind.setdefault((p.dim() > 1 if adapt is None else adapt, p.device, p.dtype, type(p)), []).append(p)
+        for (is_adapted, device, *_), params in by_kind.items():
             for part in cut(params, LIST_NUMEL) if device.type == "cpu" else [params]:
                 yield is_adapted, part
 

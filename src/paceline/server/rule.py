@@ -73,6 +73,10 @@ class Rule(Checked):
         """Whether an update counts for as much as it has samples: then what codecs leave out is weighed so too."""
         return False
 
+    def updates_in_step(self, workers: int) -> int:
+        """The mean of how many updates makes a step of the value."""
+        return 1
+
     def _check(self, is_right: bool, **given: Any) -> None:
         if not is_right:
             settings = ", ".join(f"{name}={value!r}" for name, value in given.items())

@@ -205,6 +205,9 @@ class Wrapper(Rule):
     def weighs_samples(self) -> bool:
         return self.rule.weighs_samples
 
+    def updates_in_step(self, workers: int) -> int:
+        return self.rule.updates_in_step(workers)
+
     def flush(self, value: Tensor, m: Slot) -> bool:
         return self.rule.flush(value, m.inner)
 
@@ -269,6 +272,9 @@ class Every(Wrapper):
         applied = bool(m.count) and self._apply_mean(value, m, Push())
         return super().flush(value, m) or applied
 
+    def updates_in_step(self, workers: int) -> int:
+        return self.n * self.rule.updates_in_step(workers)
+
     def _apply_mean(self, value: Tensor, m: Slot, push: Push) -> bool:
         applied = self.rule.apply(value, m.sum.div_(m.count), m.inner, replace(push, rate=m.rate))
         m.sum.zero_()
@@ -315,11 +321,17 @@ class Quorum(Wrapper):
         return m.until
 
     def tick(self, value: Tensor, m: Slot, now: float, workers: int) -> bool:
-        if m.until is None and m.srcs and len(m.srcs) >= min(self.least or workers // 2 + 1, workers):
+        if m.until is None and m.srcs and len(m.srcs) >= self._needed(workers):
             m.until = now + self.grace
         if m.until is None or (now < m.until and len(set(m.srcs)) < workers):
             return False
         return self._apply_mean(value, m)
+
+    def _needed(self, workers: int) -> int:
+        return min(self.least or workers // 2 + 1, workers)
+
+    def updates_in_step(self, workers: int) -> int:
+        return self._needed(workers) * self.rule.updates_in_step(workers)
 
     def flush(self, value: Tensor, m: Slot) -> bool:
         applied = bool(m.srcs) and self._apply_mean(value, m)

@@ -234,4 +234,4 @@ class Store:
             target.copy_(values)
         self.versions[shard] = answer.version
         if answer.updates:
-            self.endpoint.trace.told[self.shards[shard]] = Staleness(answer.stale, answer.updates)
+            self.endpoint.trace.servers_staleness[self.shards[shard]] = Staleness(answer.stale, answer.updates)

@@ -18,7 +18,7 @@ class StrategyDriver:
 
     def __init__(self) -> None:
         self.request: Request | None = None  # Where the strategy waits; None if it has ended.
-        # Told whose turn it is: the strategy's, or the user's loop's.
+        # Called at each change between the strategy (True) and the user's loop.
         self.on_turn: Callable[[bool], None] | None = None
         self._coroutine: Coroutine[Op[Any], Any, Any] | None = None
 

@@ -140,7 +140,7 @@ def train(
     silent_s = checked_seconds("train", "silent_s", silent_s)
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
     terms = replace(terms, checkpoint=checkpoint)
-    _check_terms(terms)
+    _check(terms)
     watching = Watching(monitor, progress)
     place = detect()
     # A shell under srun or mpiexec is a job of one process, which can still fork workers.
@@ -165,7 +165,9 @@ def train(
     return _ForkedWorkers(terms, workers * terms.depth, watching).run()
 
 
-def _check_terms(terms: Terms) -> None:
+def _check(terms: Terms) -> None:
+    """Raise ValueError for what does not go together; what depends on the hosts is checked in each worker."""
+    check(terms.strategy, Offers.of_task("train", terms.task))
     check_checkpoint(terms)
     check_stages("train", terms.strategy, terms.stages, terms.microbatches)
     if terms.depth > 1 and terms.task.is_controlled:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.engines.job import Job
-from paceline.monitor.mail import StoreMail
+from paceline.monitor.channel import StoreChannel
 from paceline.monitor.monitor import Monitor, Monitors, Watch
 from paceline.monitor.reader import reader
 from paceline.monitor.relay import Receiver, Sender
@@ -21,7 +21,7 @@ from paceline.task import Trainee
 from paceline.trace import Trace
 from paceline.worker.run import WorkerRun
 
-NOBODY = Watch([], lambda index, record: None)
+UNWATCHED = Watch([], lambda index, record: None)
 
 
 class Watching:
@@ -37,23 +37,18 @@ class Watching:
     def worker(self, job: Job, run: WorkerRun, trainee: Trainee, depth: int) -> Generator[Watch]:
         """In this block this process works.  Of a replica in stages, only the process with the first one is watched."""
         if not self._monitors or job.rank % depth:
-            yield NOBODY
+            yield UNWATCHED
             return
         own = Trace(keep=1000)
         watched = _watched(job, run, own, rank=job.rank // depth, workers=job.workers // depth, trainee=trainee)
-        hooks = _timed(trainee.optimizer, watched, own)
-        try:
-            if self._sent is not None:
-                yield self._monitors.watch(watched, Sender(self._sent).show)
-            elif watched.is_first:
-                facts = Facts(repr(run.strategy), watched.workers, watched.steps())
-                with self._monitors.shown(facts):
-                    yield self._monitors.watch(watched)
-            else:
-                yield self._monitors.watch(watched)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        facts = Facts(repr(run.strategy), watched.workers, watched.steps())
+        shows_here = self._sent is None and watched.is_first
+        with self._monitors.shown(facts) if shows_here else nullcontext(), ExitStack() as hooks:
+            watch = self._monitors.watch(watched, None if self._sent is None else Sender(self._sent).show)
+            if watch.is_on:
+                for hook in _timed(trainee.optimizer, watched, own):
+                    hooks.callback(hook.remove)
+            yield watch
 
     @contextmanager
     def forked(self, folder: Path, terms: Terms, processes: int) -> Generator[None]:
@@ -93,7 +88,7 @@ class LoopWatch:
 
     def __init__(self, monitor: Monitor | Sequence[Monitor] | None, job: Job, loop: Loop) -> None:
         self._monitors = Monitors(monitor)
-        self._watch = NOBODY
+        self._watch = UNWATCHED
         self._is_shown = False
         ranks = loop.replica.endpoint.ranks
         # Several ranks may hold the parts of one replica: those with the first part are watched.
@@ -108,8 +103,9 @@ class LoopWatch:
             self._monitors.begin(Facts(repr(loop.run.strategy), len(ranks), steps))
             self._is_shown = True
         self._watch = self._monitors.watch(self._watched)
-        loop.run.on_step = self._step
-        loop.driver.on_turn = self._note_turn
+        if self._watch.is_on:
+            loop.run.on_step = self._step
+            loop.driver.on_turn = self._note_turn
 
     def restart(self) -> None:
         """The run goes on from a saved state."""
@@ -121,7 +117,7 @@ class LoopWatch:
         self._watch.look()
 
     def end(self, *, failed: bool) -> None:
-        watch, self._watch = self._watch, NOBODY
+        watch, self._watch = self._watch, UNWATCHED
         try:
             if not failed:
                 watch.end()
@@ -174,7 +170,7 @@ def _watched(
         trace=trace,
         now=job.endpoint.now,
         reader=lambda: reader(trace),
-        mail=StoreMail(job.store),
+        channel=StoreChannel(job.store),
         lr=run.lr,
         steps=lambda: plan.steps if timetable is None else timetable.total_steps,
         samples_before=samples_before,

@@ -24,6 +24,7 @@ def header(recipe: Recipe, task: Task) -> dict[str, str]:
         "length": _length(task),
         "optimizer": _optimizer(recipe, task, trainee),
         "schedule": _schedule(recipe.settings.schedule, task),
+        "evaluation": _evaluation(recipe),
         "strategy": _shown(recipe.strategy),
     }
     if task.adjust is not None:
@@ -82,6 +83,15 @@ def _schedule(given: Schedule | str | None, task: Task) -> str:
     end = task.position(max(0, task.total_steps - 1), task.timetable())
     is_cut = given.warmup is not None and Length.of("schedule.warmup", given.warmup).done("schedule.warmup", end) < 1
     return _shown(given) + ("; the warm-up lasts to the end of this run" if is_cut and task.total_steps else "")
+
+
+def _evaluation(recipe: Recipe) -> str:
+    given = recipe.settings.evaluation
+    _, test = recipe.data
+    if given.function is None and not test:
+        return "none: the data have no test part"
+    what = given.function or f"{' and '.join(recipe.metrics)} on {len(test[0]):,} samples"
+    return f"{what}, every {given.every or 'epoch'}"
 
 
 def _shown(value: Any) -> str:

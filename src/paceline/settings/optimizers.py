@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenOptimizer:
     """An optimizer with its settings, not yet with parameters."""
 
     cls: Callable[..., torch.optim.Optimizer]
@@ -79,7 +79,7 @@ def steps_of(length: Length, plan: Plan, key: str) -> int:
     return plan.steps_for_epochs(length.value, by=key)
 
 
-def chosen_optimizer(settings: Settings, base: int, folder: Path) -> Chosen:
+def chosen_optimizer(settings: Settings, base: int, folder: Path) -> ChosenOptimizer:
     """The optimizer of a settings file, whose rate belongs to steps of `base` samples."""
     table = settings.optimizer
     cls = function(table.name, "optimizer.name", OPTIMIZERS, "optimizer", folder)
@@ -94,10 +94,10 @@ def chosen_optimizer(settings: Settings, base: int, folder: Path) -> Chosen:
     _check_keys(table, settings.scaling)
     _check_numbers(given, "optimizer")
     given |= _per_sample(table, given, base, cls)
-    skipped = ["params", "steps"] if length is not None else ["params"]
-    made = arguments(cls, given, "optimizer", given=skipped)
+    skipped = ["steps"] if length is not None else []
+    made = arguments(cls, given, "optimizer", given=[_first(cls), *skipped])
     is_per_sample = table.lr_per_sample is not None or table.momentum_time_constant is not None
-    chosen = Chosen(cls, _tuples(made), is_per_sample, length, table.clip_value, table.clip_norm)
+    chosen = ChosenOptimizer(cls, _tuples(made), is_per_sample, length, table.clip_value, table.clip_norm)
     chosen.make([nn.Parameter(torch.zeros(1))])  # Wrong values are refused before the data are read.
     return chosen
 
@@ -110,8 +110,13 @@ def _stage(value: Any, path: str, folder: Path) -> Callable[..., Any]:
     rest = dict(cast("Table", table))
     cls = function(rest.pop("name"), f"{path}.name", OPTIMIZERS, "optimizer", folder)
     _check_numbers(rest, path)
-    found = _tuples(arguments(cls, rest, path, given=["params"]))
+    found = _tuples(arguments(cls, rest, path, given=[_first(cls)]))
     return partial(cls, **found)
+
+
+def _first(make: Callable[..., Any]) -> str:
+    """The name of the argument that takes the parameters."""
+    return next(iter(inspect.signature(make).parameters), "")
 
 
 def _check_numbers(given: Table, path: str) -> None:

@@ -18,13 +18,13 @@ from paceline.data import digits, fashion_mnist
 from paceline.models import MODELS
 from paceline.settings.decode import SettingsError, dashed, located
 from paceline.settings.imported import arguments, calling, function
-from paceline.settings.optimizers import Chosen, chosen_optimizer, steps_of
-from paceline.settings.sections import Optimizer, Settings
+from paceline.settings.optimizers import ChosenOptimizer, chosen_optimizer, steps_of
+from paceline.settings.sections import Evaluation, Optimizer, Settings, WarmStart
 from paceline.sim.cluster import Cluster
 from paceline.strategies import Then
 from paceline.strategy import Strategy
 from paceline.task import Batch, Task
-from paceline.training import AutoBatch, GrowingBatch, Scaling, Schedule
+from paceline.training import AutoAdjust, AutoBatch, GrowingBatch, Scaling, Schedule
 from paceline.training.length import Length
 
 Tensors = tuple[Tensor, ...]
@@ -99,7 +99,7 @@ class Recipe:
                 "(--optimizer none)"
             )
         clip = [key for key in ("clip_value", "clip_norm") if getattr(self.settings.optimizer, key) is not None]
-        if clip and self.main.has_own_momentum:
+        if clip and self.main.steps_itself:
             raise SettingsError(
                 f"optimizer.{dashed(clip[0])} under strategy.name = '{name}', which takes the steps itself, without "
                 "that limit; leave it out"
@@ -120,10 +120,7 @@ class Recipe:
     @property
     def main(self) -> Strategy:
         """The method after a warm start."""
-        method = self.settings.strategy
-        while isinstance(method, Then):
-            method = method.then
-        return method
+        return self.settings.strategy.methods[-1]
 
     # Data.
 
@@ -196,7 +193,7 @@ class Recipe:
     # What is trained.
 
     @cached_property
-    def optimizer(self) -> Chosen:
+    def optimizer(self) -> ChosenOptimizer:
         return chosen_optimizer(self.settings, self.base, self.folder)
 
     @property
@@ -220,6 +217,13 @@ class Recipe:
                 "data.auto without [scaling]: a larger minibatch would change what optimizer.lr means; add [scaling], "
                 "with data.auto.start as its base, or give optimizer.lr-per-sample"
             )
+        schedule = self.schedule
+        is_unscaled = self.scaling is None or self.scaling.rate == "none"
+        if isinstance(schedule, Schedule) and schedule.needs_gain and is_unscaled:
+            raise SettingsError(
+                "schedule.start = 'base' where no rate is scaled: the warm-up would change nothing; add [scaling], or "
+                "give a share of the rate, as in schedule.start = 0.1"
+            )
         train, test = self.data
         loss = function(settings.loss.name, "loss.name", LOSSES, "loss", self.folder)
         extra = arguments(loss, settings.loss.arguments, "loss", given=list(_parameters(loss))[:2])
@@ -233,39 +237,16 @@ class Recipe:
                 steps=settings.steps,
                 epochs=settings.epochs,
                 evaluate=self._evaluate(test),
-                schedule=self.schedule,
+                evaluate_every=self._evaluation_period(),
+                schedule=schedule,
                 scaling=self.scaling,
                 adjust=settings.adjust,
                 accumulate=settings.data.accumulate,
                 seed=settings.seed,
             )
-        self._check_adjust(unfinished)
-        self._check_warm_start(unfinished)
-        return replace(
-            unfinished,
-            evaluate_every=self._evaluation_period(unfinished),
-            optimizer=partial(self.optimizer.make, plan=unfinished.plan),
-        )
-
-    def _check_adjust(self, task: Task) -> None:
-        adjust = self.settings.adjust
-        epochs = task.epochs if task.epochs is not None else task.timetable().epochs_before(task.total_steps)
-        if adjust is not None and round(epochs) < adjust.interval:
-            raise SettingsError(
-                f"adjust.interval = {adjust.interval}: the run has {epochs:.3g} epochs, so nothing would be checked; "
-                "train longer, or leave out [adjust] (--adjust none)"
-            )
-
-    def _check_warm_start(self, task: Task) -> None:
-        warm = self.settings.warm_start
-        if warm is not None and task.plan.steps is not None:
-            length = Length.of("warm-start.length", warm.length)
-            steps = steps_of(length, task.plan, "warm-start.length")
-            if steps > task.plan.steps:
-                raise SettingsError(
-                    f"warm-start.length = '{length}': these are {steps} steps, and the whole run has only "
-                    f"{task.plan.steps}; give fewer, or train longer"
-                )
+        _check_adjust(settings.adjust, unfinished)
+        _check_warm_start(settings.warm_start, unfinished)
+        return replace(unfinished, optimizer=partial(self.optimizer.make, plan=unfinished.plan))
 
     def _model(self) -> Callable[[], nn.Module]:
         table = self.settings.model
@@ -280,25 +261,32 @@ class Recipe:
     def _evaluate(self, test: Tensors) -> Callable[[nn.Module], dict[str, float]] | None:
         table = self.settings.evaluation
         if table.function is not None:
+            for key in ("metrics", "batch"):
+                if getattr(table, key) != getattr(Evaluation, key):
+                    raise SettingsError(
+                        f"evaluation.{key} with evaluation.function = {table.function!r}: the function reads the test "
+                        f"data and returns the metrics itself; leave out {key}"
+                    )
             found = function(table.function, "evaluation.function", {}, "function", self.folder)
             return partial(_by_function, table.function, found, test)
         if not test:
             return None
-        metrics = list(table.metrics)
-        if test[1].dtype.is_floating_point and "accuracy" in metrics:
-            metrics.remove("accuracy")
         loss = function(self.settings.loss.name, "loss.name", LOSSES, "loss", self.folder)
-        return partial(evaluated, test, metrics, loss, table.batch)
+        return partial(evaluated, test, self.metrics, loss, table.batch)
 
-    def _evaluation_period(self, task: Task) -> int | None:
+    @property
+    def metrics(self) -> Sequence[str]:
+        """What is measured on the test data; targets that are no class labels have no accuracy."""
+        has_labels = not self.data[1][1].dtype.is_floating_point
+        return [name for name in self.settings.evaluation.metrics if has_labels or name != "accuracy"]
+
+    def _evaluation_period(self) -> Length | None:
         every = self.settings.evaluation.every
-        if every is None:
-            return None
         with located("evaluation"):
-            length = Length.of("evaluation.every", every)
-            if not length.value:
+            length = None if every is None else Length.of("evaluation.every", every)
+            if length is not None and not length.value:
                 raise ValueError(f"every = '{length}': it must be above 0")
-            return max(1, steps_of(length, task.plan, "evaluation.every"))
+            return length
 
     @property
     def strategy(self) -> Strategy:
@@ -321,6 +309,26 @@ class Recipe:
         network = self.settings.cluster
         with located("cluster"):
             return Cluster(self.workers, **vars(network))
+
+
+def _check_adjust(adjust: AutoAdjust | None, task: Task) -> None:
+    epochs = task.epochs if task.epochs is not None else task.timetable().epochs_before(task.total_steps)
+    if adjust is not None and round(epochs) < adjust.interval:
+        raise SettingsError(
+            f"adjust.interval = {adjust.interval}: the run has {epochs:.3g} epochs, so nothing would be checked; "
+            "train longer, or leave out [adjust] (--adjust none)"
+        )
+
+
+def _check_warm_start(warm: WarmStart | None, task: Task) -> None:
+    if warm is not None and task.plan.steps is not None and not isinstance(task.batch, AutoBatch):
+        length = Length.of("warm-start.length", warm.length)
+        steps = steps_of(length, task.plan, "warm-start.length")
+        if steps > task.plan.steps:
+            raise SettingsError(
+                f"warm-start.length = '{length}': these are {steps} steps, and the whole run has only "
+                f"{task.plan.steps}; give fewer, or train longer"
+            )
 
 
 def _built(name: str, make: Callable[[], nn.Module]) -> nn.Module:

@@ -105,7 +105,7 @@ class Group:
             # In an all_to_all, ranks may send different sizes: the largest sets the time, each sends its own bytes.
             sent = participant.nbytes if meeting.kind == "all_to_all" else cost.nbytes((i - root) % len(ranks))
             simulator.trace.span(r, meeting.kind, participant.since, stop, sent)
-            simulator.trace.meeting(r, ranks, participant.since, stop)
+            simulator.trace.collective(r, ranks, participant.since, stop)
         simulator.at(stop, self._finish, meeting)
 
     def _finish(self, meeting: Rendezvous) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from paceline.monitor.mail import SharedMail
+from paceline.monitor.channel import LocalChannel
 from paceline.monitor.monitor import Monitors, Watch
-from paceline.monitor.reader import Sorted
+from paceline.monitor.reader import RankReaders
 from paceline.monitor.watched import Watched
 from paceline.sim.simulator import Simulator
 from paceline.task import Trainee
@@ -20,8 +20,8 @@ def watches(
     """A watch of each worker; none without monitors.  `workers` are there from the beginning, the others join later."""
     if not monitors:
         return {}
-    by_rank = Sorted(simulator.trace)
-    mail = SharedMail()
+    by_rank = RankReaders(simulator.trace)
+    channel = LocalChannel()
     return {
         run.rank: monitors.watch(
             Watched(
@@ -31,7 +31,7 @@ def watches(
                 trace=simulator.trace,
                 now=lambda: simulator.now,
                 reader=partial(by_rank.reader, run.rank),
-                mail=mail,
+                channel=channel,
                 lr=run.lr,
                 steps=lambda trainee=trainee: trainee.timetable.total_steps,
                 samples_before=trainee.timetable.samples_before,

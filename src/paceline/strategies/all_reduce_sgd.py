@@ -49,6 +49,10 @@ class AllReduceSGD(Strategy):
             "after scaler.unscale_(session.optimizer), or train in bfloat16, which needs no scaler"
         )
 
+    @property
+    def has_own_momentum(self) -> bool:
+        return self.codec is not None and self.codec.has_momentum
+
     def samples_of_step(self, samples: float, workers: int) -> float:
         return samples
 

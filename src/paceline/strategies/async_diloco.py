@@ -51,6 +51,9 @@ class AsyncDiLoCo(ServerStrategy):
             )
         self.shard_rule(1)
 
+    def samples_of_rate(self, samples: float, workers: int) -> float:
+        return super().samples_of_rate(samples, workers) * (1 - self.momentum) / self.rate
+
     def shard_rule(self, workers: int) -> Rule:
         return Quorum(self.outer(), self.quorum, self.grace)
 

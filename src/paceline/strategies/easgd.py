@@ -91,6 +91,10 @@ class EAMSGD(ElasticServer):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"EAMSGD(momentum={self.momentum}): the momentum must be in [0, 1)")
 
+    @property
+    def has_own_momentum(self) -> bool:
+        return self.momentum > 0
+
     def local_steps(self, w: Replica) -> Callable[[], Awaitable[None]]:
         return NesterovSteps(w, self.momentum).step if self.momentum else w.local_step
 

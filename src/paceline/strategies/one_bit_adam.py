@@ -41,7 +41,7 @@ class OneBitAdam(Strategy):
     eps: float = 1e-8  # This and the next are used only with `betas`.
     weight_decay: float = 0.0
 
-    has_own_momentum: ClassVar = True
+    steps_itself: ClassVar = True
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 1:

@@ -44,6 +44,7 @@ class Sandblaster(Strategy):
     push: int = 8
     backups: int = 1
     coordinators: ClassVar[int] = 1
+    follows_rate: ClassVar = False
     WITHOUT_CODEC: ClassVar = (
         "its line search compares exact losses and inner products; Downpour(codec=...) sends encoded gradients"
     )

@@ -27,10 +27,6 @@ class SoftSync(ServerStrategy):
         super().__post_init__()
         self.shard_rule(2)  # Raises ValueError for wrong settings.
 
-    def samples_of_rate(self, samples: float, workers: int) -> float:
-        updates = max(1, workers // 2) if self.updates is None else self.updates
-        return samples / workers * updates  # So many gradients make one step.
-
     def shard_rule(self, workers: int) -> Rule:
         updates = max(1, workers // 2) if self.updates is None else self.updates
         rule = Every(Sgd(self.lr, weight_decay=self.weight_decay), updates)

@@ -7,6 +7,7 @@ another method: with AllReduceSGD, or, as in CNTK, without parallelism (`Replica
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,6 +59,10 @@ class Then(Strategy):
     @property
     def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.first.needs.followed_by(self.then.needs)
+
+    @property
+    def methods(self) -> Sequence[Strategy]:
+        return (*self.first.methods, *self.then.methods)
 
     @property
     def needs_unscaled(self) -> str | None:

@@ -6,7 +6,7 @@ rule takes the steps, the schedule is multiplied, which every rule follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -113,7 +113,7 @@ def own_rate(task: Task, strategy: Strategy, workers: int) -> float:
 
 def method_of(strategy: Strategy) -> Strategy:
     """The method that takes the steps: of a warm start either, if both step by the task's optimizer."""
-    methods = list(_methods(strategy))
+    methods = strategy.methods
     if len(methods) > 1 and not all(method.needs.optimizer for method in methods):
         rules = ", ".join(type(method).__name__ for method in methods if not method.needs.optimizer)
         raise ValueError(
@@ -121,15 +121,6 @@ def method_of(strategy: Strategy) -> Strategy:
             "tune the two methods one after the other"
         )
     return methods[0]
-
-
-def _methods(strategy: Strategy) -> Iterator[Strategy]:
-    """The methods that a strategy consists of."""
-    inner = [value for value in vars(strategy).values() if isinstance(value, Strategy)]
-    for one in inner:
-        yield from _methods(one)
-    if not inner:
-        yield strategy
 
 
 def _rate_of_rule(method: Strategy, workers: int) -> float | None:

@@ -19,7 +19,7 @@ from paceline.needs import Offers, check
 from paceline.report.metric import Better, Metric
 from paceline.sim import Cluster
 from paceline.strategy import Strategy
-from paceline.study.kept import Kept
+from paceline.study.outcome_file import OutcomeFile
 from paceline.study.rates import RateRange, checked_rates, own_rate
 from paceline.study.trials import LAST, Key, Trials, check_part
 from paceline.study.tuned import Rung, Tried, Tuned
@@ -69,8 +69,8 @@ def tune(
     trials = Trials(task, strategy, cluster, count, own, part, metric)
     _check_data(trials)
     sign = _sign(task, metric, better)
-    kept = Kept(None, []) if results is None else Kept(Path(results), trials.described())
-    found = Search(trials, rungs, kept, sign, progress).run()
+    file = OutcomeFile(None, []) if results is None else OutcomeFile(Path(results), trials.described())
+    found = Search(trials, rungs, file, sign, progress).run()
     chosen, *others = sorted(found[-1].equals_of_best(sign), key=lambda one: one.rate)
     return Tuned(
         chosen.rate,
@@ -134,14 +134,14 @@ class Rungs:
 
 
 class Search:
-    """A search on its way."""
+    """A search in progress."""
 
     def __init__(
-        self, trials: Trials, rungs: Rungs, kept: Kept, sign: float, progress: Callable[[int, int], None] | None
+        self, trials: Trials, rungs: Rungs, file: OutcomeFile, sign: float, progress: Callable[[int, int], None] | None
     ) -> None:
         self._trials = trials
         self._rungs = rungs
-        self._kept = kept
+        self._file = file
         self._sign = sign
         self._progress = progress
         self._done = 0
@@ -177,13 +177,13 @@ class Search:
     def _tried(self, number: int, rate: float, steps: int) -> Tried:
         keys = [Key(rate, seed, steps) for seed in self._seeds]
         for key in keys:
-            if key not in self._kept.outcomes:
-                self._kept.add(key, self._trials.run(key), number)
+            if key not in self._file.outcomes:
+                self._file.add(key, self._trials.run(key), number)
             self._done += 1
             if self._progress is not None:
                 total = sum(rates for _, rates in self._rungs.plan) * self._rungs.seeds
                 self._progress(self._done, max(total, self._done))
-        outcomes = [self._kept.outcomes[key] for key in keys]
+        outcomes = [self._file.outcomes[key] for key in keys]
         values = tuple(one.loss if one.metric is None else one.metric for one in outcomes)
         mean_loss = fmean(one.loss for one in outcomes)
         return Tried(rate, values, mean_loss > self._limit or not all(map(isfinite, (mean_loss, *values))))

@@ -58,6 +58,14 @@ class Length:
             raise ValueError(f"{name}={given!r}: it must be finite and at least 0")
         return cls(value, UNITS[found[2]])
 
+    def count(self, at: Position) -> int:
+        """How many times this length has passed.
+
+        >>> Length(0.1, "epochs").count(Position(30, 300, 0.3))
+        3
+        """
+        return int(getattr(at, self.unit) / self.value + 1e-9)
+
     def done(self, name: str, at: Position) -> float:
         """The share of this length that is done at a position; 1 after its end."""
         here = getattr(at, self.unit)

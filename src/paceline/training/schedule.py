@@ -65,6 +65,7 @@ class Schedule:
         default = {f: type(self).__dataclass_fields__[f].default for f in ("start", "power", "factor", "end")}
         unused = [
             ("start", "warmup", self.warmup is None),
+            ("start", "a rise with every step (stairs=False)", self.stairs),
             ("stairs", "warmup", self.warmup is None and self.stairs),
             ("power", "decay='polynomial'", self.decay != "polynomial"),
             ("factor", "decay='multistep'", self.decay != "multistep"),
@@ -115,6 +116,11 @@ class Schedule:
         """
         return self._warmed(position, gain) * self._decayed(position)
 
+    @property
+    def needs_gain(self) -> bool:
+        """Whether its warm-up starts at the rate before it was scaled up."""
+        return self.warmup is not None and self.start == "base"
+
     def _warmed(self, at: Position, gain: float) -> float:
         if self.warmup is None:
             return 1.0
@@ -151,20 +157,25 @@ class Schedule:
         steps_per_epoch: int | None = None,
         batch: int | None = None,
         epochs: float | None = None,
-        gain: float = 1.0,
+        gain: float | None = None,
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """The same schedule as a scheduler of torch, for a loop of your own; call its `step` after every step.
 
         `batch` is needed for lengths in samples, `steps_per_epoch` for those in epochs, `epochs` for a decay over the
-        whole run.
+        whole run, and with start="base" the `gain`, by which you have scaled up the rate.
         """
+        if gain is None and self.needs_gain:
+            raise ValueError(
+                "Schedule.scheduler(gain=None): a warm-up that starts at the base rate needs the factor by which the "
+                "rate was scaled up, as in gain=Scaling(base=256).gain(8192)"
+            )
         if batch is None and any(length.unit == "samples" for length in self._lengths):
             raise ValueError("Schedule.scheduler(batch=None): a length in samples needs the samples of a step")
 
         def factor(step: int) -> float:
             epoch = None if steps_per_epoch is None else step / steps_per_epoch
             total = None if steps_per_epoch is None or epochs is None else steps_per_epoch * epochs
-            return self.at(Position(step, step * (batch or 0), epoch, total, epochs), gain)
+            return self.at(Position(step, step * (batch or 0), epoch, total, epochs), gain or 1.0)
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 

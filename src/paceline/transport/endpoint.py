@@ -114,7 +114,7 @@ class Recorded(Op[T]):
                 stop = endpoint.now()
                 endpoint.trace.span(endpoint.rank, self.kind, self._start, stop, self._nbytes)
                 if self.kind in network.COLLECTIVES:
-                    endpoint.trace.meeting(endpoint.rank, endpoint.ranks, self._start, stop)
+                    endpoint.trace.collective(endpoint.rank, endpoint.ranks, self._start, stop)
 
 
 class ProcessEndpoint:

@@ -166,5 +166,6 @@ class BatchRecord:
     def load(self, values: dict[str, Any]) -> None:
         self.total = values["total"]
         self._since_mean = values["since_mean"]
+        self._was_averaged = False
         self._since_buffers = values["since_buffers"]
         self._marks = list(values["marks"])

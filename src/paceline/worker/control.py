@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.task import Trainee
 
 State = dict[str, Any]
-MEMORY = ("factor", "decided", "checked", "criterion", "returns", "has_chosen", "batch_size", "sizes")
 
 
 class Paused(Stopped):
@@ -48,7 +47,6 @@ class Control:
         load: Callable[[State], None],
     ) -> None:
         self.trainee = trainee
-        self.hides_steps = False  # Steps are those of a trial: no hook may see them.
         self._replica = replica
         self._states = states
         self._role = role
@@ -70,7 +68,7 @@ class Control:
     def before(self, step: int) -> None:
         """Called before every step; it stops the role where something is to be decided."""
         trainee = self.trainee
-        if self.hides_steps or step == self._decided or not trainee.has_data(step):
+        if trainee.is_trial or step == self._decided or not trainee.has_data(step):
             return
         if not trainee.timetable.is_start(step):
             return
@@ -102,11 +100,15 @@ class Control:
             state = await self._judged(self._adjust, state, epoch)
         if state is None:
             return False
+        await self._go_on_from(state)
+        return True
+
+    async def _go_on_from(self, state: State) -> None:
+        """Restart from this state, with the size of minibatches that is to be chosen there."""
         self._restart(self._remembering(state))
         epoch = self.trainee.timetable.place(self._replica.cursor.step).epoch
         if self._auto is not None and self._is_search_due(epoch):
             await self._search(self._auto, self._remembering(state), epoch)
-        return True
 
     def _is_check_due(self, epoch: int) -> bool:
         return self._adjust is not None and epoch - self._checked >= self._adjust.interval
@@ -147,7 +149,9 @@ class Control:
         )
         self._note("stop", epoch, factor=self.trainee.rates.factor, reason=why)
         self._restart(state)
-        await self._hidden(until=self._replica.cursor.step)  # A last sync makes all workers equal.
+        end = self._replica.cursor.step
+        await self._hidden(until=end)  # A last sync makes all workers equal.
+        self.trainee.timetable.end_at(end)
         return None
 
     async def _is_sent_back(self, adjust: AutoAdjust) -> bool:
@@ -160,7 +164,7 @@ class Control:
         going_on = await self._judged(adjust, state, epoch)
         if going_on is None or going_on["step"] >= step:
             return False
-        self._restart(going_on)
+        await self._go_on_from(going_on)
         return True
 
     async def _mean_loss(self) -> float:
@@ -183,7 +187,7 @@ class Control:
         trainee = self.trainee
         current = trainee.batch_size if self._has_chosen else None
         step = self._replica.cursor.step
-        most = max(auto.multiple, trainee.timetable.samples)
+        most = -(-trainee.timetable.samples // auto.multiple) * auto.multiple  # Steps of a whole epoch.
         sizes = list(dict.fromkeys(min(size, most) for size in auto.sizes(current, trainee.rates.change(step))))
         losses: list[float] = []
         chosen = sizes[0] if len(sizes) == 1 else None
@@ -218,14 +222,16 @@ class Control:
         self.trainee.timetable.forget_from(epoch)
 
     async def _hidden(self, until: int) -> None:
-        """Run the strategy to an earlier end."""
-        self.hides_steps = True
+        """Run the strategy to an earlier end.  NaN is a result there, which stops no run."""
+        batch = self._replica.batch
+        policy = batch.nonfinite
+        batch.nonfinite = "pass" if policy == "stop" else policy
         self.trainee.is_trial = True
         self.trainee.timetable.end_at(until)
         try:
             await self._role()
         finally:
-            self.hides_steps = False
+            batch.nonfinite = policy
             self.trainee.is_trial = False
             self.trainee.timetable.end_at(None)
 

@@ -46,6 +46,11 @@ class Rates:
 
     def follow(self, method: Strategy) -> None:
         """From now on this method takes the steps."""
+        if not method.follows_rate and not self._is_fixed:
+            raise ValueError(
+                f"Task(schedule=..., scaling=...) under {type(method).__name__}: it finds the length of each step "
+                "itself, so a learning rate has no effect; leave schedule and scaling out"
+            )
         if self._scaling is not None and self._scaling.momentum != "none":
             self._check_momentum(method, self._scaling)
         self._method = method
@@ -118,10 +123,15 @@ class Rates:
 
     def _check_momentum(self, method: Strategy, scaling: Scaling) -> None:
         if not method.needs.optimizer or method.has_own_momentum:
-            what = "it takes the steps itself" if method.needs.optimizer else "a rule on its servers takes the steps"
+            what = "it has a momentum of its own" if method.needs.optimizer else "a rule on its servers takes the steps"
             raise ValueError(
-                f"Task(scaling={scaling}) under {type(method).__name__}: {what}, with a momentum that does not "
-                "follow the size of a step; give Scaling(momentum='none')"
+                f"Task(scaling={scaling}) under {type(method).__name__}: {what}, and its momentum does not follow the "
+                "size of a step; give Scaling(momentum='none')"
+            )
+        if type(self._optimizer).__name__ == "Muon":
+            raise ValueError(
+                f"Task(scaling={scaling}) with Muon: the length of its steps does not depend on its momentum, as that "
+                "of SGD does; give Scaling(momentum='none')"
             )
         for group in self._initial:
             staged = [n for n in group if n.endswith((".momentum", ".betas")) and group[n]]  # Of TwoStage.

@@ -49,7 +49,8 @@ class WorkerRun:
         self._bind_model()
         self.states.bind("position", rule=per_worker, save=self._save_position, load=self._load_position)
         learner.bind_state(self.states)
-        learner.follow(strategy)
+        for method in reversed(strategy.methods):  # Each is checked now, and the first one begins.
+            learner.follow(method)
         self._control: Control | None = None
         if trainee is not None and trainee.task.is_controlled:
             self._control = Control(
@@ -125,7 +126,7 @@ class WorkerRun:
         self.states.check_complete()  # By now the strategy has declared all its slots.
         if self._control is not None:
             self._control.before(step)
-            if self._control.hides_steps:
+            if self._control.trainee.is_trial:
                 return
         self.on_step(step)
 

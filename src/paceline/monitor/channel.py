@@ -1,4 +1,4 @@
-"""Mail: texts from all workers to the first one, which looks now and then and never waits."""
+"""Channel: texts from all workers to the first one, which polls and never waits."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
-class Mail(Protocol):
-    def give(self, rank: int, text: str) -> None: ...
+class Channel(Protocol):
+    def send(self, rank: int, text: str) -> None: ...
 
-    def take(self, rank: int) -> list[str]:
-        """What a worker has given since the last look."""
+    def receive(self, rank: int) -> list[str]:
+        """What a worker has sent since the last call."""
         ...
 
-    def of(self, index: int) -> Mail:
-        """The mail of the monitor with that number."""
+    def of(self, index: int) -> Channel:
+        """The channel of the monitor with that number."""
         ...
 
 
-class SharedMail:
+class LocalChannel:
     """Between the workers of one process."""
 
     def __init__(self) -> None:
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
-        self._others: defaultdict[int, SharedMail] = defaultdict(SharedMail)
+        self._others: defaultdict[int, LocalChannel] = defaultdict(LocalChannel)
 
-    def give(self, rank: int, text: str) -> None:
+    def send(self, rank: int, text: str) -> None:
         self._texts[rank].append(text)
 
-    def take(self, rank: int) -> list[str]:
+    def receive(self, rank: int) -> list[str]:
         return self._texts.pop(rank, [])
 
-    def of(self, index: int) -> SharedMail:
+    def of(self, index: int) -> LocalChannel:
         return self._others[index]
 
 
-class StoreMail:
+class StoreChannel:
     """Between processes, through the store of their job, by keys with numbers.
 
     A worker that replaces a dead one goes on with the dead one's numbers.
@@ -57,12 +57,12 @@ class StoreMail:
         self._prefix = prefix
         self._taken: dict[int, int] = {}
 
-    def give(self, rank: int, text: str) -> None:
+    def send(self, rank: int, text: str) -> None:
         with suppress(RuntimeError):  # The process that serves the store may have ended before.
-            number = self._store.add(f"{self._prefix}/{rank}/given", 1)
+            number = self._store.add(f"{self._prefix}/{rank}/sent", 1)
             self._store.set(f"{self._prefix}/{rank}/{number}", text)
 
-    def take(self, rank: int) -> list[str]:
+    def receive(self, rank: int) -> list[str]:
         found: list[str] = []
         taken = f"{self._prefix}/{rank}/taken"
         with suppress(RuntimeError):
@@ -74,5 +74,5 @@ class StoreMail:
                 self._taken[rank] = self._store.add(taken, 1)
         return found
 
-    def of(self, index: int) -> StoreMail:
-        return StoreMail(self._store, f"{self._prefix}/{index}")
+    def of(self, index: int) -> StoreChannel:
+        return StoreChannel(self._store, f"{self._prefix}/{index}")

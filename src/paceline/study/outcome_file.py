@@ -1,4 +1,4 @@
-"""Kept: the outcomes of trials in a file, a line each, so that a search that was interrupted goes on where it was.
+"""OutcomeFile: the outcomes of trials, a line each, so that an interrupted search goes on where it was.
 
 The first line describes what was tuned.  Lines are only appended.
 """
@@ -24,7 +24,7 @@ class TornLine(RuntimeWarning):
     """The last line of a file was written only in part."""
 
 
-class Kept:
+class OutcomeFile:
     """The outcomes so far: in memory, and in a file if there is a path."""
 
     def __init__(self, path: Path | None, settings: Settings) -> None:
