@@ -147,6 +147,9 @@ def test_a_run_that_only_gets_worse_ends_with_its_best_state():
     assert [d.kind for d in run.trace.decisions] == ["adjust"] * 5 + ["stop"]
     best = simulate(job(epochs=2, adjust=WATCHING), PeriodicAveraging(period=3), on(3))
     assert torch.equal(run.params, best.params)
+    again = simulate(task, PeriodicAveraging(period=3), on(3), resume=run.states)
+    assert not again.trace.points, "a run that was ended is not continued"
+    assert torch.equal(again.params, best.params)
 
 
 def test_training_ends_when_the_rate_is_below_the_minimum():

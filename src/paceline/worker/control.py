@@ -60,6 +60,7 @@ class Control:
         self._best: State | None = None  # and the state then.
         self._returns = 0  # In a row.
         self._has_chosen = False  # Whether there was a search for a size of minibatches.
+        self._ended_at: int | None = None  # The step at which AutoAdjust has ended the run.
         states.bind("control", rule=same, save=self._save, load=self._load)
         states.bind("losses", rule=resize_losses, save=lambda: {"losses": list(trainee.losses)}, load=self._load_losses)
         if self._adjust is not None:
@@ -151,7 +152,7 @@ class Control:
         self._restart(state)
         end = self._replica.cursor.step
         await self._hidden(until=end)  # A last sync makes all workers equal.
-        self.trainee.timetable.end_at(end)
+        self._end_at(end)
         return None
 
     async def _is_sent_back(self, adjust: AutoAdjust) -> bool:
@@ -262,6 +263,7 @@ class Control:
             "has_chosen": self._has_chosen,
             "batch_size": self.trainee.batch_size,
             "sizes": list(self.trainee.timetable.sizes),
+            "ended_at": self._ended_at,
         }
 
     def _load(self, values: State) -> None:
@@ -273,6 +275,12 @@ class Control:
         self._has_chosen = values["has_chosen"]
         self.trainee.batch_size = values["batch_size"]
         self.trainee.timetable.set_sizes(values["sizes"])
+        if values["ended_at"] is not None:
+            self._end_at(values["ended_at"])
+
+    def _end_at(self, step: int) -> None:
+        self._ended_at = step
+        self.trainee.timetable.end_at(step)
 
     def _load_losses(self, values: State) -> None:
         self.trainee.losses = list(values["losses"])
