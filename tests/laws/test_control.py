@@ -40,6 +40,7 @@ from paceline import (
 from paceline.codecs import OneBit
 from paceline.optimizers import TwoStage
 from paceline.task import Batch
+from paceline.training.batch_sizes import ShortTrials
 from paceline.worker.batch import NonFinite
 from tests.laws.tasks import OPTIMIZERS, numbers, regression, squared_distance
 
@@ -264,7 +265,7 @@ def chosen(run: Run) -> list[int]:
 
 
 def test_a_criterion_that_does_not_depend_on_the_size_gives_the_largest_size():
-    run = simulate(flat_task(auto(largest=128), lr=0.0), AllReduceSGD(), on(2))
+    run = simulate(flat_task(auto(largest=128), lr=0.0, samples=640), AllReduceSGD(), on(2))
     assert chosen(run) == [128, 128, 128, 128]
     searched = run.trace.decisions[0].values["sizes"]
     assert searched == [8, 16, 24, 32, 48, 64, 88, 128] and all(size % 8 == 0 for size in searched)
@@ -286,7 +287,7 @@ def test_a_size_is_at_most_twice_the_one_before_and_every_third_epoch_searches()
         most[0] *= 8
         return {}
 
-    task = flat_task(auto(every=3, margin=1e9), lr=1e-6, epochs=12, samples=512)
+    task = flat_task(auto(every=3, margin=1e9), lr=1e-6, epochs=12, samples=1280)
     task = replace(task, loss=loss, evaluate=evaluate, evaluate_every="0.5 epochs")
     run = simulate(task, AllReduceSGD(), on(1), nonfinite="pass")
     assert [d.values["epoch"] + 1 for d in run.trace.decisions] == [1, 2, 3, 6, 9, 12]
@@ -294,12 +295,12 @@ def test_a_size_is_at_most_twice_the_one_before_and_every_third_epoch_searches()
 
 
 def test_a_size_is_a_multiple_also_if_a_step_is_a_whole_epoch():
-    run = simulate(flat_task(auto(margin=1e9), lr=1e-6, epochs=2, samples=50), AllReduceSGD(), on(2))
+    run = simulate(flat_task(auto(start=52), lr=1e-6, epochs=2, samples=50), AllReduceSGD(), on(2))
     assert chosen(run) == [56, 56] and [p.samples for p in run.trace.points] == [25] * 4
 
 
 def test_a_lower_rate_starts_the_search_at_larger_sizes_and_larger_minibatches_do_not_count_as_a_higher_rate():
-    task = flat_task(auto(every=2, margin=1e9), lr=1e-6, epochs=5, samples=1024)
+    task = flat_task(auto(every=2, margin=1e9, largest=128), lr=1e-6, epochs=5, samples=1024)
     falling = replace(task, schedule=Schedule(decay="multistep", milestones=["3 epochs"], factor=0.01))
     plain, fallen = (simulate(t, AllReduceSGD(), on(2)) for t in (task, falling))
     first, lower = ([d.values["sizes"][0] for d in run.trace.decisions] for run in (plain, fallen))
@@ -344,6 +345,21 @@ def test_any_number_of_workers_chooses_the_same():
     assert chosen(runs[0])[-1] > 8
 
 
+def test_a_size_with_less_than_five_steps_in_a_trial_is_not_tried():
+    """A trial of one step has the loss before that step, so any size would look good."""
+    task = flat_task(auto(trial=0.5, margin=1e9), lr=1e-6, samples=400)
+    run = simulate(task, AllReduceSGD(), on(2))
+    assert chosen(run) == [32, 32, 32, 32]
+    assert {size for d in run.trace.decisions for size in d.values["sizes"]} == {8, 16, 24, 32}
+
+
+def test_a_warning_says_that_trials_are_too_short_for_larger_minibatches():
+    task = flat_task(auto(trial=0.1), lr=0.01, samples=400)
+    with pytest.warns(ShortTrials, match=r"AutoBatch\(start=8, trial=0.1\) with 400 samples: .*; give trial=0.2$"):
+        assert chosen(simulate(task, AllReduceSGD(), on(2))) == [8, 8, 8, 8]
+    assert chosen(simulate(replace(task, batch=auto(trial=0.2)), AllReduceSGD(), on(2)))[-1] == 16
+
+
 def test_a_size_stays_if_all_that_are_tried_later_give_nan():
     most = [16]
 
@@ -354,7 +370,7 @@ def test_a_size_stays_if_all_that_are_tried_later_give_nan():
         most[0] = 0
         return {}
 
-    task = flat_task(auto(margin=1e9), lr=1e-6, epochs=2, samples=64)
+    task = flat_task(auto(margin=1e9), lr=1e-6, epochs=2, samples=128)
     run = simulate(
         replace(task, loss=loss, evaluate=evaluate, evaluate_every=2), AllReduceSGD(), on(1), nonfinite="pass"
     )
@@ -374,7 +390,7 @@ def test_nan_is_never_chosen(nonfinite: NonFinite):
         return model.w.square().sum() * (nan if len(batch[0]) > 10 else 1.0)
 
     task = Task(
-        Lost, loss, [numbers(64, 1)], auto(), partial(torch.optim.SGD, lr=0.01), epochs=2, scaling=Scaling(base=8)
+        Lost, loss, [numbers(128, 1)], auto(), partial(torch.optim.SGD, lr=0.01), epochs=2, scaling=Scaling(base=8)
     )
     run = simulate(task, AllReduceSGD(), on(1), nonfinite=nonfinite)
     assert chosen(run) == [8, 8]
@@ -408,4 +424,4 @@ def test_what_cannot_follow_is_refused():
             nn.Linear, squared_distance, lambda r, n: [numbers(4, 5)], 4, torch.optim.SGD, steps=3, adjust=AutoAdjust()
         )
     with pytest.raises(ValueError, match="minibatches of one size"):
-        simulate(job(batch=auto(), scaling=Scaling(base=8)), AdaptiveAveraging(), on(2))
+        simulate(job(batch=auto(), scaling=Scaling(base=8), samples=96), AdaptiveAveraging(), on(2))

@@ -30,9 +30,9 @@ def test_sizes_never_fall_are_multiples_and_reach_the_last_one_after_so_many_epo
 
 def test_every_epoch_reads_each_sample_once_whatever_the_sizes():
     for batch in (GrowingBatch(start=4, end=12, epochs=3, multiple=2), auto(start=8, margin=1e9)):
-        task = flat_task(batch, lr=0.0, epochs=5, samples=50)
+        task = flat_task(batch, lr=0.0, epochs=5, samples=93)
         run = simulate(task, PeriodicAveraging(period=3), on(3))
-        assert sum(p.samples for p in run.trace.points) == 5 * 50
+        assert sum(p.samples for p in run.trace.points) == 5 * 93
         trainees = [Trainee(task, task.build(), rank, 3) for rank in range(3)]
         seen = [
             tuple(row.tolist())
@@ -44,7 +44,7 @@ def test_every_epoch_reads_each_sample_once_whatever_the_sizes():
         assert sorted(seen) == sorted(tuple(row.tolist()) for row in task.data[0])  # pyright: ignore
 
 
-@pytest.mark.parametrize("length", [{"epochs": 1}, {"samples": 64}], ids=str)
+@pytest.mark.parametrize("length", [{"epochs": 1}, {"samples": 80}], ids=str)
 @pytest.mark.parametrize("steps", [None, 12])
 @pytest.mark.parametrize(
     "batch",
@@ -52,11 +52,11 @@ def test_every_epoch_reads_each_sample_once_whatever_the_sizes():
     ids=lambda batch: type(batch).__name__,
 )
 def test_a_warm_start_ends_after_its_samples_also_if_minibatches_grow(batch: Any, steps: int | None, length: Any):
-    task = flat_task(batch, lr=0.01, epochs=4, samples=64)
+    task = flat_task(batch, lr=0.01, epochs=4, samples=80)
     task = task if steps is None else replace(task, epochs=None, steps=steps)
     run = simulate(task, Then(Replicated(), PeriodicAveraging(period=2), **length), on(2))
     own = [p.samples for p in run.trace.points if p.rank == 0]
-    timetable = Timetable(64, [8, 20, 32, 32].__getitem__ if isinstance(batch, GrowingBatch) else lambda epoch: 16)
+    timetable = Timetable(80, [8, 20, 32, 32].__getitem__ if isinstance(batch, GrowingBatch) else lambda epoch: 16)
     end = timetable.start(1)
     whole = [timetable.samples_in(step) for step in range(len(own))]
     assert own == whole[:end] + [samples // 2 for samples in whole[end:]]

@@ -7,11 +7,18 @@ coming epoch, and keeps the largest that does not harm the training criterion.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from itertools import count
-from math import isfinite, sqrt
+from math import ceil, isfinite, sqrt
 
 from paceline.checked import check_settings
+
+TRIAL_STEPS = 5  # The losses of a trial are those before its steps: one of a single step says nothing about the size.
+
+
+class ShortTrials(UserWarning):
+    """The trials of an AutoBatch have too few steps to show what a larger minibatch does."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ class AutoBatch:
     half the current one (before the first epoch: from `start`) to twice it, each sqrt(2) times the one before and a
     multiple of `multiple`, at most `largest`.  A trial trains on `trial`, a share of an epoch, from the same state.
     Its criterion is the mean training loss.  The search ends with the first size whose criterion is more than
-    `margin` above that of the first trial, or not finite.  A search changes nothing but the size.
+    `margin` above that of the first trial, or not finite.  A search changes nothing but the size.  A size with less
+    than 5 steps in a trial is not tried, because such a trial does not show what its steps do.
     """
 
     start: int
@@ -98,6 +106,32 @@ class AutoBatch:
         """
         number = epoch + 1
         return not has_chosen or number <= self.every or number % self.every == 0
+
+    def limited(self, samples: int) -> AutoBatch:
+        """The same without sizes that a trial cannot judge, if an epoch has so many samples.
+
+        >>> AutoBatch(start=256).limited(60_000).largest, AutoBatch(start=256, trial=0.5).limited(60_000).largest
+        (1200, 6000)
+        """
+        most = int(round(self.trial * samples, 6) / TRIAL_STEPS)
+        return replace(self, largest=max(self.start, min(self.largest, most)))
+
+    def check_trials(self, samples: int) -> None:
+        """Warn if this keeps all minibatches at their first size, and name the trial that does not."""
+        if len(self.limited(samples).sizes(None, 1.0)) > 1 or len(self.sizes(None, 1.0)) == 1:
+            return
+        needed = self.sizes(None, 1.0)[1] * TRIAL_STEPS / samples
+        cure = (
+            f"give trial={ceil(100 * needed) / 100}" if needed <= 1 else "the data are too few for larger minibatches"
+        )
+        warnings.warn(
+            ShortTrials(
+                f"AutoBatch(start={self.start}, trial={self.trial}) with {samples} samples: a trial of a larger size "
+                f"has fewer than {TRIAL_STEPS} steps, which do not show what the size does, so no larger size is "
+                f"tried; {cure}"
+            ),
+            stacklevel=2,
+        )
 
     def sizes(self, current: int | None, rate: float) -> list[int]:
         """The sizes to try, from the smallest; `rate` is the current factor on the first learning rate.

@@ -8,7 +8,7 @@ never stopped.  A trial of a larger minibatch is a short run to its end from tha
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from math import ceil, inf, isfinite, nan
+from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +53,11 @@ class Control:
         self._state = state
         self._restart = load
         self._adjust = trainee.task.adjust
-        self._auto = trainee.task.batch if isinstance(trainee.task.batch, AutoBatch) else None
+        self._auto: AutoBatch | None = None
+        if isinstance(batch := trainee.task.batch, AutoBatch):
+            self._auto = batch.limited(trainee.timetable.samples)
+            if replica.rank == 0:
+                batch.check_trials(trainee.timetable.samples)
         self._decided = -1  # The last step before which something was decided.
         self._checked = 0  # The epoch of the last accepted check,
         self._criterion = inf  # its criterion,
@@ -81,9 +85,12 @@ class Control:
         """Run the strategy to the end of the run, with all decisions on the way."""
         goes_on = True
         while goes_on:
+            is_paused = False
             try:
                 await self._role()
-            except Paused:
+            except Paused:  # An error in a decision is not one "during handling" of this.
+                is_paused = True
+            if is_paused:
                 await self._states.before_save()
                 goes_on = await self._decide()
             else:
@@ -201,8 +208,8 @@ class Control:
         self._restart(state)
         if chosen is None and not self._has_chosen:
             raise FloatingPointError(
-                f"{auto}: the trial with {sizes[0]} samples a step had a training loss of {losses[0]}, so nothing "
-                "can be chosen; lower the learning rate, or look for NaN in the data"
+                f"{trainee.task.batch}: the trial with {sizes[0]} samples a step had a training loss of {losses[0]}, "
+                "so nothing can be chosen; lower the learning rate, or look for NaN in the data"
             )
         self._resize(epoch, trainee.batch_size if chosen is None else chosen)
         self._has_chosen = True
@@ -214,7 +221,7 @@ class Control:
         timetable = self.trainee.timetable
         self._resize(epoch, size)
         self.trainee.losses = [0.0, 0.0, 0.0]
-        steps = min(timetable.steps_in(epoch), max(1, ceil(auto.trial * timetable.samples / size)))
+        steps = min(timetable.steps_in(epoch), max(1, round(auto.trial * timetable.samples / size)))
         await self._hidden(until=timetable.start(epoch) + steps)
         return await self._mean_loss()
 
