@@ -33,7 +33,7 @@ SGD_RATE = 0.06  # Of plain SGD with 256 samples, as benchmarks.large_batches ha
 ADAM_RATES = (0.001, 0.002, 0.004, 0.008, 0.016)
 DESCENT_RATES = (0.1, 0.3, 0.6, 1.0)
 GROWING = pl.GrowingBatch(start=BASE, end=LARGE, epochs=4, multiple=64)
-STAGE = sum(-(-TRAINED // GROWING.size(epoch)) for epoch in range(GROWING.epochs))  # Steps of the first stage.
+STAGE = GROWING.steps(TRAINED)  # The first stage.
 SETTINGS = {"epochs": EPOCHS, "workers": WORKERS, "images": TRAINED, "rate": SGD_RATE}
 Key = tuple[str, float, int]  # Row, rate, seed.
 Runs = dict[Key, dict[str, Any]]

@@ -59,6 +59,9 @@ METHODS = {
     "LAMB, warm-up": Method(partial(LAMB, weight_decay=0.0), LAMB_RATES, warms_up=True),
 }
 PLAIN, TOGETHER, MANY = "SGD", ("LARS, warm-up", 8192), 8  # What also runs on so many workers.
+# LARS with other trust coefficients, and the rate that makes the same step of a layer; biases step by the rate alone.
+TRUSTS = {f"LARS(trust={trust:g})": trust for trust in (0.001, 0.01, 1.0)}
+TRUSTED = {name: Method(partial(LARS, trust=trust), warms_up=True) for name, trust in TRUSTS.items()}
 
 
 def task_of(method: Method, size: int, rate: float, seed: int, data: fashion_mnist.FashionMnist) -> pl.Task:
@@ -85,7 +88,7 @@ def task_of(method: Method, size: int, rate: float, seed: int, data: fashion_mni
 def result_of(name: str, size: int, workers: int, rate: float, seed: int, folder: Path | None) -> dict[str, Any]:
     """One run."""
     began = time.process_time()
-    task = task_of(METHODS[name], size, rate, seed, fashion_mnist.load(folder))
+    task = task_of((METHODS | TRUSTED)[name], size, rate, seed, fashion_mnist.load(folder))
     run = pl.simulate(task, pl.AllReduceSGD(), pl.Cluster(workers=workers), strict=False, nonfinite="pass")
     losses = [p.loss for p in run.trace.points[-workers * (TRAINED // size) :] if p.loss is not None]
     return {
@@ -119,11 +122,17 @@ def rate_of(name: str, size: int, runs: Runs) -> float:
 def finals(seeds: int, runs: Runs) -> list[Key]:
     """The runs of the table, at the rates that were chosen."""
     rows = [(name, size, 1) for size in SIZES for name, m in METHODS.items() if size > BASE or m.scaling is None]
-    return [(*row, rate_of(*row[:2], runs), seed) for row in [*rows, (*TOGETHER, MANY)] for seed in range(seeds)]
+    rated = [(*row, rate_of(*row[:2], runs)) for row in [*rows, (*TOGETHER, MANY)]]
+    rated += [(name, TOGETHER[1], 1, trusted_rate(name, runs)) for name in TRUSTS]
+    return [(*row, seed) for row in rated for seed in range(seeds)]
+
+
+def trusted_rate(name: str, runs: Runs) -> float:
+    return round(rate_of(*TOGETHER, runs) * TRUST / TRUSTS[name], 6)
 
 
 def accuracies(name: str, size: int, workers: int, runs: Runs) -> list[float]:
-    rate = rate_of(name, size, runs)
+    rate = trusted_rate(name, runs) if name in TRUSTS else rate_of(name, size, runs)
     return [run["accuracy"] for k, run in sorted(runs.items()) if k[:4] == (name, size, workers, rate) and k[4] < 100]
 
 
@@ -155,9 +164,13 @@ def choice_lines(runs: Runs) -> list[list[str]]:
     return made
 
 
-def together_lines(runs: Runs) -> list[list[str]]:
+def variant_lines(runs: Runs) -> list[list[str]]:
+    """One row of the first table on more workers, and with other trust coefficients."""
     name, size = TOGETHER
-    return [[f"{name}, {size:,}", f"{n}", spread(accuracies(name, size, n, runs), "{:.2f}")] for n in (1, MANY)]
+    rate = rate_of(name, size, runs)
+    variants = [(f"LARS(trust={TRUST:g})", f"{rate:g}", n, accuracies(name, size, n, runs)) for n in (1, MANY)]
+    variants += [(other, f"{trusted_rate(other, runs):g}", 1, accuracies(other, size, 1, runs)) for other in TRUSTS]
+    return [[shown, rate, f"{n}", spread(found, "{:.2f}")] for shown, rate, n, found in variants]
 
 
 def main() -> None:
@@ -177,7 +190,7 @@ def main() -> None:
     tables = (
         (["method", *(f"{size:,}" for size in SIZES)], lines(runs)),
         (["method", "samples", *[""] * len(SGD_RATES)], choice_lines(runs)),
-        (["method and size", "workers", "accuracy"], together_lines(runs)),
+        ([f"{TOGETHER[1]:,} samples", "rate", "workers", "accuracy"], variant_lines(runs)),
     )
     for head, made in tables:
         show(markdown(head, made) if args.markdown else table(head, made, right=1), width=200)

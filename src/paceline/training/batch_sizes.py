@@ -57,6 +57,14 @@ class GrowingBatch:
         grown = self.start + (self.end - self.start) * epoch / self.epochs
         return int(grown // self.multiple) * self.multiple
 
+    def steps(self, samples: int) -> int:
+        """The steps of the epochs before the last size, of so many samples each: the first stage of a TwoStage.
+
+        >>> GrowingBatch(start=64, end=256, epochs=3, multiple=8).steps(samples=768)
+        22
+        """
+        return sum(-(-samples // self.size(epoch)) for epoch in range(self.epochs))
+
 
 @dataclass(frozen=True)
 class AutoBatch:
