@@ -532,7 +532,9 @@ def test_the_header_says_how_the_model_is_evaluated():
     assert shown("--data.name=untested_for_settings:numbers")["evaluation"] == "loss on 64 samples, every epoch"
 
 
-@pytest.mark.parametrize("batch", ["auto = {start = 16, multiple = 8}", "grow = {start = 4, end = 16, epochs = 2}"])
+@pytest.mark.parametrize(
+    "batch", ["auto = {start = 16, multiple = 8, trial = 0.5}", "grow = {start = 4, end = 16, epochs = 2}"]
+)
 def test_evaluations_follow_minibatches_that_grow(batch: str):
     text = SMALL.replace("batch = 16", batch).replace("steps = 6", "epochs = 3") + "[scaling]\n"
     made = recipe("--evaluation.every", "1 epoch", text=text)

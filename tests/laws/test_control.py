@@ -295,7 +295,7 @@ def test_a_size_is_at_most_twice_the_one_before_and_every_third_epoch_searches()
 
 
 def test_a_size_is_a_multiple_also_if_a_step_is_a_whole_epoch():
-    run = simulate(flat_task(auto(start=52), lr=1e-6, epochs=2, samples=50), AllReduceSGD(), on(2))
+    run = simulate(flat_task(auto(start=52, largest=60), lr=1e-6, epochs=2, samples=50), AllReduceSGD(), on(2))
     assert chosen(run) == [56, 56] and [p.samples for p in run.trace.points] == [25] * 4
 
 

@@ -122,7 +122,7 @@ class AutoBatch:
         (1200, 6000)
         """
         most = int(round(self.trial * samples, 6) / TRIAL_STEPS)
-        return replace(self, largest=max(self.start, min(self.largest, most)))
+        return replace(self, largest=min(self.largest, max(self.start, self.rounded(self.start), most)))
 
     def check_trials(self, samples: int) -> None:
         """Warn if this keeps all minibatches at their first size, and name the trial that does not."""
