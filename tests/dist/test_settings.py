@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ DECIDING = {
     "strategy.codec": "one-bit",
     "warm-start.length": "300 samples",
     "data.batch": "none",
-    "data.auto": "{start = 20, multiple = 5, every = 2, trial = 0.2, largest = 60}",
+    "data.auto": "{start = 20, multiple = 5, every = 2, trial = 0.6, largest = 60}",
     "adjust.interval": "1",
     "optimizer.name": "lars",
     "optimizer.trust": "0.02",
@@ -88,5 +89,5 @@ def test_ranks_of_a_job_train_by_a_file_and_one_of_them_writes_the_model(tmp_pat
     command = ["-m", "paceline.cli", "run", "-n", "2", "-m", "paceline.cli", "train", "settings.toml"]
     done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("accuracy") == 1 and "2 workers as ranks of" in done.stdout
+    assert len(re.findall(r"accuracy \d", done.stdout)) == 1 and "2 workers as ranks of" in done.stdout
     assert (tmp_path / "model.safetensors").exists()

@@ -129,7 +129,7 @@ class Control:
     async def _judged(self, adjust: AutoAdjust, state: State, epoch: int) -> State | None:
         """The state to go on from: this one, or that of the last accepted check; None if training has ended."""
         before = self._criterion
-        criterion = await self._mean_loss()
+        criterion = await mean_loss(self.trainee, self._replica)
         verdict = adjust.judge(criterion, before)
         self._note("adjust", epoch, loss=criterion, before=before, goes_back=verdict.goes_back, factor=verdict.factor)
         if not isfinite(criterion) and before == inf:
@@ -150,11 +150,8 @@ class Control:
         state = self._best = self._remembering(state)
         if self.trainee.rates.factor >= adjust.minimum and returns <= adjust.rollbacks:
             return state
-        why = (
-            "the learning rate is below the minimum"
-            if returns <= adjust.rollbacks
-            else f"{returns - 1} returns in a row"
-        )
+        is_low = returns <= adjust.rollbacks
+        why = "the learning rate is below the minimum" if is_low else f"{returns - 1} returns in a row"
         self._note("stop", epoch, factor=self.trainee.rates.factor, reason=why)
         self._restart(state)
         end = self._replica.cursor.step
@@ -174,19 +171,6 @@ class Control:
             return False
         await self._go_on_from(going_on)
         return True
-
-    async def _mean_loss(self) -> float:
-        """The mean training loss of all workers since the last check, the same on all of them.
-
-        Steps that were skipped because of a NaN do not count, unless they are most of them.
-        """
-        mine = torch.tensor(self.trainee.losses, dtype=torch.float64)
-        endpoint = self._replica.endpoint
-        everyones = [mine] if len(endpoint.ranks) == 1 else await endpoint.all_gather(mine)
-        self.trainee.losses = [0.0, 0.0, 0.0]
-        total, samples, bad = (sum(float(t[i]) for t in everyones) for i in range(3))
-        is_lost = bad > (samples if self._replica.batch.nonfinite == "skip" else 0)
-        return nan if is_lost or not samples else total / samples
 
     # AutoBatch.
 
@@ -223,7 +207,7 @@ class Control:
         self.trainee.losses = [0.0, 0.0, 0.0]
         steps = min(timetable.steps_in(epoch), max(1, round(auto.trial * timetable.samples / size)))
         await self._hidden(until=timetable.start(epoch) + steps)
-        return await self._mean_loss()
+        return await mean_loss(self.trainee, self._replica)
 
     def _resize(self, epoch: int, size: int) -> None:
         self.trainee.batch_size = size
@@ -295,6 +279,20 @@ class Control:
     def _load_best(self, values: State) -> None:
         if values["state"] is not None:  # Otherwise the state is one of this run, whose best one is known.
             self._best = values["state"]
+
+
+async def mean_loss(trainee: Trainee, replica: Replica) -> float:
+    """The mean training loss of all workers since the last call, the same on all of them.
+
+    Steps that were skipped because of a NaN do not count, unless they are most of them.
+    """
+    mine = torch.tensor(trainee.losses, dtype=torch.float64)
+    endpoint = replica.endpoint
+    everyones = [mine] if len(endpoint.ranks) == 1 else await endpoint.all_gather(mine)
+    trainee.losses = [0.0, 0.0, 0.0]
+    total, samples, bad = (sum(float(t[i]) for t in everyones) for i in range(3))
+    is_lost = bad > (samples if replica.batch.nonfinite == "skip" else 0)
+    return nan if is_lost or not samples else total / samples
 
 
 @resize_rule("losses")
