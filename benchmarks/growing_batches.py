@@ -30,7 +30,7 @@ from paceline.optimizers import TwoStage
 WORKERS, EPOCHS = 8, 15
 BASE, LARGE = 256, 8192
 SGD_RATE = 0.06  # Of plain SGD with 256 samples, as benchmarks.large_batches has chosen it.
-ADAM_RATES = (0.001, 0.002, 0.004, 0.008, 0.016)
+ADAM_RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032)
 DESCENT_RATES = (0.1, 0.3, 0.6, 1.0)
 GROWING = pl.GrowingBatch(start=BASE, end=LARGE, epochs=4, multiple=64)
 STAGE = GROWING.steps(TRAINED)  # The first stage.
@@ -128,7 +128,7 @@ def result_of(name: str, rate: float, seed: int, first: float, folder: Path | No
     cluster = pl.Cluster(workers=WORKERS, compute=pl.LogNormal("50ms", sigma=0.3), seed=seed)
     run = pl.simulate(task, row.strategy, cluster, strict=False, nonfinite="pass")
     decisions = [d.values for d in run.trace.decisions if d.kind == "batch"]
-    steps = sum(p.rank == 0 for p in run.trace.points)
+    steps = sum(p.rank == 0 and p.loss is not None for p in run.trace.points)
     tried = [size for d in decisions for size in d["sizes"][: len(d["losses"])]]
     trial = row.batch.trial * TRAINED if isinstance(row.batch, pl.AutoBatch) else 0.0
     return {
