@@ -1,0 +1,164 @@
+"""From 1 to 8 workers with one flag: Fashion-MNIST by the settings file worker_counts.toml, without retuning.
+
+The rate is the best of five for one worker, on images held out of the training set. Every other run has that file,
+with flags for the method and the number of workers. The naive runs have the same file without its conventions: lr and
+momentum are those of one worker's step, whatever the size of a step. Runs that are already in the --json file do not
+run again.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from torch import Tensor
+
+import paceline as pl
+from benchmarks._frame import arguments, as_code, markdown, read_runs, show, spread, table, worked, write_runs
+from paceline.data import fashion_mnist
+from paceline.settings import Recipe, load
+from paceline.settings.header import header
+from paceline.settings.recipe import DATA
+from paceline.training.scaling import PerSample
+
+FILE = Path(__file__).with_suffix(".toml")
+METHODS = {
+    "AllReduceSGD": ["--strategy.name", "all-reduce-sgd"],
+    "BlockMomentum": ["--strategy.name", "block-momentum", "--strategy.samples", "512"],
+    "AdaptiveAveraging": ["--strategy.name", "adaptive-averaging"],
+}
+# What all runs in the --json file have in common; the rate is a part of each run.
+SETTINGS = {"file": [line for line in FILE.read_text().splitlines() if "lr-per-sample" not in line], "methods": METHODS}
+WORKERS = 8
+RATES = (0.0005, 0.001, 0.002, 0.004, 0.008)  # For each sample.
+SWEEP_SEED = 100
+HEAD = ["method", "1 worker", "8 workers", "difference", "8 workers, naive", "difference"]
+Key = tuple[str, str, int, float, int]  # Kind of run, method, workers, rate for each sample, seed.
+Runs = dict[Key, dict[str, Any]]
+
+
+def held_out(folder: str | None = None) -> tuple[Tensor, ...]:
+    """50,000 images of the training set to train on, and its other 10,000 to test on."""
+    x, y, *_ = DATA["fashion-mnist"](folder)
+    return x[:50_000], y[:50_000], x[50_000:], y[50_000:]
+
+
+def naive_flags(rate: float, method: str) -> list[str]:
+    """Flags that leave out the conventions of the file: what they mean for one worker takes their place."""
+    own = load(FILE).optimizer
+    assert own.momentum_time_constant is not None
+    batch = load(FILE).data.batch
+    assert batch is not None
+    step = PerSample(rate, own.momentum_time_constant).settings(batch)
+    flags = ["--optimizer.lr-per-sample", "none", "--optimizer.momentum-time-constant", "none"]
+    flags += ["--optimizer.lr", repr(step["lr"]), "--optimizer.momentum", repr(step["momentum"])]
+    flags += ["--schedule.warmup", "none", "--schedule.start", "0.1"]  # 0.1 is the default.
+    return [*flags, "--strategy.momentum", "0.0"] if method == "BlockMomentum" else flags
+
+
+def flags_of(kind: str, method: str, workers: int, rate: float, seed: int, folder: Path | None) -> list[str]:
+    flags = [*METHODS[method], "--workers", str(workers), "--seed", str(seed)]
+    if folder is not None:
+        flags += ["--data.folder", str(folder)]
+    if kind == "sweep":
+        flags += ["--optimizer.lr-per-sample", str(rate), "--data.name", "benchmarks.worker_counts:held_out"]
+    return flags + (naive_flags(rate, method) if kind == "naive" else [])
+
+
+def result_of(kind: str, method: str, workers: int, rate: float, seed: int, folder: Path | None) -> dict[str, Any]:
+    """One run."""
+    began = time.process_time()
+    settings = load(FILE, flags_of(kind, method, workers, rate, seed, folder))
+    recipe = Recipe(settings, settings.workers, Path.cwd())
+    task = recipe.task()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run = pl.simulate(task, recipe.strategy, recipe.cluster(), strict=False)
+    return {
+        "kind": kind,
+        "method": method,
+        "workers": workers,
+        "rate": rate,
+        "seed": seed,
+        "accuracy": round(100 * run.final["accuracy"], 2),
+        "loss": round(run.final["loss"], 4) if math.isfinite(run.final["loss"]) else None,
+        "optimizer": header(recipe, task)["optimizer"],
+        "synchronisations": sum(s.rank == 0 for s in run.trace.syncs),
+        "virtual_s": round(run.seconds, 1),
+        "warnings": sorted({w.category.__name__ for w in warned}),
+        "cpu_s": round(time.process_time() - began, 1),
+    }
+
+
+def key(run: dict[str, Any]) -> Key:
+    return run["kind"], run["method"], run["workers"], run["rate"], run["seed"]
+
+
+def of(kind: str, method: str, workers: int, runs: Runs) -> dict[int, dict[str, Any]]:
+    """The runs of a kind by their seeds."""
+    return {run["seed"]: run for k, run in sorted(runs.items()) if k[:3] == (kind, method, workers)}
+
+
+def line(method: str, runs: Runs) -> list[str]:
+    one = of("conventions", method, 1, runs)
+    cells = [method, _accuracy(one)]
+    for kind in ("conventions", "naive"):
+        own = of(kind, method, WORKERS, runs)
+        differences = [run["accuracy"] - one[seed]["accuracy"] for seed, run in own.items() if seed in one]
+        cells += [_accuracy(own), spread(differences, "{:+.2f}").replace("± +", "± ") if differences else ""]
+    return cells
+
+
+def _accuracy(runs: dict[int, dict[str, Any]]) -> str:
+    return spread([run["accuracy"] for run in runs.values()], "{:.2f}") if runs else ""
+
+
+def effective_line(method: str, runs: Runs) -> list[str]:
+    """What a step was, and how often workers exchanged, in the runs with the conventions."""
+    own = list(of("conventions", method, WORKERS, runs).values())
+    one = list(of("conventions", method, 1, runs).values())
+    if not own or not one:
+        return [method, *[""] * 3]
+    syncs = mean(run["synchronisations"] for run in own)
+    speed = mean(run["virtual_s"] for run in one) / mean(run["virtual_s"] for run in own)
+    return [method, own[0]["optimizer"], f"{syncs:,.0f}" if syncs else "every step", f"{speed:.2f}"]
+
+
+def main() -> None:
+    args = arguments(__doc__, "worker-counts.json").parse_args()
+    runs: Runs = {} if args.fresh else {key(run): run for run in read_runs(args.json, **SETTINGS)}
+
+    def keep(found: Iterable[dict[str, Any]]) -> None:
+        for run in found:
+            runs[key(run)] = run
+            print(f"{run['accuracy']:.2f} %, {run['cpu_s']:.0f} s: {key(run)}", file=sys.stderr, flush=True)
+            write_runs(args.json, (runs[k] for k in sorted(runs)), **SETTINGS)
+
+    rate = load(FILE).optimizer.lr_per_sample
+    assert rate is not None
+    if args.processes:
+        fashion_mnist.load(args.data)  # If the data are missing, only one process says so.
+        wanted: list[Key] = [("sweep", "AllReduceSGD", 1, swept, SWEEP_SEED) for swept in RATES]
+        kinds = (("conventions", 1), ("conventions", WORKERS), ("naive", WORKERS))
+        wanted += [(k, m, n, rate, seed) for seed in range(args.seeds) for m in METHODS for k, n in kinds]
+        keep(worked(result_of, [(*k, args.data) for k in wanted if k not in runs], args.processes))
+    swept = [[f"{k[3]:g}", f"{run['accuracy']:.2f}"] for k, run in sorted(runs.items()) if k[0] == "sweep"]
+    compared = [line(method, runs) for method in METHODS]
+    effective = [effective_line(method, runs) for method in METHODS]
+    if args.markdown:
+        compared, effective = as_code(compared), as_code(effective)
+    effective_head = ["method", "optimizer of a worker", "synchronisations", "speed-up in virtual time"]
+    for head, lines in ((["rate", "accuracy"], swept), (HEAD, compared), (effective_head, effective)):
+        show(markdown(head, lines) if args.markdown else table(head, lines, right=1), width=160)
+        print()
+    print(f"{sum(run['cpu_s'] for run in runs.values()) / 60:.0f} minutes of one core in all")
+
+
+if __name__ == "__main__":
+    main()
