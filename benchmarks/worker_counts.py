@@ -30,7 +30,7 @@ from paceline.training.scaling import PerSample
 FILE = Path(__file__).with_suffix(".toml")
 METHODS = {
     "AllReduceSGD": ["--strategy.name", "all-reduce-sgd"],
-    "BlockMomentum": ["--strategy.name", "block-momentum", "--strategy.samples", "512"],
+    "BlockMomentum": ["--strategy.name", "block-momentum", "--strategy.samples", "800"],
     "AdaptiveAveraging": ["--strategy.name", "adaptive-averaging"],
 }
 # What all runs in the --json file have in common; the rate is a part of each run.

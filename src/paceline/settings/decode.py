@@ -126,7 +126,8 @@ class located:
 def decoded(kind: Any, value: Any, path: str) -> Any:
     """A value of a file as the setting with this type takes it."""
     options = options_of(kind)
-    if value == "none" and type(None) in options and str not in options:
+    # No length is spelled "none", though a length may be given as text.
+    if value == "none" and type(None) in options and (str not in options or Length in options):
         return None
     for option in options:
         if isinstance(option, type) and issubclass(option, Checked) and isinstance(value, (str, dict)):
