@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 import paceline as pl
-from benchmarks._frame import arguments, as_code, markdown, read_runs, show, spread, table, worked, write_runs
+from benchmarks._frame import arguments, markdown, read_runs, show, spread, table, worked, write_runs
 from paceline.data import fashion_mnist
 from paceline.settings import Recipe, load
 from paceline.settings.header import header
@@ -35,12 +35,19 @@ METHODS = {
 }
 # What all runs in the --json file have in common; the rate is a part of each run.
 SETTINGS = {"file": [line for line in FILE.read_text().splitlines() if "lr-per-sample" not in line], "methods": METHODS}
-WORKERS = 8
 RATES = (0.0005, 0.001, 0.002, 0.004, 0.008)  # For each sample.
-SWEEP_SEED = 100
-HEAD = ["method", "1 worker", "8 workers", "difference", "8 workers, naive", "difference"]
+SWEEP_SEEDS = (100, 101)
+HEAD = ["method", "1 worker", "8 workers", "difference", "8 workers, naive", "difference", "32 workers", "difference"]
 Key = tuple[str, str, int, float, int]  # Kind of run, method, workers, rate for each sample, seed.
 Runs = dict[Key, dict[str, Any]]
+Group = dict[int, dict[str, Any]]  # Runs of a kind, by their seeds.
+
+
+def file_rate() -> float:
+    """The rate in the file."""
+    rate = load(FILE).optimizer.lr_per_sample
+    assert rate is not None
+    return rate
 
 
 def held_out(folder: str | None = None) -> tuple[Tensor, ...]:
@@ -49,17 +56,14 @@ def held_out(folder: str | None = None) -> tuple[Tensor, ...]:
     return x[:50_000], y[:50_000], x[50_000:], y[50_000:]
 
 
-def naive_flags(rate: float, method: str) -> list[str]:
+def naive_flags(rate: float) -> list[str]:
     """Flags that leave out the conventions of the file: what they mean for one worker takes their place."""
-    own = load(FILE).optimizer
-    assert own.momentum_time_constant is not None
-    batch = load(FILE).data.batch
-    assert batch is not None
-    step = PerSample(rate, own.momentum_time_constant).settings(batch)
+    settings = load(FILE)
+    assert settings.data.batch is not None and settings.optimizer.momentum_time_constant is not None
+    step = PerSample(rate, settings.optimizer.momentum_time_constant).settings(settings.data.batch)
     flags = ["--optimizer.lr-per-sample", "none", "--optimizer.momentum-time-constant", "none"]
     flags += ["--optimizer.lr", repr(step["lr"]), "--optimizer.momentum", repr(step["momentum"])]
-    flags += ["--schedule.warmup", "none", "--schedule.start", "0.1"]  # 0.1 is the default.
-    return [*flags, "--strategy.momentum", "0.0"] if method == "BlockMomentum" else flags
+    return [*flags, "--schedule.warmup", "none", "--schedule.start", "0.1"]  # 0.1 is the default.
 
 
 def flags_of(kind: str, method: str, workers: int, rate: float, seed: int, folder: Path | None) -> list[str]:
@@ -68,7 +72,11 @@ def flags_of(kind: str, method: str, workers: int, rate: float, seed: int, folde
         flags += ["--data.folder", str(folder)]
     if kind == "sweep":
         flags += ["--optimizer.lr-per-sample", str(rate), "--data.name", "benchmarks.worker_counts:held_out"]
-    return flags + (naive_flags(rate, method) if kind == "naive" else [])
+    if kind == "conventions":
+        return flags
+    flags += naive_flags(rate) if kind != "sweep" else []
+    # Of one worker, the momentum of blocks is 0.
+    return [*flags, "--strategy.momentum", "0.0"] if kind == "naive" and method == "BlockMomentum" else flags
 
 
 def result_of(kind: str, method: str, workers: int, rate: float, seed: int, folder: Path | None) -> dict[str, Any]:
@@ -100,34 +108,42 @@ def key(run: dict[str, Any]) -> Key:
     return run["kind"], run["method"], run["workers"], run["rate"], run["seed"]
 
 
-def of(kind: str, method: str, workers: int, runs: Runs) -> dict[int, dict[str, Any]]:
-    """The runs of a kind by their seeds."""
-    return {run["seed"]: run for k, run in sorted(runs.items()) if k[:3] == (kind, method, workers)}
+def of(kind: str, method: str, workers: int, runs: Runs) -> Group:
+    """The runs of a kind at the rate of the file, by their seeds."""
+    return {run["seed"]: run for k, run in sorted(runs.items()) if k[:4] == (kind, method, workers, file_rate())}
 
 
 def line(method: str, runs: Runs) -> list[str]:
-    one = of("conventions", method, 1, runs)
+    one = of("conventions", "AllReduceSGD", 1, runs)
     cells = [method, _accuracy(one)]
-    for kind in ("conventions", "naive"):
-        own = of(kind, method, WORKERS, runs)
-        differences = [run["accuracy"] - one[seed]["accuracy"] for seed, run in own.items() if seed in one]
-        cells += [_accuracy(own), spread(differences, "{:+.2f}").replace("± +", "± ") if differences else ""]
+    for kind, workers in (("conventions", 8), ("naive", 8), ("conventions", 32)):
+        cells += compared(of(kind, method, workers, runs), one)
     return cells
 
 
-def _accuracy(runs: dict[int, dict[str, Any]]) -> str:
+def compared(own: Group, one: Group) -> list[str]:
+    """The accuracy of these runs, and how far it is from that of one worker, seed by seed."""
+    differences = [run["accuracy"] - one[seed]["accuracy"] for seed, run in own.items() if seed in one]
+    return [_accuracy(own), spread(differences, "{:+.2f}").replace("± +", "± ") if differences else ""]
+
+
+def _accuracy(runs: Group) -> str:
     return spread([run["accuracy"] for run in runs.values()], "{:.2f}") if runs else ""
 
 
-def effective_line(method: str, runs: Runs) -> list[str]:
+def effective_line(method: str, workers: int, runs: Runs) -> list[str]:
     """What a step was, and how often workers exchanged, in the runs with the conventions."""
-    own = list(of("conventions", method, WORKERS, runs).values())
-    one = list(of("conventions", method, 1, runs).values())
-    if not own or not one:
-        return [method, *[""] * 3]
+    own = list(of("conventions", method, workers, runs).values())
+    if not own:
+        return [method, str(workers), "", ""]
     syncs = mean(run["synchronisations"] for run in own)
-    speed = mean(run["virtual_s"] for run in one) / mean(run["virtual_s"] for run in own)
-    return [method, own[0]["optimizer"], f"{syncs:,.0f}" if syncs else "every step", f"{speed:.2f}"]
+    warned = ", ".join(sorted({name for run in own for name in run["warnings"]}))
+    return [method, str(workers), own[0]["optimizer"], f"{syncs:,.0f}" if syncs else "every step", warned]
+
+
+def swept_line(rate: float, runs: Runs) -> list[str]:
+    found = [run["accuracy"] for k, run in sorted(runs.items()) if k[0] == "sweep" and k[3] == rate]
+    return [f"{rate:g}", *(f"{value:.2f}" for value in found), f"{mean(found):.2f}" if found else ""]
 
 
 def main() -> None:
@@ -140,23 +156,33 @@ def main() -> None:
             print(f"{run['accuracy']:.2f} %, {run['cpu_s']:.0f} s: {key(run)}", file=sys.stderr, flush=True)
             write_runs(args.json, (runs[k] for k in sorted(runs)), **SETTINGS)
 
-    rate = load(FILE).optimizer.lr_per_sample
-    assert rate is not None
+    rate = file_rate()
     if args.processes:
         fashion_mnist.load(args.data)  # If the data are missing, only one process says so.
-        wanted: list[Key] = [("sweep", "AllReduceSGD", 1, swept, SWEEP_SEED) for swept in RATES]
-        kinds = (("conventions", 1), ("conventions", WORKERS), ("naive", WORKERS))
-        wanted += [(k, m, n, rate, seed) for seed in range(args.seeds) for m in METHODS for k, n in kinds]
+        wanted: list[Key] = [("sweep", "AllReduceSGD", 1, swept, s) for s in SWEEP_SEEDS for swept in RATES]
+        for seed in range(args.seeds):
+            # One worker trains by any method as without one: a single seed of the others shows it.
+            wanted += [("conventions", m, 1, rate, seed) for m in METHODS if m == "AllReduceSGD" or not seed]
+            wanted += [(kind, m, 8, rate, seed) for m in METHODS for kind in ("conventions", "naive")]
+            wanted += [("conventions", m, 32, rate, seed) for m in METHODS]
+            wanted += [("own momentum", "BlockMomentum", 8, rate, seed)]
         keep(worked(result_of, [(*k, args.data) for k in wanted if k not in runs], args.processes))
-    swept = [[f"{k[3]:g}", f"{run['accuracy']:.2f}"] for k, run in sorted(runs.items()) if k[0] == "sweep"]
-    compared = [line(method, runs) for method in METHODS]
-    effective = [effective_line(method, runs) for method in METHODS]
-    if args.markdown:
-        compared, effective = as_code(compared), as_code(effective)
-    effective_head = ["method", "optimizer of a worker", "synchronisations", "speed-up in virtual time"]
-    for head, lines in ((["rate", "accuracy"], swept), (HEAD, compared), (effective_head, effective)):
-        show(markdown(head, lines) if args.markdown else table(head, lines, right=1), width=160)
+    one = of("conventions", "AllReduceSGD", 1, runs)
+    tables = {
+        ("rate", *map("seed {}".format, SWEEP_SEEDS), "mean"): [swept_line(rate, runs) for rate in RATES],
+        tuple(HEAD): [line(method, runs) for method in METHODS],
+        ("naive, but block momentum 1 - 1/8", "difference"): [
+            compared(of("own momentum", "BlockMomentum", 8, runs), one)
+        ],
+        ("method", "workers", "optimizer of a worker", "synchronisations", "warnings"): [
+            effective_line(method, workers, runs) for method in METHODS for workers in (8, 32)
+        ],
+    }
+    for head, lines in tables.items():
+        show(markdown(head, lines) if args.markdown else table(head, lines, right=1), width=180)
         print()
+    same = {method: of("conventions", method, 1, runs)[0]["accuracy"] for method in METHODS if runs}
+    print(f"one worker, seed 0: {same}")
     print(f"{sum(run['cpu_s'] for run in runs.values()) / 60:.0f} minutes of one core in all")
 
 
