@@ -25,15 +25,26 @@ from benchmarks.accuracy import loss, perceptron, pixels
 from paceline.data import fashion_mnist
 from paceline.training.scaling import time_constant_of
 
-EPOCHS, BATCH, RATE = 15, 32, 0.001  # BATCH is that of a worker, RATE that of a sample.
+EPOCHS, BATCH = 10, 16  # BATCH is that of a worker.
+RATE, LOWER_RATE = 0.001, 0.0005  # For each sample.
 MOMENTA = (0.0, 0.5, 0.9, 0.99)  # Of steps of BATCH samples.
-PERIODS = (16, 64)  # Steps of a block, with each momentum.
-WORKERS = (8, 16, 32, 64)
-MOMENTUM, PERIODS_OF_WORKERS = 0.0, (4, 16)  # With each number of workers.
-SETTINGS = {"epochs": EPOCHS, "batch": BATCH, "rate": RATE}
+PERIODS = (16, 48)  # Steps of a block, with each momentum.
+MOMENTUM = 0.0  # With each number of workers.
+BY_WORKERS = [(n, RATE, period) for n in (8, 16, 32, 64) for period in (4, 16)] + [(64, LOWER_RATE, 4)]
+SETTINGS = {"epochs": EPOCHS, "batch": BATCH}
 MOMENTUM_HEAD = ["momentum", "SGD", "period", "a reset leaves", "reset", "kept"]
-WORKERS_HEAD = ["workers", "SGD", "speed-up", "period", "block momentum", "speed-up", "blocks", "samples needed"]
-Key = tuple[str, int, float, int, int]  # Method, workers, momentum, period, seed.
+WORKERS_HEAD = [
+    "workers",
+    "rate",
+    "SGD",
+    "speed-up",
+    "period",
+    "block momentum",
+    "speed-up",
+    "blocks",
+    "samples needed",
+]
+Key = tuple[str, int, float, float, int, int]  # Method, workers, rate, momentum, period, seed.
 Runs = dict[Key, dict[str, Any]]
 
 
@@ -44,13 +55,13 @@ def strategy_of(method: str, period: int) -> pl.Strategy:
     return pl.Then(pl.AllReduceSGD(), blocks, epochs=1)  # The manual advises to start from a model that is trained.
 
 
-def task_of(workers: int, momentum: float, seed: int, data: fashion_mnist.FashionMnist) -> pl.Task:
+def task_of(workers: int, rate: float, momentum: float, seed: int, data: fashion_mnist.FashionMnist) -> pl.Task:
     return pl.Task(
         model=perceptron,
         loss=loss,
         data=(pixels(data.images), data.labels.long()),
         batch=BATCH * workers,
-        optimizer=partial(torch.optim.SGD, lr=RATE * BATCH * (1 - momentum), momentum=momentum),
+        optimizer=partial(torch.optim.SGD, lr=rate * BATCH * (1 - momentum), momentum=momentum),
         epochs=EPOCHS,
         evaluate=accuracy_of(pixels(data.test_images), data.test_labels.long()),
         evaluate_every=EPOCHS * len(data.labels),  # Only at the end.
@@ -61,11 +72,11 @@ def task_of(workers: int, momentum: float, seed: int, data: fashion_mnist.Fashio
 
 
 def result_of(
-    method: str, workers: int, momentum: float, period: int, seed: int, folder: Path | None
+    method: str, workers: int, rate: float, momentum: float, period: int, seed: int, folder: Path | None
 ) -> dict[str, Any]:
     """One run."""
     began = time.process_time()
-    task, strategy = task_of(workers, momentum, seed, fashion_mnist.load(folder)), strategy_of(method, period)
+    task, strategy = task_of(workers, rate, momentum, seed, fashion_mnist.load(folder)), strategy_of(method, period)
     cluster = pl.Cluster(workers=workers, compute="10ms", bandwidth="1Gbit/s", latency="200us")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -74,6 +85,7 @@ def result_of(
     return {
         "method": method,
         "workers": workers,
+        "rate": rate,
         "momentum": momentum,
         "period": period,
         "seed": seed,
@@ -87,12 +99,14 @@ def result_of(
 
 
 def key(run: dict[str, Any]) -> Key:
-    return run["method"], run["workers"], run["momentum"], run["period"], run["seed"]
+    return run["method"], run["workers"], run["rate"], run["momentum"], run["period"], run["seed"]
 
 
-def of(runs: Runs, method: str, workers: int, momentum: float, period: int = 0) -> list[dict[str, Any]]:
+def of(
+    runs: Runs, method: str, workers: int, momentum: float, period: int = 0, rate: float = RATE
+) -> list[dict[str, Any]]:
     """The runs of a case, by their seeds."""
-    return [run for k, run in sorted(runs.items()) if k[:4] == (method, workers, momentum, period)]
+    return [run for k, run in sorted(runs.items()) if k[:5] == (method, workers, rate, momentum, period)]
 
 
 def accuracy(runs: list[dict[str, Any]]) -> str:
@@ -123,12 +137,13 @@ def momentum_lines(runs: Runs) -> list[list[str]]:
     ]
 
 
-def workers_line(workers: int, period: int, runs: Runs) -> list[str]:
-    sgd, block = of(runs, "sgd", workers, MOMENTUM), of(runs, "reset", workers, MOMENTUM, period)
+def workers_line(workers: int, rate: float, period: int, runs: Runs) -> list[str]:
+    sgd, block = of(runs, "sgd", workers, MOMENTUM, rate=rate), of(runs, "reset", workers, MOMENTUM, period, rate)
     blocks = f"{mean(run['blocks'] for run in block):,.0f}" if block else ""
     needed = time_constant_of(1 - 1 / workers, period * BATCH) * workers
     return [
         str(workers),
+        f"{rate:g}",
         *(accuracy(sgd), speed_up(sgd, runs)),
         str(period),
         *(accuracy(block), speed_up(block, runs)),
@@ -145,15 +160,15 @@ def speed_up(own: list[dict[str, Any]], runs: Runs) -> str:
     return f"{mean(run['virtual_s'] for run in one) / mean(run['virtual_s'] for run in own):.1f}"
 
 
-def cases() -> list[tuple[str, int, float, int]]:
-    """Every method, with its workers, momentum and period."""
-    found = [("sgd", 1, MOMENTUM, 0)]
+def cases() -> list[tuple[str, int, float, float, int]]:
+    """Every method, with its workers, rate, momentum and period."""
+    found = [("sgd", 1, rate, MOMENTUM, 0) for rate in (RATE, LOWER_RATE)]
     for m in MOMENTA:
-        found += [("sgd", 8, m, 0), *((method, 8, m, p) for p in PERIODS for method in ("reset", "keep"))]
-    for n in WORKERS:
-        found += [("sgd", n, MOMENTUM, 0), *(("reset", n, MOMENTUM, p) for p in PERIODS_OF_WORKERS)]
+        found += [("sgd", 8, RATE, m, 0), *((method, 8, RATE, m, p) for p in PERIODS for method in ("reset", "keep"))]
+    for n, rate, period in BY_WORKERS:
+        found += [("sgd", n, rate, MOMENTUM, 0), ("reset", n, rate, MOMENTUM, period)]
     # Without momentum there is nothing to reset or keep.
-    return list(dict.fromkeys(case for case in found if case[0] != "keep" or case[2]))
+    return list(dict.fromkeys(case for case in found if case[0] != "keep" or case[3]))
 
 
 def main() -> None:
@@ -170,10 +185,11 @@ def main() -> None:
         fashion_mnist.load(args.data)  # If the data are missing, only one process says so.
         wanted: list[Key] = [(*case, seed) for seed in range(args.seeds) for case in cases()]
         keep(worked(result_of, [(*k, args.data) for k in wanted if k not in runs], args.processes))
-    print(f"SGD on 1 worker: {accuracy(of(runs, 'sgd', 1, MOMENTUM))}\n")
+    for rate in (RATE, LOWER_RATE):
+        print(f"SGD on 1 worker at {rate:g}: {accuracy(of(runs, 'sgd', 1, MOMENTUM, rate=rate))}\n")
     for head, lines in (
         (MOMENTUM_HEAD, momentum_lines(runs)),
-        (WORKERS_HEAD, [workers_line(n, p, runs) for n in WORKERS for p in PERIODS_OF_WORKERS]),
+        (WORKERS_HEAD, [workers_line(*case, runs) for case in BY_WORKERS]),
     ):
         show(markdown(head, lines) if args.markdown else table(head, lines, right=0), width=160)
         print()
