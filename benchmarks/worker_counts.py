@@ -56,14 +56,24 @@ def held_out(folder: str | None = None) -> tuple[Tensor, ...]:
     return x[:50_000], y[:50_000], x[50_000:], y[50_000:]
 
 
-def naive_flags(rate: float) -> list[str]:
+def constant_flags() -> list[str]:
+    """Flags for a momentum that does not follow the size of a step: that of one worker's."""
+    momentum = repr(step_of_one_worker()["momentum"])
+    return ["--optimizer.momentum-time-constant", "none", "--optimizer.momentum", momentum]
+
+
+def naive_flags() -> list[str]:
     """Flags that leave out the conventions of the file: what they mean for one worker takes their place."""
+    flags = ["--optimizer.lr-per-sample", "none", "--optimizer.lr", repr(step_of_one_worker()["lr"])]
+    flags += ["--schedule.warmup", "none", "--schedule.start", "0.1"]  # 0.1 is the default.
+    return [*constant_flags(), *flags]
+
+
+def step_of_one_worker() -> dict[str, float]:
+    """What the file means for the optimizer of one worker."""
     settings = load(FILE)
     assert settings.data.batch is not None and settings.optimizer.momentum_time_constant is not None
-    step = PerSample(rate, settings.optimizer.momentum_time_constant).settings(settings.data.batch)
-    flags = ["--optimizer.lr-per-sample", "none", "--optimizer.momentum-time-constant", "none"]
-    flags += ["--optimizer.lr", repr(step["lr"]), "--optimizer.momentum", repr(step["momentum"])]
-    return [*flags, "--schedule.warmup", "none", "--schedule.start", "0.1"]  # 0.1 is the default.
+    return PerSample(file_rate(), settings.optimizer.momentum_time_constant).settings(settings.data.batch)
 
 
 def flags_of(kind: str, method: str, workers: int, rate: float, seed: int, folder: Path | None) -> list[str]:
@@ -72,11 +82,13 @@ def flags_of(kind: str, method: str, workers: int, rate: float, seed: int, folde
         flags += ["--data.folder", str(folder)]
     if kind == "sweep":
         flags += ["--optimizer.lr-per-sample", str(rate), "--data.name", "benchmarks.worker_counts:held_out"]
-    if kind == "conventions":
-        return flags
-    flags += naive_flags(rate) if kind != "sweep" else []
-    # Of one worker, the momentum of blocks is 0.
-    return [*flags, "--strategy.momentum", "0.0"] if kind == "naive" and method == "BlockMomentum" else flags
+    if kind == "constant momentum":
+        flags += [*constant_flags(), "--scaling.momentum", "none"]
+    if kind in ("naive", "own momentum"):
+        flags += naive_flags()
+    if kind == "naive" and method == "BlockMomentum":
+        flags += ["--strategy.momentum", "0.0"]  # That of one worker.
+    return flags
 
 
 def result_of(kind: str, method: str, workers: int, rate: float, seed: int, folder: Path | None) -> dict[str, Any]:
@@ -127,6 +139,10 @@ def compared(own: Group, one: Group) -> list[str]:
     return [_accuracy(own), spread(differences, "{:+.2f}").replace("± +", "± ") if differences else ""]
 
 
+def other(kind: str, method: str, one: Group, runs: Runs) -> list[str]:
+    return [cell for workers in (8, 32) for cell in compared(of(kind, method, workers, runs), one)]
+
+
 def _accuracy(runs: Group) -> str:
     return spread([run["accuracy"] for run in runs.values()], "{:.2f}") if runs else ""
 
@@ -166,13 +182,15 @@ def main() -> None:
             wanted += [(kind, m, 8, rate, seed) for m in METHODS for kind in ("conventions", "naive")]
             wanted += [("conventions", m, 32, rate, seed) for m in METHODS]
             wanted += [("own momentum", "BlockMomentum", 8, rate, seed)]
+            wanted += [("constant momentum", "AllReduceSGD", n, rate, seed) for n in (8, 32)]
         keep(worked(result_of, [(*k, args.data) for k in wanted if k not in runs], args.processes))
     one = of("conventions", "AllReduceSGD", 1, runs)
     tables = {
         ("rate", *map("seed {}".format, SWEEP_SEEDS), "mean"): [swept_line(rate, runs) for rate in RATES],
         tuple(HEAD): [line(method, runs) for method in METHODS],
-        ("naive, but block momentum 1 - 1/8", "difference"): [
-            compared(of("own momentum", "BlockMomentum", 8, runs), one)
+        ("other rules", "8 workers", "difference", "32 workers", "difference"): [
+            ["AllReduceSGD, momentum the same at any size", *other("constant momentum", "AllReduceSGD", one, runs)],
+            ["BlockMomentum, naive but with its own momentum", *other("own momentum", "BlockMomentum", one, runs)],
         ],
         ("method", "workers", "optimizer of a worker", "synchronisations", "warnings"): [
             effective_line(method, workers, runs) for method in METHODS for workers in (8, 32)
