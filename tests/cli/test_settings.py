@@ -24,6 +24,7 @@ from paceline import (
     PeriodicAveraging,
     Replicated,
     Scaling,
+    Schedule,
     Stragglers,
     Then,
     registry,
@@ -432,6 +433,12 @@ def test_none_leaves_a_table_out():
     made = loaded("--optimizer", "none", "--scaling.momentum", "none", text=text)
     assert (made.optimizer.arguments, made.scaling) == ({}, ScalingTable(momentum="none"))
     assert loaded("--scaling", "none", "--steps", "none", text=text).scaling is None
+
+
+def test_none_leaves_a_length_out():
+    text = SMALL + "[schedule]\nwarmup = '1 epoch'\ndecay = 'cosine'\n[evaluation]\nevery = '2 epochs'\n"
+    made = loaded("--schedule.warmup", "none", "--evaluation.every", "none", text=text)
+    assert (made.schedule, made.evaluation.every) == (Schedule(decay="cosine"), None)
 
 
 def test_no_epochs_and_no_steps_train_nothing():

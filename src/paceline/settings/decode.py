@@ -164,7 +164,8 @@ def decoded(kind: Any, value: Any, path: str) -> Any:
     if isinstance(value, float) and isnan(value):
         raise SettingsError(f"{path} = nan: it is not a number")
     options = options_of(kind)
-    if value == "none" and type(None) in options and str not in options:
+    # No length is spelled "none", though a length may be given as text.
+    if value == "none" and type(None) in options and (str not in options or Length in options):
         return None
     for option in options:
         if isinstance(option, type) and issubclass(option, Checked) and isinstance(value, (str, dict)):
