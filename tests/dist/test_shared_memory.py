@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import signal
 import time
 import traceback
@@ -399,15 +400,28 @@ def test_rank_that_never_connects_is_named_in_the_error() -> None:
         SharedMemory.connect(HashStore(), 1, [0, 1], timeout_s=0.1)
 
 
+def shared_files() -> set[str]:
+    """The files in /dev/shm that this process maps."""
+    return set(re.findall(r"/dev/shm/\S+", Path("/proc/self/maps").read_text()))
+
+
+def open_files() -> set[str]:
+    found: set[str] = set()
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{file}"))
+    return found
+
+
 def test_killed_ranks_leave_no_socket_and_no_file(tmp_path: Path) -> None:
+    inherited = shared_files()  # Tests before this one may have left tensors of loader workers to the collector.
+    opened = open_files()
+
     def body(group: SharedMemory, _: Store) -> list[str]:
         group.all_reduce(torch.zeros(1000)).wait()
-        maps = Path("/proc/self/maps").read_text()
-        assert "memfd:paceline" in maps and "/dev/shm/" not in maps
-        sockets: list[str] = []
-        for file in os.listdir("/proc/self/fd"):
-            with suppress(FileNotFoundError):
-                sockets.append(os.readlink(f"/proc/self/fd/{file}"))
+        assert "memfd:paceline" in Path("/proc/self/maps").read_text()
+        assert not shared_files() - inherited
+        sockets = open_files() - opened
         mine = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@paceline-" in line]
         mine = [line for line in mine if f"socket:[{line[6]}]" in sockets]
         listening = [line for line in mine if int(line[3], 16) & 0x10000]
