@@ -643,6 +643,16 @@ def test_numbers_that_are_not_finite_end_a_run_in_one_line(
     assert said.startswith("paceline: rank 0 has NaN or infinity in the gradient of") and said.count("\n") == 1
 
 
+@pytest.mark.filterwarnings("ignore:rank 0 has NaN")
+def test_a_run_that_diverges_after_its_first_step_ends_in_an_error_and_writes_no_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    written(SMALL)
+    said = ended(monkeypatch, capsys, "simulate", "settings.toml", "--optimizer.lr", "1e30", "--save.model", "bad.st")
+    assert "paceline: training has diverged: " in said and "bad.st was not written" in said
+    assert not Path("bad.st").exists()
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_training():
     written(SMALL)
     for key in ("save.model", "save.trace", "log.metrics"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,7 +144,7 @@ def _show_header(path: Path, recipe: Recipe, task: Task, how: str) -> None:
 
 
 def _show_result(run: Run, recipe: Recipe, seconds: str) -> None:
-    """Print how the run ended, and write the files that the settings ask for."""
+    """Print how the run ended, and write the files that the settings ask for; of a run that diverged not the model."""
     from rich.console import Console
 
     from paceline.settings.saving import save_model
@@ -153,12 +154,30 @@ def _show_result(run: Run, recipe: Recipe, seconds: str) -> None:
     sent = run.trace.bytes_sent(0) / 1e6
     console.print(f"[bold]{values or 'done'}[/bold]: {run.seconds:.1f} {seconds}, {sent:,.1f} MB sent by worker 0")
     save = recipe.settings.save
-    if save.model is not None:
-        save_model(run.model, Path(save.model))
-        console.print(f"model: {save.model}")
     if save.trace is not None:
         run.trace.save(save.trace)
         console.print(f"trace: {save.trace}")
+    if recipe.settings.processes.nonfinite != "pass":
+        _check_finite(run, save.model)
+    if save.model is not None:
+        save_model(run.model, Path(save.model))
+        console.print(f"model: {save.model}")
+
+
+def _check_finite(run: Run, file: str | None) -> None:
+    """Raise FloatingPointError if training has diverged: a run that goes on after a NaN would end as if all were
+    well."""
+    last = {point.rank: point for point in run.trace.points if point.loss is not None}
+    if not run.params.isfinite().all():
+        what = "the model at the end of the run holds NaN or infinity"
+    elif last and not any(isfinite(point.loss or 0.0) for point in last.values()):
+        what = f"the last loss of every worker is not finite, that of worker {min(last)} is {last[min(last)].loss}"
+    else:
+        return
+    kept = "" if file is None else f"; {file} was not written"
+    raise FloatingPointError(
+        f"training has diverged: {what}{kept}.  Lower the learning rate or warm it up; `paceline tune` looks for one"
+    )
 
 
 def _shown(name: str, value: float) -> str:
