@@ -116,13 +116,14 @@ def check(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.skipif(HAS_GPU or IS_INTERPRETED, reason="the tests below run here")
 def test_these_tests_pass_in_the_triton_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, timeout=110
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, timeout=290
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
@@ -153,14 +154,14 @@ def test_every_kernel_is_tested_here():
 @pytest.mark.parametrize("codec", SMALL.values(), ids=SMALL)
 def test_small_buckets_at_every_edge(codec: Codec):
     bucket = bucket_of(codec)
-    for i, numel in enumerate([1, 33, bucket - 1, bucket, bucket + 1, 17 * bucket, 18 * bucket + 9]):
+    for i, numel in enumerate([1, bucket - 1, bucket, bucket + 1, 17 * bucket + 9]):
         check(codec, numel, feedback=i % 3 != 1, seed=i)
 
 
 @here
 @pytest.mark.parametrize("codec", WHOLE.values(), ids=WHOLE)
 def test_buckets_of_the_usual_sizes(codec: Codec):
-    check(codec, 2 * bucket_of(codec) + 41)
+    check(codec, (2 if DEVICE == "cuda" else 1) * bucket_of(codec) + 41)
     if DEVICE == "cuda":
         check(codec, 1000 * bucket_of(codec), feedback=False)
         check(codec, 1234567)
@@ -207,9 +208,10 @@ def test_a_buffer_of_the_wrong_size_raises_and_is_not_overrun(codec: Codec):
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_bucket_that_cannot_be_encoded_gets_a_nan_scale_and_keeps_its_residual(codec: Codec, bad: float):
     bucket = bucket_of(codec)
-    numel = 2 * bucket + 7
     # One that is not kept in registers takes long to interpret.
-    for at in (0, bucket + 5, numel - 1) if bucket == 32 else (bucket + 5,):
+    is_long = bucket > 32 and DEVICE != "cuda"
+    numel = (1 if is_long else 2) * bucket + 7
+    for at in (5,) if is_long else (0, bucket + 5, numel - 1):
         x, residual = values(numel), values(numel, 1)
         x[at] = bad
         spoilt = torch.arange(numel) // bucket == at // bucket
