@@ -2,8 +2,8 @@
 
 The verbs are here (`attach`, `train`, `simulate`, `tune`, `ddp_hook`, `split`), the strategies, what a Task and a
 Cluster are made of, and the monitors that watch a run.  Other names live in small namespaces: `codecs` (wire
-formats), `rules` and `gates` (of parameter servers), `topologies` (of gossip), `state` (slots and resize rules),
-`registry` (strategies and codecs by name).
+formats), `rules` and `gates` (of parameter servers), `faults` (of the simulator), `topologies` (of gossip), `state`
+(slots and resize rules), `registry` (strategies and codecs by name).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from paceline.server import gates, rules
 from paceline.server.shard import Shard
 from paceline.server.store import Store
 from paceline.sim import Cluster, Compute, Constant, Faults, Link, LogNormal, Measured, Stragglers, simulate
+from paceline.sim import faults as faults
 from paceline.state import Slot, resized
 from paceline.strategies import *  # noqa: F403
 from paceline.strategy import Strategy
@@ -97,6 +98,7 @@ __all__ = [
     "attach",
     "codecs",
     "ddp_hook",
+    "faults",
     "gates",
     "registry",
     "resized",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ class SimEndpoint:
         return self._simulator.trace
 
     def now(self) -> float:
-        return self._simulator.now
+        return self.world.clock(self.rank)
 
     def group(self, ranks: Sequence[int]) -> SimEndpoint:
         if self.rank not in ranks:
@@ -113,9 +114,8 @@ class SimEndpoint:
         sent.src = rank
         # The check comes before the receiver gets the snapshot, because the receiver may write to it.
         simulator.at(stop, self._sent, op, given, snapshot)
-        arrival = stop + world.machines.link(rank, dst).latency
-        for _ in range(world.copies()):
-            simulator.at(arrival, world.arrive, dst, sent, stop)
+        for arrival in world.network.arrivals(rank, dst, stop, world.machines.link(rank, dst).latency):
+            simulator.at(arrival, world.arrive, dst, copy.copy(sent), stop)
         return op
 
     def _sent(self, op: SimOp[None], given: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
