@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from paceline.session.session import Session
     from paceline.session.train import train
     from paceline.study.rates import RateRange
+    from paceline.study.torture import Tortured, torture
     from paceline.study.tune import tune
     from paceline.study.tuned import Tuned
 
@@ -93,6 +94,7 @@ __all__ = [
     "SyncResult",
     "SyncRounds",
     "Task",
+    "Tortured",
     "Trace",
     "Tuned",
     "attach",
@@ -108,6 +110,7 @@ __all__ = [
     "state",
     "strategies",
     "topologies",
+    "torture",
     "train",
     "tune",
 ]
@@ -117,9 +120,11 @@ _LATER = {
     "Partition": "paceline.session.partition",
     "RateRange": "paceline.study.rates",
     "Session": "paceline.session.session",
+    "Tortured": "paceline.study.torture",
     "Tuned": "paceline.study.tuned",
     "attach": "paceline.session.attach",
     "ddp_hook": "paceline.session.ddp",
+    "torture": "paceline.study.torture",
     "train": "paceline.session.train",
     "tune": "paceline.study.tune",
 }

@@ -39,7 +39,7 @@ class WorkSource:
         self.replica, self.endpoint = replica, replica.endpoint
         self.steps = 0
         self._client = client
-        client.drop_work, client.draw_again = self._drop, self._draw_again
+        client.draw_again = self._draw_again
         self._first_step = replica.cursor.step
         self._hand: deque[WorkItem] = deque()  # The next work items of this worker.
         self._ahead = 1  # How many work items it wants to have while it works.
@@ -51,7 +51,7 @@ class WorkSource:
         self.steps -= steps
         return steps
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Drop the work items: other workers do them."""
         self._hand.clear()
         self._drawn = None

@@ -20,6 +20,8 @@ from paceline.trace import Trace
 
 T = TypeVar("T")
 
+SHORTEST_S = 1e-9  # The shortest time above 0 that a rank waits for a message.
+
 
 class SimEndpoint:
     """One rank's endpoint in a simulated world."""
@@ -138,7 +140,9 @@ class SimEndpoint:
                 return op
         self.world.receivers[self.rank].append(receiver)
         if timeout is not None:
-            simulator.at(simulator.now + timeout, self._time_out, receiver, timeout)
+            # Some time passes always, also where a rank's own clock is rounded differently.
+            wait_s = max(timeout, SHORTEST_S) if timeout > 0 else 0.0
+            simulator.at(simulator.now + wait_s, self._time_out, receiver, timeout)
         return op
 
     def _time_out(self, receiver: Receiver, timeout: float) -> None:
