@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from paceline.endpoint import Layout
 from paceline.engines.groups import Groups
-from paceline.engines.hosts import Hosts, gather
+from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
 from paceline.errors import ClusterError
@@ -74,7 +74,7 @@ class Job:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
-        self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
+        self._prefix = f"paceline/{os.environ.get(ATTEMPT, '0')}/{next(_joined)}"
         if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
             launcher_pipe = int(os.environ[LAUNCHER_PIPE])
         self.endpoint: ProcessEndpoint
@@ -85,7 +85,8 @@ class Job:
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)
-            self.hosts = Hosts(self.store, self.rank, self.workers)
+            self._roll = RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s)
+            self.hosts = Hosts(self._roll)
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
@@ -118,7 +119,7 @@ class Job:
         self.store = dist.PrefixStore(self._prefix, self._base)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
-        pids = gather(self.store, self.rank, self.workers, "pid", str(pid))
+        pids = self._roll.gather("pid", str(pid))
         return ServerSettings.of(
             self.layout,
             self._base,
@@ -190,7 +191,7 @@ class Job:
         )
         if not self.layout.servers and self.workers > 1:
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
-            gather(self.store, self.rank, self.workers, "there", "")
+            self._roll.gather("there", "")
         return endpoint
 
     def _has_ended(self, rank: int) -> bool:
