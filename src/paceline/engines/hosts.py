@@ -21,6 +21,7 @@ class Hosts:
     """The hosts of a job, as all ranks have published them in its store."""
 
     def __init__(self, roll: RollCall) -> None:
+        self.roll = roll
         names = roll.gather("host", _name())
         self._names = names
         self.ranks = [[r for r in range(roll.workers) if names[r] == name] for name in dict.fromkeys(names)]

@@ -85,8 +85,7 @@ class Job:
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)
-            self._roll = RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s)
-            self.hosts = Hosts(self._roll)
+            self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
@@ -119,7 +118,7 @@ class Job:
         self.store = dist.PrefixStore(self._prefix, self._base)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
-        pids = self._roll.gather("pid", str(pid))
+        pids = self.hosts.roll.gather("pid", str(pid))
         return ServerSettings.of(
             self.layout,
             self._base,
@@ -191,7 +190,7 @@ class Job:
         )
         if not self.layout.servers and self.workers > 1:
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
-            self._roll.gather("there", "")
+            self.hosts.roll.gather("there", "")
         return endpoint
 
     def _has_ended(self, rank: int) -> bool:
