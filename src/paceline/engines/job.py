@@ -274,7 +274,7 @@ class Job:
                 self._servers.wait()
             self._servers.close()
         if hasattr(self, "endpoint"):
-            if not failed and not self.layout.servers and self._is_elastic:
+            if not (failed or self.endpoint.missed_end or self.layout.servers) and self._is_elastic:
                 with suppress(RuntimeError):  # The process that serves the store may have ended before.
                     self.store.set(f"ended/{self.endpoint.rank}", "")
             self.endpoint.close()

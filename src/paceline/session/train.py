@@ -177,6 +177,7 @@ def _work(
         )
         run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
         _train(terms, job, learner, run, watching)
+        job.endpoint.missed_end = run.missed_end
         model = learner.whole()
         if terms.depth > 1:
             learner.endpoint.trace.move_to(job.rank)
