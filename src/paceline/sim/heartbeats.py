@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from paceline.protocol.messages import PeerSuspected
+from paceline.protocol.messages import PeerReturned, PeerSuspected
 from paceline.transport.failure_detector import FailureDetector
 
 if TYPE_CHECKING:
@@ -55,8 +55,14 @@ class Heartbeats:
     def _arrive(self, src: int, dst: int) -> None:
         if self._simulator.is_paused(dst):
             self._unread[dst].add(src)
-        elif dst in self._detectors:
-            self._detectors[dst].heartbeat(src, self._world.clock(dst))
+        elif dst in self._detectors and self._simulator.is_running(dst):
+            self._hear(src, dst)
+
+    def _hear(self, src: int, dst: int) -> None:
+        detector = self._detectors[dst]
+        detector.heartbeat(src, self._world.clock(dst))
+        for returned in detector.returned():
+            self._world.deliver(dst, PeerReturned(src=returned))
 
     def _check(self, rank: int) -> None:
         if not self._simulator.is_running(rank):
@@ -64,7 +70,7 @@ class Heartbeats:
         detector, now = self._detectors[rank], self._world.clock(rank)
         if not self._simulator.is_paused(rank) and detector.is_due(now):
             for src in sorted(self._unread[rank]):
-                detector.heartbeat(src, now)
+                self._hear(src, rank)
             self._unread[rank].clear()
             for silent in detector.check(now):
                 self._world.deliver(rank, PeerSuspected(src=silent))
