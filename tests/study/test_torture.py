@@ -115,7 +115,7 @@ def unapplied(patch: pytest.MonkeyPatch) -> None:
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], pl.Strategy, range, set[str]]] = {
     "de-duplication": (applied_again, SERVED, range(40), {"no update is applied twice"}),
-    "roster": (suspected_once, SERVED, range(40), set()),
+    "roster": (suspected_once, SERVED, range(70, 130), {"every run ends"}),
     "gate": (one_too_far, IN_STEP, range(40), {"the staleness bound holds"}),
     "work queue": (lost_items, SERVED, range(60), {"each sample is counted once"}),
     "shard state": (unapplied, SERVED, range(40), {"each sample is counted once"}),

@@ -11,16 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from paceline.checked import spelled
-from paceline.strategies import STRATEGIES
 from paceline.strategy import Strategy
 from paceline.study.fault_plans import kinds_of
-from paceline.study.torture import Tortured, named, torture
+from paceline.study.torture import Tortured, every, named, torture
 
 
 def torture_all(names: Sequence[str], seeds: Sequence[int], kinds: Sequence[str], *, processes: int, path: str) -> bool:
     """Torture these strategies, or all; whether an invariant was broken."""
-    chosen = {name: named(name) for name in names or map(spelled, STRATEGIES)}
+    chosen = {name: named(name) for name in names} or every()
     if not names:  # Of all strategies, those that can take these kinds.
         chosen = {name: s for name, s in chosen.items() if not kinds or set(kinds) & set(kinds_of(s))}
     console = Console(highlight=False)

@@ -58,7 +58,7 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     chance = Random(f"torture/{seed}")
     draw = Draw(chance, Layout(workers, strategy.servers), seconds)
     chosen = [kind for kind in kinds if chance.random() < 0.4] or [chance.choice(kinds)]
-    has_beats = strategy.needs.elastic and chance.random() < 0.7
+    has_beats = strategy.servers and strategy.needs.elastic and chance.random() < 0.7
     faults = Faults(silent_s=SILENT_S if has_beats else None, retransmit_s=RETRANSMIT_S)
     for kind in chosen:
         faults = replace(faults, **_of_kind(kind, faults, draw))

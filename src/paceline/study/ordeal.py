@@ -123,7 +123,10 @@ class Ordeal:
         self.workers = workers
         self.virtual_s = 0.0  # How long the last run has lasted.
         self.task = task or (descent_task() if strategy.coordinators else counting_task())
-        self.promise = _promise_of([self._run(seed, Faults()) for seed in (1, 2, 3)])
+        try:
+            self.promise = _promise_of([self._run(seed, Faults()) for seed in (1, 2, 3)])
+        except Violation as error:
+            raise ValueError(f"torture({strategy}): it fails without any fault: {error.seen}") from error.__cause__
 
     def violation(self, seed: int, faults: Faults) -> Violation | None:
         """Run with these faults on the cluster of this seed; the first invariant that is broken."""
