@@ -22,6 +22,7 @@ from paceline.resize import (
     ResizeRule,
     Values,
     name_of,
+    own_position,
     per_worker,
     residual,
     resize_rule,
@@ -38,6 +39,7 @@ __all__ = [
     "Values",
     "check_header",
     "copied",
+    "own_position",
     "per_worker",
     "resharded",
     "residual",
@@ -96,6 +98,7 @@ class StateStore:
         self._saved: dict[str, Any] = {}  # Slots of a loaded state that have not been declared yet.
         self._has_loaded = False
         self._prefix = ""
+        self.settle: Callable[[], Awaitable[None]] | None = None  # Awaited before the slots are.
 
     def slot(
         self,
@@ -159,7 +162,13 @@ class StateStore:
             self._entries = {name: entry for name, entry in self._entries.items() if not name.startswith(inner)}
 
     async def before_save(self) -> None:
-        """Await what is still in flight, so that the slots hold all of the state."""
+        """Await what is still in flight, so that the slots hold all of the state.  All workers do so."""
+        if self.settle is not None:
+            await self.settle()
+        await self.end_exchanges()
+
+    async def end_exchanges(self) -> None:
+        """Await this worker's own exchanges in flight."""
         for entry in self._entries.values():
             if entry.before_save is not None:
                 await entry.before_save()
@@ -189,6 +198,7 @@ class StateStore:
         self._entries = bound
         self._saved = slots
         self._has_loaded = True
+        self.settle = None
 
     def check_complete(self) -> None:
         """Raise if the loaded state has a slot that has not been declared: it would be lost."""
@@ -279,16 +289,17 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     for state in states:
         check_header(state, states[0]["strategy"])
     steps = [state["step"] for state in states]
-    if len(set(steps)) > 1:
+    if len(set(steps)) > 1 and not all(state.get("own_step", False) for state in states):
         raise ValueError(f"resized: the states were saved at different steps, {steps}")
     _check_same_slots(states)
     if workers == len(states):
         return [copied(dict(state)) for state in states]
     counted = [state for state in states if state["is_finite"]] or list(states)
-    resize = Resize(workers, [state["weight"] for state in counted], steps[0])
+    resize = Resize(workers, [state["weight"] for state in counted], min(steps))
     weight = sum(resize.weights) / workers
     new: list[dict[str, Any]] = [
-        {**states[0], "rank": rank, "workers": workers, "weight": weight, "slots": {}} for rank in range(workers)
+        {**states[0], "step": min(steps), "rank": rank, "workers": workers, "weight": weight, "slots": {}}
+        for rank in range(workers)
     ]
     for name in states[0]["slots"]:
         rule = states[0]["slots"][name]["rule"]

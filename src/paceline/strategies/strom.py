@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.codecs.codec import Codec, check_one_to_one
 from paceline.families.broadcast import BroadcastLog
 from paceline.families.peers import Peers
+from paceline.families.quiet import QuietPoint
 from paceline.families.run_end import RunEnd
 from paceline.needs import Needs
 from paceline.strategy import Strategy
@@ -44,7 +45,8 @@ class Strom(Strategy):
 
     @property
     def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Needs(collectives=False, messages=True, optimizer=self.lr is None)
+        # Workers that wait for the few stand at no step, and cannot be saved there.
+        return Needs(collectives=False, messages=True, optimizer=self.lr is None, rests=not self.few_steps)
 
     def __post_init__(self) -> None:
         check_one_to_one(f"Strom(codec={self.codec})", self.codec)
@@ -63,6 +65,7 @@ class Strom(Strategy):
         for _ in w.steps_alone():
             await run.step()
         await run.end.wait_for_all()
+        run.quiet.end()
 
 
 class StromWorker:
@@ -73,8 +76,10 @@ class StromWorker:
         self.w = w
         self.codec_state = w.codec_state(strategy.codec)
         self.before = torch.empty_like(w.params if strategy.lr is None else w.params[:0])
+        self.is_stepping = False  # Whether the local optimizer is about to step from `before`.
         self.peers = Peers(w)
         self.log = BroadcastLog(self.peers, self.apply_received)
+        self.quiet = QuietPoint(self.peers, self.log)
         self.end = RunEnd(self.peers, self.log)
 
     async def step(self) -> None:
@@ -89,7 +94,9 @@ class StromWorker:
     async def local_update(self) -> Tensor:
         """The step of the local optimizer.  It is not applied yet."""
         self.before.copy_(self.w.learner.flat.round(self.w.params))
+        self.is_stepping = True
         await self.w.local_step()
+        self.is_stepping = False
         update = self.before - self.w.params
         self.w.params.copy_(self.before)
         return update
@@ -103,10 +110,12 @@ class StromWorker:
     def apply(self, data: Tensor, rate: float) -> None:
         params = self.w.params
         scale = -(self.strategy.lr or 1.0) * rate
-        if self.codec_state is None:
-            params.add_(data.to(params.device), alpha=scale)
-        else:
-            self.codec_state.add(data.to(params.device), params, scale)
+        # A quiet point may lie before a local step that has been asked for: what arrives there is no part of the step.
+        for vector in (params, self.before) if self.is_stepping else (params,):
+            if self.codec_state is None:
+                vector.add_(data.to(params.device), alpha=scale)
+            else:
+                self.codec_state.add(data.to(params.device), vector, scale)
 
     async def apply_received(self, data: Tensor, rate: float) -> None:
         await self.w.endpoint.compute(lambda: self.apply(data, rate), kind="decode", nbytes=data.nbytes)

@@ -31,6 +31,7 @@ class Cursor:
         self.is_over = False  # No worker has data left, and all workers know it.
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called once for every step.
         self.on_end: Callable[[], None] = lambda: None  # The driver's hook: this worker computes no more gradients.
+        self.on_rest: Callable[[], None] = lambda: None  # The driver's hook: others save the run after that.
         self._learner = learner
         self._plan = plan
         self._end: float = inf  # The step before which the current phase ends.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,20 @@ from paceline.worker.cursor import Cursor
 from paceline.worker.flat import Bucket
 from paceline.worker.learner import Learner
 from paceline.worker.plan import Plan
+
+
+class Rest(Protocol):
+    """The moments at which nothing is in flight between workers that do not wait for each other."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether another worker has begun to save the run."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """How many such moments there were."""
+        ...
 
 
 class Replica:
@@ -49,6 +64,7 @@ class Replica:
         self.cursor = Cursor(learner, self.plan, endpoint.layout.workers)
         self.batch = BatchRecord(endpoint.rank, self.cursor, nonfinite)
         self.published: Tensor | None = None
+        self.rest: Rest | None = None  # Of a method whose workers save the run at no common step.
         self._states = states
 
     @property
@@ -147,6 +163,10 @@ class Replica:
         `rule` says what becomes of it with another number of workers: see `paceline.state`.
         """
         return self._states.slot(name, rule=rule, version=version, before_save=before_save, **initial)
+
+    def before_save(self, settle: Callable[[], Awaitable[None]]) -> None:
+        """Await this before the state is saved: it brings what is in flight between the workers to rest."""
+        self._states.settle = settle
 
     def codec_state(
         self, codec: Codec | None, name: str = "codec", *, knows_tensors: bool = True, is_stepped_here: bool = True

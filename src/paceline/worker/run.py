@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
-from paceline.state import StateStore, per_worker
+from paceline.state import StateStore, own_position, per_worker
 from paceline.strategy import Ended, MissedEnd, Stopped, Strategy
 from paceline.worker.batch import NonFinite
 from paceline.worker.control import Control
@@ -47,7 +47,8 @@ class WorkerRun:
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called before every step.
         self.replica.cursor.on_step = self._step
         self._bind_model()
-        self.states.bind("position", rule=per_worker, save=self._save_position, load=self._load_position)
+        rule = per_worker if strategy.needs.ordered else own_position
+        self.states.bind("position", rule=rule, save=self._save_position, load=self._load_position)
         learner.bind_state(self.states)
         for method in reversed(strategy.methods):  # Each is checked now, and the first one begins.
             learner.follow(method)
@@ -111,10 +112,11 @@ class WorkerRun:
         return self.states.state_dict(
             strategy=type(self.strategy).__name__,
             step=replica.cursor.step,
-            rank=replica.rank,
+            rank=replica.rank if replica.rest is None or replica.cursor.shard is None else replica.cursor.shard,
             workers=replica.workers,
             weight=replica.batch.unsynced,
             is_finite=is_finite(replica.params),
+            **({} if self.strategy.needs.ordered else {"own_step": True}),
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
