@@ -20,6 +20,7 @@ from paceline.checkpoint.manifest import FORMAT, Manifest, Model
 from paceline.checkpoint.saver import CheckpointFailed, Saver, now
 from paceline.errors import ClusterError
 from paceline.op import drive
+from paceline.slot_values import Copies
 from paceline.worker.run import WorkerRun
 
 PATIENCE_S = (
@@ -61,6 +62,7 @@ class Saving:
         self._settings = settings
         self._saved_at: int | None = None
         self._has_ended = False
+        self._copies = Copies()
         shared = PrefixStore(f"saving/{next(_opened)}", store) if workers > 1 else None
         self._folder = Folder(settings.folder)
         endpoint = run.replica.endpoint
@@ -192,12 +194,13 @@ class Saving:
             return self._saver.give_up(step, str(error), f"rest {rest.number}")
         flat = replica.learner.flat
         flat.refresh()
-        values: dict[str, Any] = {"state": self._run.state_dict(), "more": self._more()}
+        self._saver.wait()  # The memory of its copies is used again.
+        values: dict[str, Any] = {"state": self._run.state_dict(self._copies), "more": self._more()}
         if self._worker == 0:
             published = replica.published
             trained = set(flat.names)
             frozen = {n: p.detach().cpu().clone() for n, p in flat.model.named_parameters() if n not in trained}
-            values |= {"published": None if published is None else published.clone(), "frozen": frozen}
+            values |= {"published": self._copies.of(published, "published"), "frozen": frozen}
             values |= {"trained": self._trained, "buffers": self._buffers}
         manifest = Manifest(
             format=FORMAT,

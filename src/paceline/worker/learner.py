@@ -215,9 +215,10 @@ def bind_optimizer(states: StateStore, optimizer: torch.optim.Optimizer) -> None
     states.bind(
         "optimizer",
         rule=per_worker,
-        save=lambda: copy.deepcopy(optimizer.state_dict()),
+        save=optimizer.state_dict,
         load=optimizer.load_state_dict,
         check=partial(_check_same_optimizer, optimizer),
+        is_live=True,
     )
 
 
