@@ -29,7 +29,7 @@ from paceline.resize import (
     same,
     shard,
 )
-from paceline.slot_values import copied
+from paceline.slot_values import Copies, copied
 
 __all__ = [
     "Resize",
@@ -77,6 +77,7 @@ class _Entry:
     load: Callable[[Values], None] | None = None  # None: the slot was filled when it was declared.
     check: Callable[[Values], None] | None = None  # Raises if the values do not fit.
     before_save: Callable[[], Awaitable[None]] | None = None
+    is_live: bool = True  # Whether the values that are read go on to change.
 
 
 class StateStore:
@@ -120,7 +121,7 @@ class StateStore:
             slot = Slot(**_restored(full, self._take(full, version), initial))
         else:
             slot = Slot(**{key: copied(value) for key, value in initial.items()})
-        self._entries[full] = _Entry(name_of(rule), version, lambda: copied(vars(slot)), before_save=before_save)
+        self._entries[full] = _Entry(name_of(rule), version, lambda: vars(slot), before_save=before_save)
         return slot
 
     def bind(
@@ -133,13 +134,14 @@ class StateStore:
         check: Callable[[Values], None] | None = None,
         rule: ResizeRule = same,
         version: int = 1,
+        is_live: bool = False,
     ) -> None:
         """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers.
 
-        `check` raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
+        `save` gives a copy of them; or, if it `is_live`, the values themselves, of which a copy is saved.  `check` raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
         """
         full = self._new_name(name)
-        entry = _Entry(name_of(rule), version, save, load, check)
+        entry = _Entry(name_of(rule), version, save, load, check, is_live=is_live)
         if self._has_loaded:
             _check_fits(full, self._saved, entry)
             load(copied(self._saved.pop(full)["values"]))
@@ -173,10 +175,18 @@ class StateStore:
             if entry.before_save is not None:
                 await entry.before_save()
 
-    def state_dict(self, *, strategy: str, step: int, **header: Any) -> dict[str, Any]:
-        """All slots, as plain dicts, lists, numbers, text and tensors.  They are copies."""
+    def state_dict(self, *, strategy: str, step: int, copies: Copies | None = None, **header: Any) -> dict[str, Any]:
+        """All slots, as plain dicts, lists, numbers, text and tensors.
+
+        They are copies: of their own, or those that `copies` keeps, which last until it makes new ones.
+        """
+        kept = Copies() if copies is None else copies
         slots = {
-            name: {"version": entry.version, "rule": entry.rule, "values": entry.save()}
+            name: {
+                "version": entry.version,
+                "rule": entry.rule,
+                "values": kept.of(entry.save(), name) if entry.is_live else entry.save(),
+            }
             for name, entry in self._entries.items()
         }
         return {"format": FORMAT, "strategy": strategy, "step": step, **header, "slots": slots}

@@ -67,7 +67,8 @@ def written(folder: Path, states: list[dict[str, Any]], *, step: int = 3, number
     folder.mkdir(exist_ok=True)
     path = store.open(step)
     parts = [
-        Part(rank, {"state": state, "more": {}, "published": None, "frozen": {}}) for rank, state in enumerate(states)
+        Part(rank, {"state": state, "more": {}, "published": None, "frozen": {}, "trained": [], "buffers": []})
+        for rank, state in enumerate(states)
     ]
     files: dict[str, Any] = {}
     for part in parts:

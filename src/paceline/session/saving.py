@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import PrefixStore, Store
 
 from paceline import __version__
@@ -19,6 +20,7 @@ from paceline.checkpoint.manifest import FORMAT, Manifest, Model
 from paceline.checkpoint.saver import CheckpointFailed, Saver, now
 from paceline.errors import ClusterError
 from paceline.op import drive
+from paceline.slot_values import Copies
 from paceline.worker.run import WorkerRun
 
 PATIENCE_S = (
@@ -43,15 +45,24 @@ class Saving:
         store: Store,
         timeout_s: float,
         more: Callable[[], Mapping[str, Any]] = dict,
+        whole: nn.Module | None = None,
+        stages: int = 1,
     ) -> None:
-        """`more` gives what is saved beside the run's own state."""
+        """`more` gives what is saved beside the run's own state.
+
+        `rank` and `workers` count processes.  Each worker is as many of them as its model has `stages`, and `whole` is
+        that model; with one stage it is the run's own.
+        """
         self._run = run
         self._rank = rank
-        self._workers = workers
+        self._stages = stages
+        self._workers = workers // stages
+        self._worker, self._stage = divmod(rank, stages)
         self._more = more
         self._settings = settings
         self._saved_at: int | None = None
         self._has_ended = False
+        self._copies = Copies()
         shared = PrefixStore(f"saving/{next(_opened)}", store) if workers > 1 else None
         self._folder = Folder(settings.folder)
         endpoint = run.replica.endpoint
@@ -66,7 +77,10 @@ class Saving:
         is_first = rank == 0 or not self._is_together
         self._cadence = Cadence(settings, run.replica.plan, store=told, is_first=is_first, timeout_s=timeout_s)
         flat = run.replica.learner.flat
-        self._model = Model.of(flat.model, flat.names)
+        trained = flat.names if whole is None else [n for n, p in whole.named_parameters() if p.requires_grad]
+        self._model = Model.of(flat.model if whole is None else whole, trained)
+        self._trained = list(flat.names)
+        self._buffers = [name for name, _ in flat.model.named_buffers()]
 
     # Continue.
 
@@ -124,10 +138,11 @@ class Saving:
                 "empty one"
             )
         try:
-            load(checkpoint.state(self._rank, self._workers))
+            self._check_stages(checkpoint)
+            load(checkpoint.state(self._worker, self._workers, self._stage))
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}") from error
-        more = checkpoint.part(self._source(checkpoint))["more"]
+        more = checkpoint.part(self._source(checkpoint), self._stage)["more"]
         self._from = None
         self._saved_at = checkpoint.step
         self._cadence.start(checkpoint.step)
@@ -138,7 +153,21 @@ class Saving:
         if self._workers != checkpoint.manifest.workers and not self._is_together:
             steps = [state["step"] for state in checkpoint.states()]
             return steps.index(min(steps))
-        return self._rank if self._rank < checkpoint.manifest.workers else 0
+        return self._worker if self._worker < checkpoint.manifest.workers else 0
+
+    def _check_stages(self, checkpoint: Checkpoint) -> None:
+        """Raise ValueError if the model was cut into other stages."""
+        if checkpoint.manifest.stages != self._stages:
+            raise ValueError(
+                f"it is a checkpoint of a model in {checkpoint.manifest.stages} stages, and this run has "
+                f"{self._stages}: give train(stages={checkpoint.manifest.stages}), or start anew from the exported model"
+            )
+        trained = checkpoint.part(0, self._stage)["trained"]
+        if self._stages > 1 and trained != self._trained:
+            raise ValueError(
+                f"stage {self._stage} of the saved model has the parameters {trained}, and that of this run "
+                f"{self._trained}: give train(stages=[...]) with the layers at which the saved stages begin"
+            )
 
     # Save.
 
@@ -165,12 +194,14 @@ class Saving:
             return self._saver.give_up(step, str(error), f"rest {rest.number}")
         flat = replica.learner.flat
         flat.refresh()
-        values: dict[str, Any] = {"state": self._run.state_dict(), "more": self._more()}
-        if self._rank == 0:
+        self._saver.wait()  # The memory of its copies is used again.
+        values: dict[str, Any] = {"state": self._run.state_dict(self._copies), "more": self._more()}
+        if self._worker == 0:
             published = replica.published
             trained = set(flat.names)
             frozen = {n: p.detach().cpu().clone() for n, p in flat.model.named_parameters() if n not in trained}
-            values |= {"published": None if published is None else published.clone(), "frozen": frozen}
+            values |= {"published": self._copies.of(published, "published"), "frozen": frozen}
+            values |= {"trained": self._trained, "buffers": self._buffers}
         manifest = Manifest(
             format=FORMAT,
             number=0,
@@ -181,6 +212,7 @@ class Saving:
             step=step,
             workers=self._workers,
             model=self._model,
+            stages=self._stages,
         )
         self._saved_at = step
         key = None if rest is None else "end" if self._has_ended else f"rest {rest.number}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from torch import nn
+
 from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.session.saving import Saving
@@ -17,10 +19,6 @@ def check_checkpoint(terms: Terms) -> None:
     if terms.checkpoint is None:
         return
     check(terms.strategy, Offers("train(checkpoint=...)", unbroken=False))
-    if terms.depth > 1:
-        raise ValueError(
-            f"train(stages={terms.stages}, checkpoint=...): a model in stages cannot be saved; leave one of them out"
-        )
     if terms.checkpoint.also:
         raise ValueError(
             f"train(checkpoint=Checkpoints(also={sorted(terms.checkpoint.also)})): a Task has no schedulers of the "
@@ -29,13 +27,23 @@ def check_checkpoint(terms: Terms) -> None:
 
 
 @contextmanager
-def saving_of(terms: Terms, job: Job, run: WorkerRun) -> Generator[Saving | None]:
-    """The checkpoints of a run, which continues from the newest of them; None if there are to be none."""
+def saving_of(terms: Terms, job: Job, run: WorkerRun, model: nn.Module | None) -> Generator[Saving | None]:
+    """The checkpoints of a run, which continues from the newest of them; None if there are to be none.
+
+    `model` is the whole of a model in stages.
+    """
     if terms.checkpoint is None:
         yield None
         return
     saving = Saving(
-        terms.checkpoint, run, rank=job.rank, workers=job.workers, store=job.store, timeout_s=terms.timeout_s
+        terms.checkpoint,
+        run,
+        rank=job.rank,
+        workers=job.workers,
+        store=job.store,
+        timeout_s=terms.timeout_s,
+        whole=model,
+        stages=terms.depth,
     )
     try:
         saving.resume(run.load_state_dict)

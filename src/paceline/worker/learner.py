@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.op import Op, Ready
 from paceline.state import StateStore, per_worker
@@ -101,6 +101,7 @@ class TaskLearner:
 
     stage = 0
     stages = 1
+    split_model: nn.Module | None = None  # The whole model, if this process has only a stage of it.
 
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
@@ -214,9 +215,10 @@ def bind_optimizer(states: StateStore, optimizer: torch.optim.Optimizer) -> None
     states.bind(
         "optimizer",
         rule=per_worker,
-        save=lambda: copy.deepcopy(optimizer.state_dict()),
+        save=optimizer.state_dict,
         load=optimizer.load_state_dict,
         check=partial(_check_same_optimizer, optimizer),
+        is_live=True,
     )
 
 

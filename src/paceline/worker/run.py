@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
+from paceline.slot_values import Copies
 from paceline.state import StateStore, own_position, per_worker
 from paceline.strategy import Ended, MissedEnd, Stopped, Strategy
 from paceline.worker.batch import NonFinite
@@ -106,12 +107,16 @@ class WorkerRun:
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, in slots.  Await `states.before_save()` first, if the strategy is running."""
+    def state_dict(self, copies: Copies | None = None) -> dict[str, Any]:
+        """All that a resumed run needs, in slots.  Await `states.before_save()` first, if the strategy is running.
+
+        With `copies` the large tensors are in the memory that it keeps.
+        """
         replica = self.replica
         return self.states.state_dict(
             strategy=type(self.strategy).__name__,
             step=replica.cursor.step,
+            copies=copies,
             rank=replica.rank if replica.rest is None or replica.cursor.shard is None else replica.cursor.shard,
             workers=replica.workers,
             weight=replica.batch.unsynced,
@@ -136,8 +141,8 @@ class WorkerRun:
         flat = self.replica.learner.flat
 
         def save() -> dict[str, Any]:
-            late = {flat.names[i]: values.clone() for i, values in flat.late.items()}
-            return {"params": flat.params.clone(), "buffers": [b.clone() for b in flat.model.buffers()], "late": late}
+            late = {flat.names[i]: values for i, values in flat.late.items()}
+            return {"params": flat.params, "buffers": list(flat.model.buffers()), "late": late}
 
         def load(values: dict[str, Any]) -> None:
             if values["params"].numel() != flat.params.numel():
@@ -150,7 +155,7 @@ class WorkerRun:
                 mine.copy_(saved)
             flat.late = {flat.names.index(name): late.to(flat.grads) for name, late in values.get("late", {}).items()}
 
-        self.states.bind("model", rule=per_worker, save=save, load=load)
+        self.states.bind("model", rule=per_worker, save=save, load=load, is_live=True)
 
     def _save_position(self) -> dict[str, Any]:
         return self.replica.cursor.save() | self.replica.batch.save()
