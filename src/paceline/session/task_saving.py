@@ -45,6 +45,7 @@ def saving_of(terms: Terms, job: Job, run: WorkerRun, model: nn.Module | None) -
         whole=model,
         stages=terms.depth,
     )
+    run.replica.cursor.on_rest = saving.rest
     try:
         saving.resume(run.load_state_dict)
         yield saving

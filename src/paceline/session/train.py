@@ -292,8 +292,6 @@ def _train(
 
         if is_first or watch.is_on or saving is not None:
             run.on_step = on_step
-        if saving is not None:
-            run.replica.cursor.on_rest = saving.rest
         buffers = None
         if len(endpoint.ranks) > 1 and terms.strategy.needs.keeps_own_buffers:
             store = _store_of_stage(job, learner)
