@@ -11,7 +11,6 @@ from torch import Tensor
 
 from paceline.stripes import stripe_of
 
-
 KEPT_FROM = 1 << 16  # Bytes.
 
 

@@ -138,7 +138,8 @@ class StateStore:
     ) -> None:
         """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers.
 
-        `save` gives a copy of them; or, if it `is_live`, the values themselves, of which a copy is saved.  `check` raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
+        `save` gives a copy of them; or, if it `is_live`, the values themselves, of which a copy is saved.  `check`
+        raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
         """
         full = self._new_name(name)
         entry = _Entry(name_of(rule), version, save, load, check, is_live=is_live)
@@ -208,7 +209,6 @@ class StateStore:
         self._entries = bound
         self._saved = slots
         self._has_loaded = True
-        self.settle = None
 
     def check_complete(self) -> None:
         """Raise if the loaded state has a slot that has not been declared: it would be lost."""

@@ -55,7 +55,6 @@ class QuietPoint(Service):
         if replica.rest is not None:  # This worker starts anew from a saved state, and so do the others.
             peers.era = replica.rest.number
         replica.rest = self
-        replica.before_save(self.reach)
 
     @property
     def number(self) -> int:

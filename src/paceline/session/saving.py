@@ -160,7 +160,7 @@ class Saving:
         if checkpoint.manifest.stages != self._stages:
             raise ValueError(
                 f"it is a checkpoint of a model in {checkpoint.manifest.stages} stages, and this run has "
-                f"{self._stages}: give train(stages={checkpoint.manifest.stages}), or start anew from the exported model"
+                f"{self._stages}: give train(stages={checkpoint.manifest.stages}), or start anew from the export"
             )
         trained = checkpoint.part(0, self._stage)["trained"]
         if self._stages > 1 and trained != self._trained:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from torch import nn
-
 from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.session.saving import Saving
@@ -27,11 +25,8 @@ def check_checkpoint(terms: Terms) -> None:
 
 
 @contextmanager
-def saving_of(terms: Terms, job: Job, run: WorkerRun, model: nn.Module | None) -> Generator[Saving | None]:
-    """The checkpoints of a run, which continues from the newest of them; None if there are to be none.
-
-    `model` is the whole of a model in stages.
-    """
+def saving_of(terms: Terms, job: Job, run: WorkerRun) -> Generator[Saving | None]:
+    """The checkpoints of a run, which continues from the newest of them; None if there are to be none."""
     if terms.checkpoint is None:
         yield None
         return
@@ -42,7 +37,7 @@ def saving_of(terms: Terms, job: Job, run: WorkerRun, model: nn.Module | None) -
         workers=job.workers,
         store=job.store,
         timeout_s=terms.timeout_s,
-        whole=model,
+        whole=run.replica.learner.split_model,
         stages=terms.depth,
     )
     run.replica.cursor.on_rest = saving.rest

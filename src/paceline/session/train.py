@@ -276,10 +276,7 @@ def _train(
             endpoint.trace.evaluation(endpoint.now(), timetable.samples_before(k), values)
 
     is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
-    with (
-        watching.worker(job, run, learner.trainee, terms.depth) as watch,
-        saving_of(terms, job, run, learner.split_model) as saving,
-    ):
+    with watching.worker(job, run, learner.trainee, terms.depth) as watch, saving_of(terms, job, run) as saving:
 
         def on_step(k: int) -> None:
             if watching.progress is not None and job.rank == 0:

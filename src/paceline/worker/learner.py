@@ -5,7 +5,6 @@ The simulator, a training process and the user's own loop each have one.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +34,11 @@ class Learner(Protocol):
 
     stage: int  # The stage of a split model that this process holds, from 0;
     stages: int  # and how many there are.  A model that is not split is one stage.
+
+    @property
+    def split_model(self) -> nn.Module | None:
+        """The whole model, if this process has only a stage of it."""
+        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -101,12 +105,15 @@ class TaskLearner:
 
     stage = 0
     stages = 1
-    split_model: nn.Module | None = None  # The whole model, if this process has only a stage of it.
 
     def __init__(self, trainee: Trainee) -> None:
         self.trainee = trainee
         self.has_global_data = not trainee.task.has_own_data
         self.flat = trainee.flat
+
+    @property
+    def split_model(self) -> nn.Module | None:
+        return None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -41,6 +41,10 @@ class Rest(Protocol):
         """How many such moments there were."""
         ...
 
+    async def reach(self) -> None:
+        """Return at the next one, at which this worker's state can be saved."""
+        ...
+
 
 class Replica:
     """One worker.
@@ -158,15 +162,8 @@ class Replica:
         before_save: Callable[[], Awaitable[None]] | None = None,
         **initial: object,
     ) -> Slot:
-        """Declare a slot of state and get its values, as attributes.  What is not in a slot is lost on resume.
-
-        `rule` says what becomes of it with another number of workers: see `paceline.state`.
-        """
+        """Declare a slot of state and get its values; what is in no slot is lost on resume.  `rule`: `paceline.state`."""
         return self._states.slot(name, rule=rule, version=version, before_save=before_save, **initial)
-
-    def before_save(self, settle: Callable[[], Awaitable[None]]) -> None:
-        """Await this before the state is saved: it brings what is in flight between the workers to rest."""
-        self._states.settle = settle
 
     def codec_state(
         self, codec: Codec | None, name: str = "codec", *, knows_tensors: bool = True, is_stepped_here: bool = True

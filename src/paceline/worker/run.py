@@ -47,6 +47,7 @@ class WorkerRun:
         self.missed_end = False  # Whether the run ended without this worker.
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called before every step.
         self.replica.cursor.on_step = self._step
+        self.states.settle = self._settle
         self._bind_model()
         rule = per_worker if strategy.needs.ordered else own_position
         self.states.bind("position", rule=rule, save=self._save_position, load=self._load_position)
@@ -106,6 +107,10 @@ class WorkerRun:
             await self.replica.mean_of_buffers()
 
     # State.
+
+    async def _settle(self) -> None:
+        if self.replica.rest is not None:
+            await self.replica.rest.reach()
 
     def state_dict(self, copies: Copies | None = None) -> dict[str, Any]:
         """All that a resumed run needs, in slots.  Await `states.before_save()` first, if the strategy is running.
