@@ -45,10 +45,11 @@ class QuietPoint(Service):
         self._log = log
         self._settle = settle
         self._marks: dict[int, dict[int, Mark]] = {}  # Of each peer, by their numbers; those before `era` are dropped.
-        self._sent: dict[int, Mark] = {}  # This worker's last two, by their numbers.
+        self._sent: dict[int, Mark] = {}  # This worker's, by their numbers.
         self._is_here = False  # Whether this worker stands at the point.
         self._has_ended = False
         self._missing: list[int] = []  # What was missing at the end.
+        self._ended: set[int] = set()  # The data shards of workers that had ended before this one.
         peers.add(self)
         peers.on_wait = self._follow_if_finished
         replica = peers.replica
@@ -85,9 +86,7 @@ class QuietPoint(Service):
             if self._settle is not None:
                 await self._settle()
             count = 0 if self._log is None else self._log.contents()[0]
-            self._sent = {n: mark for n, mark in self._sent.items() if n == number - 1} | {
-                number: Mark(number=number, count=count)
-            }
+            self._sent[number] = Mark(number=number, count=count)
             for rank in peers.members:
                 await peers.send(rank, self._sent[number])
             await peers.wait_until(lambda: all(self._is_quiet(rank, number) for rank in peers.members))
@@ -103,7 +102,7 @@ class QuietPoint(Service):
     def _missing_shards(self) -> list[int]:
         """The data shards whose workers are dead, and not replaced."""
         peers = self._peers
-        there = {peers.data_shard, *(peers.data_shard_of(rank) for rank in peers.members)}
+        there = self._ended | {peers.data_shard, *(peers.data_shard_of(rank) for rank in peers.members)}
         return sorted(set(range(peers.replica.cursor.shards)) - there)
 
     def _check(self, missing: list[int]) -> None:
@@ -143,6 +142,17 @@ class QuietPoint(Service):
 
     async def peer_died(self, rank: int) -> None:
         self._marks.pop(rank, None)
+
+    async def peer_ended(self, rank: int) -> None:
+        self._ended.add(self._peers.data_shard_of(rank))
+
+    async def peer_suspected(self, rank: int) -> None:
+        """What it has marked counts when it is back."""
+
+    async def peer_returned(self, rank: int) -> None:
+        """It was left out of quiet points, at which nothing was saved, and passes them now."""
+        for mark in self._sent.values():
+            await self._peers.send(rank, mark)
 
     async def retransmit(self) -> None:
         mark = self._sent.get(self._peers.era + 1)

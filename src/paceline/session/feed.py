@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any, Generic, TypeVar, get_args
 
 import torch
@@ -205,11 +206,12 @@ class Feed:
     def _agreement(self) -> Agreement:
         if self._elastic:
             visit = self._visit
-            store, rank, number = self.job.store, self.partition.index, self.place.begun
-            return (
-                ByStore(store, rank, number)
-                if visit is None
-                else ByStore(store, rank, number, visit.seed, lambda seed: setattr(visit, "seed", seed))
+            return ByStore(
+                self.job.store,
+                self.partition.index,
+                self.place.begun,
+                resumed=None if visit is None else visit.seed,
+                keep=id if visit is None else partial(setattr, visit, "seed"),
             )
         return ByCollectives(self.loop.replica.endpoint)
 

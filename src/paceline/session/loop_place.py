@@ -110,7 +110,7 @@ class LoopPlace:
             # In the loop's body, the last minibatch is used once the step with it was taken.
             is_used = before_next or self._loop.replica.cursor.step > visit.step
             place["minibatch"] = visit.used if is_used else visit.used - 1
-            place["began"], place["begun"], place["seed"] = visit.began, visit.number, visit.seed
+            place |= {"began": visit.began, "begun": visit.number, "seed": visit.seed}
             place["loader"] = visit.after if is_used else visit.before
         return place
 
