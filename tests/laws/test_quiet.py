@@ -102,7 +102,7 @@ def resting(strategy: Strategy, moments: Moments, due: dict[int, int]) -> Strate
                 count[0] += 1
 
             async def step() -> object:
-                if (w.rank == 0 and w.cursor.step in due) or (w.rest is not None and w.rest.is_asked):
+                if (w.rank == 0 and w.cursor.step in due) or (w.cursor.rest is not None and w.cursor.rest.is_asked):
                     await w._states.before_save()
                     record()
                 return await inner()

@@ -53,9 +53,9 @@ class QuietPoint(Service):
         peers.add(self)
         peers.on_wait = self._follow_if_finished
         replica = peers.replica
-        if replica.rest is not None:  # This worker starts anew from a saved state, and so do the others.
-            peers.era = replica.rest.number
-        replica.rest = self
+        if replica.cursor.rest is not None:  # This worker starts anew from a saved state, and so do the others.
+            peers.era = replica.cursor.rest.number
+        replica.cursor.rest = self
 
     @property
     def number(self) -> int:

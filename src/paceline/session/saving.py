@@ -174,7 +174,7 @@ class Saving:
     def step(self, step: int) -> None:
         """The run stands before this step: save it if that is due."""
         self._tell_failure()
-        rest = self._run.replica.rest
+        rest = self._run.replica.cursor.rest
         is_due = (self._is_together or self._rank == 0) and self._cadence.is_due(step) and step != self._saved_at
         if is_due or (rest is not None and rest.is_asked):
             self.save(step)
@@ -185,7 +185,7 @@ class Saving:
         Without a common step, every worker but the first has its own.
         """
         replica = self._run.replica
-        rest = replica.rest
+        rest = replica.cursor.rest
         try:
             drive(self._run.states.before_save())
         except ClusterError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,24 +25,6 @@ from paceline.worker.cursor import Cursor
 from paceline.worker.flat import Bucket
 from paceline.worker.learner import Learner
 from paceline.worker.plan import Plan
-
-
-class Rest(Protocol):
-    """The moments at which nothing is in flight between workers that do not wait for each other."""
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether another worker has begun to save the run."""
-        ...
-
-    @property
-    def number(self) -> int:
-        """How many such moments there were."""
-        ...
-
-    async def reach(self) -> None:
-        """Return at the next one, at which this worker's state can be saved."""
-        ...
 
 
 class Replica:
@@ -68,7 +49,6 @@ class Replica:
         self.cursor = Cursor(learner, self.plan, endpoint.layout.workers)
         self.batch = BatchRecord(endpoint.rank, self.cursor, nonfinite)
         self.published: Tensor | None = None
-        self.rest: Rest | None = None  # Of a method whose workers save the run at no common step.
         self._states = states
 
     @property

@@ -109,8 +109,8 @@ class WorkerRun:
     # State.
 
     async def _settle(self) -> None:
-        if self.replica.rest is not None:
-            await self.replica.rest.reach()
+        if self.replica.cursor.rest is not None:
+            await self.replica.cursor.rest.reach()
 
     def state_dict(self, copies: Copies | None = None) -> dict[str, Any]:
         """All that a resumed run needs, in slots.  Await `states.before_save()` first, if the strategy is running.
@@ -122,7 +122,7 @@ class WorkerRun:
             strategy=type(self.strategy).__name__,
             step=replica.cursor.step,
             copies=copies,
-            rank=replica.rank if replica.rest is None or replica.cursor.shard is None else replica.cursor.shard,
+            rank=replica.rank if replica.cursor.rest is None or replica.cursor.shard is None else replica.cursor.shard,
             workers=replica.workers,
             weight=replica.batch.unsynced,
             is_finite=is_finite(replica.params),
