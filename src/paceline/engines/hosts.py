@@ -16,7 +16,7 @@ class Hosts:
     """The hosts of a job, as all ranks have published them in its store."""
 
     def __init__(self, store: dist.Store, rank: int, workers: int) -> None:
-        names = gather(store, rank, workers, "host", _name())
+        names = gather(store, rank, workers, "host", host_name())
         self._names = names
         self.ranks = [[r for r in range(workers) if names[r] == name] for name in dict.fromkeys(names)]
         self.own = next(i for i, ranks in enumerate(self.ranks) if rank in ranks)
@@ -40,7 +40,7 @@ def gather(store: dist.Store, rank: int, workers: int, key: str, value: str) -> 
     return [store.get(f"{key}/{other}").decode() for other in range(workers)]
 
 
-def _name() -> str:
+def host_name() -> str:
     """Equal for two processes exactly if shared memory and abstract sockets can join them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline.endpoint import Layout
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import Hosts, gather
+from paceline.engines.joining import GIVE, join
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
 from paceline.errors import ClusterError
@@ -115,7 +116,9 @@ class Job:
         self.rank = place.rank
         self.workers = place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store = dist.PrefixStore(self._prefix, self._base)
+        self.store, self._key = join(
+            self._base, self._prefix, self.rank, self.workers, key=place.key, timeout_s=self.timeout_s
+        )
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = gather(self.store, self.rank, self.workers, "pid", str(pid))
@@ -124,7 +127,8 @@ class Job:
             self._base,
             self._prefix,
             epoch=epoch,
-            bind=self.hosts.address,
+            key=self._key,
+            bind=self._bind(),
             timeout_s=self.timeout_s,
             silent_s=self._silent_s,
             workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
@@ -201,10 +205,19 @@ class Job:
         ranks = [*self.layout.worker_ranks, *range(self.layout.size, self.layout.size + self.store.add("joined", 0))]
         return [rank for rank in ranks if self.store.check([f"mail/{rank}"])]
 
+    def _bind(self) -> str:
+        """The address at which this process's mailbox listens; beyond this host only in a job that has a key."""
+        if self._key is None and not self.hosts.is_one:
+            raise ValueError(
+                "messages between hosts need a job key, without which any process that reaches the rendezvous could "
+                f"join: make one by `openssl rand -hex 32`, and {GIVE}"
+            )
+        return self.hosts.address
+
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
-        bind = self.hosts.address
+        bind = self._bind()
         return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
@@ -217,7 +230,7 @@ class Job:
             self.store,
             rank,
             self.layout.size,
-            bind=self.hosts.address,
+            bind=self._bind(),
             is_open=True,
             timeout_s=self.timeout_s,
             beat_s=None if has_servers else beat_s,
