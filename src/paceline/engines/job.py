@@ -18,7 +18,7 @@ import torch.distributed as dist
 from paceline.endpoint import Layout
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import Hosts, gather
-from paceline.engines.joining import GIVE, join
+from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
 from paceline.errors import ClusterError
@@ -128,7 +128,7 @@ class Job:
             self._prefix,
             epoch=epoch,
             key=self._key,
-            bind=self._bind(),
+            bind=mailbox_address(self.hosts, self._key),
             timeout_s=self.timeout_s,
             silent_s=self._silent_s,
             workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
@@ -205,19 +205,10 @@ class Job:
         ranks = [*self.layout.worker_ranks, *range(self.layout.size, self.layout.size + self.store.add("joined", 0))]
         return [rank for rank in ranks if self.store.check([f"mail/{rank}"])]
 
-    def _bind(self) -> str:
-        """The address at which this process's mailbox listens; beyond this host only in a job that has a key."""
-        if self._key is None and not self.hosts.is_one:
-            raise ValueError(
-                "messages between hosts need a job key, without which any process that reaches the rendezvous could "
-                f"join: make one by `openssl rand -hex 32`, and {GIVE}"
-            )
-        return self.hosts.address
-
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
-        bind = self._bind()
+        bind = mailbox_address(self.hosts, self._key)
         return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
@@ -230,7 +221,7 @@ class Job:
             self.store,
             rank,
             self.layout.size,
-            bind=self._bind(),
+            bind=mailbox_address(self.hosts, self._key),
             is_open=True,
             timeout_s=self.timeout_s,
             beat_s=None if has_servers else beat_s,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from paceline.engines.hosts import host_name
+from paceline.engines.hosts import Hosts, host_name
 from paceline.errors import ClusterError
 from paceline.transport.job_key import HEADER, JobKey, SignedStore, differing, is_signed, sign
 
@@ -85,6 +85,16 @@ def join(base: dist.Store, prefix: str, rank: int, workers: int, *, key: JobKey 
         if key is None and len({hello["host"] for hello in hellos}) == 1 and hasattr(socket, "SO_PEERCRED"):
             key = _handed_over(plain, rank, workers, time.monotonic() + timeout_s)
     return Joined(plain if key is None else SignedStore(plain, key, prefix), key)
+
+
+def mailbox_address(hosts: Hosts, key: JobKey | None) -> str:
+    """The address at which this process's mailbox listens; beyond this host only in a job that has a key."""
+    if key is None and not hosts.is_one:
+        raise ValueError(
+            "messages between hosts need a job key, without which any process that reaches the rendezvous could "
+            f"join: make one by `openssl rand -hex 32`, and {GIVE}"
+        )
+    return hosts.address
 
 
 def _exchange(store: dist.Store, scope: str, rank: int, workers: int, key: JobKey | None) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ class Authenticator(threading.Thread):
         self._admitted: dict[bytes, bytes] = {}
         self._requests = inbox.context.socket(zmq.REP)
         self._requests.bind("inproc://zeromq.zap.01")
-        self.strangers = Strangers(refuse)
+        self.strangers = Strangers()
         inbox.monitor("inproc://connections", FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._events = inbox.context.socket(zmq.PAIR)
         self._events.connect("inproc://connections")

@@ -11,7 +11,6 @@ import resource
 import socket
 import struct
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 
 MOST = 256
@@ -22,17 +21,13 @@ RECEIVED = struct.Struct("128xQ")  # tcpi_bytes_received in Linux's struct tcp_i
 
 
 class Strangers:
-    """The connections that a mailbox has accepted, those that have authenticated left out when their turn comes.
+    """The connections that a mailbox has accepted; those that have authenticated are left out when their turn comes."""
 
-    `refuse` is called with a text for each one that is closed.
-    """
-
-    def __init__(self, refuse: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = MOST if limit == resource.RLIM_INFINITY else max(1, min(MOST, limit // SHARE))
         self.port = 0  # Where the mailbox listens; 0: not yet.
         self._files: dict[int, None] = {}  # In the order in which they were accepted.
-        self._refuse = refuse
 
     def accepted(self, file: int) -> None:
         """ZeroMQ has accepted a connection; call this before any that was accepted later can be authenticated."""
@@ -41,16 +36,14 @@ class Strangers:
         while len(self._files) > self.most:
             oldest = next(iter(self._files))
             del self._files[oldest]
-            if sys.platform == "linux" and _close_silent(oldest, self.port):
-                self._refuse(
-                    f"a stranger: more than {self.most} connections have not said who they are; the oldest is closed"
-                )
+            if sys.platform == "linux":
+                _close_silent(oldest, self.port)
 
     def closed(self, file: int) -> None:
         self._files.pop(file, None)
 
 
-def _close_silent(file: int, port: int) -> bool:
+def _close_silent(file: int, port: int) -> None:
     """End a connection that has not authenticated.
 
     ZeroMQ may have closed this file, and another connection to this port may have its number by now.  But one that has
@@ -58,11 +51,9 @@ def _close_silent(file: int, port: int) -> bool:
     """
     with suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
         is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-        is_listener = is_tcp and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if not is_tcp or is_listener or connection.getsockname()[1] != port:
-            return False
+        if not is_tcp or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.size)
-        if len(info) == RECEIVED.size and RECEIVED.unpack(info)[0] < HANDSHAKE_NBYTES:
+        is_silent = len(info) == RECEIVED.size and RECEIVED.unpack(info)[0] < HANDSHAKE_NBYTES
+        if is_silent and connection.getsockname()[1] == port:
             connection.shutdown(socket.SHUT_RDWR)
-            return True
-    return False
