@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from paceline.engines.hosts import Hosts, host_name
+from paceline.engines.hosts import Hosts, RollCall, host_name
 from paceline.errors import ClusterError
 from paceline.transport.job_key import HEADER, JobKey, SignedStore, differing, is_signed, sign
 
@@ -29,6 +29,7 @@ KEY = "PACELINE_JOB_KEY"
 KEY_FILE = "PACELINE_JOB_KEY_FILE"
 GIVE = f"give the same {KEY_FILE} (or {KEY}) to all workers"
 HELLO = "hello"
+BYTES = "latin-1"  # The roll call carries text, and a MAC is bytes.
 CREDENTIALS = struct.Struct("iII")  # Process, user and group of a unix socket's other end.
 READ_S = 2.0  # How long a rank with an error lets the others read what it has published.
 
@@ -81,7 +82,8 @@ def join(base: dist.Store, prefix: str, rank: int, workers: int, *, key: JobKey 
     if workers == 1:
         key = key or JobKey.fresh()
     else:
-        hellos = _exchange(plain, prefix, rank, workers, key)
+        roll = RollCall(plain, base, rank, workers, timeout_s=timeout_s)
+        hellos = _exchange(plain, roll, prefix, key)
         if key is None and len({hello["host"] for hello in hellos}) == 1 and hasattr(socket, "SO_PEERCRED"):
             key = _handed_over(plain, rank, workers, time.monotonic() + timeout_s)
     return Joined(plain if key is None else SignedStore(plain, key, prefix), key)
@@ -97,22 +99,24 @@ def mailbox_address(hosts: Hosts, key: JobKey | None) -> str:
     return hosts.address
 
 
-def _exchange(store: dist.Store, scope: str, rank: int, workers: int, key: JobKey | None) -> list[dict[str, Any]]:
+def _exchange(store: dist.Store, roll: RollCall, scope: str, key: JobKey | None) -> list[dict[str, Any]]:
     """What all ranks have published about themselves."""
     mine = json.dumps({"host": host_name(), **_versions()}).encode()
-    name = f"{HELLO}/{rank}"
-    store.set(name, mine if key is None else sign(key, scope, name, mine))  # pyright: ignore[reportArgumentType]
-    raws = [store.get(f"{HELLO}/{other}") for other in range(workers)]
+    published = mine if key is None else sign(key, scope, f"{HELLO}/{roll.rank}", mine)
+    try:
+        raws = [text.encode(BYTES) for text in roll.gather(HELLO, published.decode(BYTES))]
+    except UnicodeError:
+        raise ClusterError("what ranks have published in the job's store is not from ranks of paceline") from None
     store.add(f"{HELLO} read", 1)
     wrong = differing(raws, key, scope, HELLO)
     if wrong is not None:
-        raise _after_others(store, workers, f"{wrong}: {GIVE}.  Or another job uses the same rendezvous")
+        raise _after_others(store, roll, f"{wrong}: {GIVE}.  Or another job uses the same rendezvous")
     hellos = [_parsed(raw, other) for other, raw in enumerate(raws)]
     for other, hello in enumerate(hellos):
         for name in _versions():
             if hello.get(name) != hellos[0].get(name):
                 text = f"rank 0 has {name} {hellos[0].get(name)} and rank {other} has {name} {hello.get(name)}"
-                raise _after_others(store, workers, f"{text}: install the same version on all hosts")
+                raise _after_others(store, roll, f"{text}: install the same version on all hosts")
     return hellos
 
 
@@ -133,11 +137,11 @@ def _parsed(raw: bytes, rank: int) -> dict[str, Any]:
     return hello
 
 
-def _after_others(store: dist.Store, workers: int, text: str) -> ValueError:
+def _after_others(store: dist.Store, roll: RollCall, text: str) -> ValueError:
     """The error, once the others have read the same: this rank may be the one that serves the store."""
     deadline = time.monotonic() + READ_S
     with suppress(RuntimeError):
-        while store.add(f"{HELLO} read", 0) < workers and time.monotonic() < deadline:
+        while store.add(f"{HELLO} read", 0) < roll.workers and time.monotonic() < deadline:
             time.sleep(0.01)
     return ValueError(text)
 
