@@ -45,7 +45,8 @@ def joined(tmp_path: Path, *prepare) -> list[dict[str, str]]:
 
     def work(rank):
         prepare[rank]()
-        store, key = join(FileStore(str(folder / "keys")), "job", rank, len(prepare), key=None, timeout_s=20)
+        keys = FileStore(str(folder / "keys"))
+        store, key = join(keys, "job", Place("test", rank, len(prepare), lambda _: keys), timeout_s=20)
         store.set(f"word/{rank}", f"of {rank}")
         words = [store.get(f"word/{other}").decode() for other in range(len(prepare))]
         return {"words": words, "key": "" if key is None else key.text(), "signed": type(store).__name__}

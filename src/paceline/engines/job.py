@@ -113,12 +113,9 @@ class Job:
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
             path = str(Path(self._folder.name, "store"))
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
-        self.rank = place.rank
-        self.workers = place.world
+        self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store, self._key = join(
-            self._base, self._prefix, self.rank, self.workers, key=place.key, timeout_s=self.timeout_s
-        )
+        self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = self.hosts.roll.gather("pid", str(pid))
@@ -208,8 +205,8 @@ class Job:
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
-        bind = mailbox_address(self.hosts, self._key)
-        return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
+        address = mailbox_address(self.hosts, self._key)
+        return Mailbox(self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s)
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
         """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""

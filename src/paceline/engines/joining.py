@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.engines.hosts import Hosts, RollCall, host_name
+from paceline.engines.place import Place
 from paceline.errors import ClusterError
 from paceline.transport.job_key import HEADER, JobKey, SignedStore, differing, is_signed, sign
 
@@ -74,11 +75,11 @@ def _key_in(path: Path) -> JobKey:
     return JobKey.of_text(text, f"{KEY_FILE}={path}")
 
 
-def join(base: dist.Store, prefix: str, rank: int, workers: int, *, key: JobKey | None, timeout_s: float) -> Joined:
+def join(base: dist.Store, prefix: str, place: Place, *, timeout_s: float) -> Joined:
     """Compare keys and versions with the other ranks through the store; agree on a key if none was given."""
     plain = dist.PrefixStore(prefix, base)
-    if key is None:
-        key = given_key()
+    key = place.key or given_key()
+    rank, workers = place.rank, place.world
     if workers == 1:
         key = key or JobKey.fresh()
     else:
