@@ -27,6 +27,7 @@ from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
 from paceline.transport.shared_memory import SharedMemory
+from paceline.transport.shared_vector import HostVectors
 
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
@@ -186,6 +187,7 @@ class Job:
             self._clock,
             open_mailbox=lambda: self._open_elastic_mailbox(rank),
             membership=Membership(self._members_ever, self._has_ended),
+            vectors=HostVectors(self.store, self.workers) if self.hosts.is_one else None,
             trace=Trace(keep=SPANS_KEPT),
         )
         if not self.layout.servers and self.workers > 1:

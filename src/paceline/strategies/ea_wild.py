@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.endpoint import Endpoint
 from paceline.families.centre import Centre, InMemory, OnShards
+from paceline.families.company import Company
 from paceline.families.elastic import Elastic, check_period
 from paceline.needs import Needs
 from paceline.op import Op
@@ -59,9 +60,21 @@ class EAWild(Elastic, Strategy):
 
     @property
     def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Needs(servers=self.servers > 0, shared_memory=not self.servers, global_data=self.groups == "random")
+        return Needs(
+            collectives=not self.is_elastic,
+            servers=self.servers > 0,
+            shared_memory=not self.servers,
+            global_data=self.groups == "random",
+        )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers meet nothing but the shared memory, so that they may die."""
+        return self.group == 1 and not self.servers
 
     async def worker(self, w: Replica) -> None:
+        if self.is_elastic:
+            return await self._alone(w)
         groups = w.workers // self.group
         if w.workers % self.group:
             fitting = [str(n) for n in range(1, w.workers + 1) if not w.workers % n]
@@ -88,6 +101,31 @@ class EAWild(Elastic, Strategy):
             await centre.meet(w.params.clone(), self.share(w, groups), seen)
         seen.copy_(await centre.end())
         await w.mean_of_buffers()
+
+    async def _alone(self, w: Replica) -> None:
+        """A worker that is a group of its own, and waits for no other."""
+        company = await Company.of(w)
+        self.warn_if_unstable(w, w.cursor.shards)
+        centre = InMemory(company.vector, w.endpoint)
+        seen = w.params.clone()  # The centre at the last meeting.
+        w.published = seen
+        before = torch.empty_like(w.params)
+        first = w.cursor.step
+        for k in w.steps_alone():
+            await company.look_around()
+            met: Op[None] | None = None
+            alpha = 0.0
+            if k > first and k % self.period == 0:
+                alpha = await self.coming_share(w, w.cursor.shards)
+                met = centre.meet(before.copy_(w.params), alpha, seen)
+            await w.local_step()
+            if met is not None:
+                await met
+                w.params.sub_(before.sub_(seen), alpha=alpha)
+        if w.cursor.step > first:  # The last steps move the centre too.
+            await centre.meet(w.params.clone(), self.share(w, w.cursor.shards), seen)
+        await company.wait_for_all()
+        seen.copy_(company.vector.values)
 
     async def _step(
         self, w: Replica, group: Endpoint, centre: Centre, seen: Tensor, before: Tensor, *, alpha: float, meets: bool
