@@ -76,8 +76,7 @@ class Job:
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
         self._prefix = f"paceline/{os.environ.get(ATTEMPT, '0')}/{next(_joined)}"
-        if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
-            launcher_pipe = int(os.environ[LAUNCHER_PIPE])
+        launcher_pipe = _launchers_pipe() if launcher_pipe is None else launcher_pipe
         self.endpoint: ProcessEndpoint
         self.comm_thread: CommThread | None = None
         try:
@@ -291,6 +290,10 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _launchers_pipe() -> int | None:
+    return int(os.environ[LAUNCHER_PIPE]) if LAUNCHER_PIPE in os.environ else None
 
 
 def _servers(served: Strategy | None, hosts: int, stages: int) -> int:

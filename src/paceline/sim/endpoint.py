@@ -92,7 +92,8 @@ class SimEndpoint:
         self._vectors += 1
         key = self.ranks, self._vectors
         if key not in self.world.shared:
-            self.world.shared[key] = first.clone(), *torch.zeros(2, len(self.ranks), dtype=torch.int64)
+            counts, steps = torch.zeros(2, len(self.ranks), dtype=torch.int64)
+            self.world.shared[key] = first.clone(), counts, steps
         values, counts, steps = self.world.shared[key]
         mine = self.ranks.index(self.rank) if member is None else member
         op: SimOp[SharedVector] = self._simulator.op("common", self.rank)

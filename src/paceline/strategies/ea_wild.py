@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.endpoint import Endpoint
 from paceline.families.centre import Centre, InMemory, OnShards
 from paceline.families.company import Company
-from paceline.families.elastic import Elastic, check_period
+from paceline.families.elastic import Elastic, check_period, groups_of
 from paceline.needs import Needs
 from paceline.op import Op
 from paceline.server.rules import Attract
@@ -75,14 +75,7 @@ class EAWild(Elastic, Strategy):
     async def worker(self, w: Replica) -> None:
         if self.is_elastic:
             return await self._alone(w)
-        groups = w.workers // self.group
-        if w.workers % self.group:
-            fitting = [str(n) for n in range(1, w.workers + 1) if not w.workers % n]
-            raise ValueError(
-                f"EAWild(group={self.group}): {w.workers} workers make {groups} groups and leave "
-                f"{w.workers % self.group} over; the number of workers must be a multiple of {self.group}, or the "
-                f"group one of {', '.join(fitting)}"
-            )
+        groups = groups_of(w.workers, self.group)
         self.warn_if_unstable(w, groups)
         everyone = w.endpoint
         centre = await OnShards.of(w) if self.servers else InMemory(await everyone.shared_vector(w.params), everyone)
@@ -113,11 +106,9 @@ class EAWild(Elastic, Strategy):
         first = w.cursor.step
         for k in w.steps_alone():
             await company.look_around()
-            met: Op[None] | None = None
-            alpha = 0.0
-            if k > first and k % self.period == 0:
-                alpha = await self.coming_share(w, w.cursor.shards)
-                met = centre.meet(before.copy_(w.params), alpha, seen)
+            meets = k > first and k % self.period == 0
+            alpha = await self.coming_share(w, w.cursor.shards) if meets else 0.0
+            met = centre.meet(before.copy_(w.params), alpha, seen) if meets else None
             await w.local_step()
             if met is not None:
                 await met
