@@ -28,6 +28,7 @@ from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
 from paceline.transport.shared_memory import SharedMemory
+from paceline.transport.shared_vector import HostVectors
 
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
@@ -76,8 +77,7 @@ class Job:
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
         self._prefix = f"paceline/{os.environ.get(ATTEMPT, '0')}/{next(_joined)}"
-        if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
-            launcher_pipe = int(os.environ[LAUNCHER_PIPE])
+        launcher_pipe = _launchers_pipe() if launcher_pipe is None else launcher_pipe
         self.endpoint: ProcessEndpoint
         self.comm_thread: CommThread | None = None
         try:
@@ -187,6 +187,7 @@ class Job:
             self._clock,
             open_mailbox=lambda: self._open_elastic_mailbox(rank),
             membership=Membership(self._members_ever, self._has_ended),
+            vectors=HostVectors(self.store, self.workers) if self.hosts.is_one else None,
             trace=Trace(keep=SPANS_KEPT),
         )
         if not self.layout.servers and self.workers > 1:
@@ -290,6 +291,10 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _launchers_pipe() -> int | None:
+    return int(os.environ[LAUNCHER_PIPE]) if LAUNCHER_PIPE in os.environ else None
 
 
 def _servers(served: Strategy | None, hosts: int, stages: int) -> int:
