@@ -160,7 +160,7 @@ def _unmet_by_driver(needs: Needs, offers: Offers) -> Iterator[Unmet]:
 
 def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
     """What the strategy needs and the caller asked to do without."""
-    if needs.elastic and not needs.servers and not offers.equal_start:
+    if needs.elastic and not (needs.servers or needs.shared_memory) and not offers.equal_start:
         yield Unmet(
             "the same initial parameters on every rank (it has no server that could send them)",
             "initial='broadcast'",

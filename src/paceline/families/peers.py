@@ -232,7 +232,7 @@ class Peers:
         """The member that has this data shard; None if it is dead."""
         return next((rank for rank in self.members if self._data_shards[rank] == data_shard), None)
 
-    async def join(self) -> None:
+    async def join(self, *, takes_model: bool = True) -> None:
         """Start with the model of a peer, if this worker is new.  Return at once if it was there from the beginning."""
         if self.has_model:
             return
@@ -242,7 +242,11 @@ class Peers:
             await self.send(rank, PeerJoin(self.data_shard))
         await self.wait_until(lambda: self.all_in(self._welcomed))
         # Ask for a model only now: all peers know this worker, so each message is in the model or will be sent to it.
-        while self._model is None and (having := [rank for rank in self.members if self._welcomed.get(rank)]):
+        while (
+            takes_model
+            and self._model is None
+            and (having := [rank for rank in self.members if self._welcomed.get(rank)])
+        ):
             await self._ask_for_model(min(having))
         if self._model is not None:
             self.replica.params.copy_(self._model.params)
