@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline.endpoint import Layout
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
+from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
 from paceline.errors import ClusterError
@@ -27,6 +28,7 @@ from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
 from paceline.transport.shared_memory import SharedMemory
+from paceline.transport.shared_vector import HostVectors
 
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
@@ -75,8 +77,7 @@ class Job:
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
         self._prefix = f"paceline/{os.environ.get(ATTEMPT, '0')}/{next(_joined)}"
-        if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
-            launcher_pipe = int(os.environ[LAUNCHER_PIPE])
+        launcher_pipe = _launchers_pipe() if launcher_pipe is None else launcher_pipe
         self.endpoint: ProcessEndpoint
         self.comm_thread: CommThread | None = None
         try:
@@ -112,10 +113,9 @@ class Job:
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
             path = str(Path(self._folder.name, "store"))
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
-        self.rank = place.rank
-        self.workers = place.world
+        self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store = dist.PrefixStore(self._prefix, self._base)
+        self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = self.hosts.roll.gather("pid", str(pid))
@@ -124,7 +124,8 @@ class Job:
             self._base,
             self._prefix,
             epoch=epoch,
-            bind=self.hosts.address,
+            key=self._key,
+            bind=mailbox_address(self.hosts, self._key),
             timeout_s=self.timeout_s,
             silent_s=self._silent_s,
             workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
@@ -186,6 +187,7 @@ class Job:
             self._clock,
             open_mailbox=lambda: self._open_elastic_mailbox(rank),
             membership=Membership(self._members_ever, self._has_ended),
+            vectors=HostVectors(self.store, self.workers) if self.hosts.is_one else None,
             trace=Trace(keep=SPANS_KEPT),
         )
         if not self.layout.servers and self.workers > 1:
@@ -204,8 +206,8 @@ class Job:
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
-        bind = self.hosts.address
-        return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
+        address = mailbox_address(self.hosts, self._key)
+        return Mailbox(self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s)
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
         """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
@@ -217,7 +219,7 @@ class Job:
             self.store,
             rank,
             self.layout.size,
-            bind=self.hosts.address,
+            bind=mailbox_address(self.hosts, self._key),
             is_open=True,
             timeout_s=self.timeout_s,
             beat_s=None if has_servers else beat_s,
@@ -289,6 +291,10 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _launchers_pipe() -> int | None:
+    return int(os.environ[LAUNCHER_PIPE]) if LAUNCHER_PIPE in os.environ else None
 
 
 def _servers(served: Strategy | None, hosts: int, stages: int) -> int:

@@ -178,6 +178,7 @@ class Store:
     def count_step(self) -> None:
         """Count the last minibatch as a step that is not pushed yet."""
         self.unpushed.add(self.replica.batch.samples, self._rate())
+        self._has_lost_work |= self._work.has_lost_item
         self._forget_lost()
 
     def _drop_work(self) -> None:

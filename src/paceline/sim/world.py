@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
 from paceline.endpoint import Layout
 from paceline.protocol.messages import Message, PeerDied, PeerSuspected
 from paceline.sim.cluster import Cluster
@@ -53,6 +55,8 @@ class World:
         self.members_ever = list(layout.worker_ranks)  # Every worker that ever started.
         self.network = Network(faults, cluster.seed)
         self.on_message: Callable[[int, Message], None] | None = None  # Called with each message that is delivered.
+        # By group and number: the values of shared vectors, and what their members have counted.
+        self.shared: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._heartbeats = None if faults.silent_s is None else Heartbeats(self, faults.silent_s)
         self._clock_offsets = [0.0] * size
