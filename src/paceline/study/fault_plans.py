@@ -12,6 +12,7 @@ from paceline.sim.faults import ClockJump, Cut, Faults, Pause, SlowLink
 from paceline.strategy import Strategy
 
 KINDS = ("crash", "join", "suspicion", "pause", "drop", "duplicate", "delay", "partition", "slow", "clock")
+OF_SHARED = ("crash", "join", "pause", "clock")  # What workers can take that share memory, and send nothing.
 OF_WAITING = ("pause", "delay", "partition", "slow", "clock")  # What workers can take that wait for each other.
 
 RETRANSMIT_S = 0.05
@@ -30,6 +31,8 @@ def kinds_of(strategy: Strategy) -> tuple[str, ...]:
     """
     if not strategy.needs.elastic:
         return OF_WAITING
+    if strategy.needs.shared_memory:
+        return OF_SHARED
     return KINDS if strategy.servers else tuple(kind for kind in KINDS if kind != "suspicion")
 
 
@@ -58,7 +61,7 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     chance = Random(f"torture/{seed}")
     draw = Draw(chance, Layout(workers, strategy.servers), seconds)
     chosen = [kind for kind in kinds if chance.random() < 0.4] or [chance.choice(kinds)]
-    has_beats = strategy.servers and strategy.needs.elastic and chance.random() < 0.7
+    has_beats = bool(strategy.servers) and strategy.needs.elastic and chance.random() < 0.7
     faults = Faults(silent_s=SILENT_S if has_beats else None, retransmit_s=RETRANSMIT_S)
     for kind in chosen:
         faults = replace(faults, **_of_kind(kind, faults, draw))

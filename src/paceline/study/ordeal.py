@@ -181,8 +181,8 @@ class Ordeal:
             if is_counted and promise.samples is not None and shard.samples != promise.samples:
                 seen = f"{shard.name} has counted {shard.samples} samples of {promise.samples}"
                 raise Violation("each sample is counted once", seen, time)
-        if not (self.strategy.needs.messages and ended.simulation.world.dead):
-            # Without servers nobody does the rest of a dead worker's part.
+        if self.strategy.servers or not ended.simulation.world.dead:
+            # Without servers no worker does the rest of a dead one's part.
             self._check_model(ended, has_losses, time)
 
     def _check_model(self, ended: Ended, has_losses: bool, time: float) -> None:
