@@ -70,7 +70,8 @@ class Requests:
             self._replies.pop(this, None)
 
     async def _reply(self, this: tuple[int, int], request: Request, replies: tuple[type[M], ...], again: Request) -> M:
-        endpoint, rank, timeouts = self.endpoint, this[0], 0
+        endpoint, rank = self.endpoint, this[0]
+        timeouts = 0
         types = (*replies, Wait, Refused, PeerDied)
         while True:
             message = self._replies.pop(this, None)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paceline.endpoint import Layout
-from paceline.protocol.messages import Message, PeerDied, PeerSuspected
+from paceline.protocol.messages import Event, Message, PeerDied, PeerSuspected
 from paceline.sim.cluster import Cluster
 from paceline.sim.collectives import Group
 from paceline.sim.faults import ClockJump, Faults, Pause
@@ -136,7 +136,9 @@ class World:
 
     def deliver(self, dst: int, message: Message) -> None:
         """Give a message to the first receiver that accepts it, or put it into the inbox."""
-        if self._may_end_without and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
+        servers = self.layout.server_ranks
+        is_of_worker = message.src not in servers and not isinstance(message, Event)
+        if self._may_end_without and dst in servers and is_of_worker and self.has_ended(dst):
             # A worker that joined, or came back, finds that the server has finished.
             return self.deliver(message.src, PeerDied(src=dst))
         if self.on_message is not None:
