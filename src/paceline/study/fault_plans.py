@@ -94,7 +94,8 @@ def _of_kind(kind: str, faults: Faults, draw: Draw) -> dict[str, Any]:
         case "partition":
             return {"cuts": [cut for _ in range(chance.randrange(1, 3)) for cut in _partition(draw)]}
         case "slow":
-            start, seconds, delay = draw.time(), draw.between(0.02, 0.4), draw.between(0.002, 0.1)
+            start = draw.time()
+            seconds, delay = draw.between(0.02, 0.4), draw.between(0.002, 0.1)
             return {"slow_links": [SlowLink(draw.ranks(), draw.ranks(), start, seconds, delay)]}
         case "clock":
             ranks = [chance.randrange(layout.size) for _ in range(chance.randrange(1, 3))]
@@ -107,7 +108,8 @@ def _partition(draw: Draw) -> list[Cut]:
     """Two sets of ranks that cannot reach each other for a while; sometimes in one direction only."""
     some = draw.ranks()
     others = [rank for rank in range(draw.layout.size) if rank not in some]
-    start, seconds, holds = draw.time(), draw.between(0.01, 0.25), draw.chance.random() < 0.5
+    start, seconds = draw.time(), draw.between(0.01, 0.25)
+    holds = draw.chance.random() < 0.5
     there = Cut(some, others, start, seconds, holds)
     return [there] if draw.chance.random() < 0.5 else [there, Cut(others, some, start, seconds, holds)]
 
