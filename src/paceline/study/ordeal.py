@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.errors import ClusterError
 from paceline.monitor.monitor import Monitors
 from paceline.run import Run
-from paceline.sim.cluster import Cluster
+from paceline.sim.cluster import Cluster, Constant
 from paceline.sim.fault_schedule import check_faults
 from paceline.sim.faults import Faults
 from paceline.sim.run import Simulation
@@ -64,7 +64,8 @@ def descent_task() -> Task:
 def cluster_of(seed: int, workers: int = WORKERS) -> Cluster:
     """Workers of unequal speed."""
     chance = Random(f"torture/cluster/{seed}")
-    return Cluster(workers, compute=[round(chance.uniform(0.002, 0.02), 5) for _ in range(workers)], seed=seed)
+    compute = Constant([round(chance.uniform(0.002, 0.02), 5) for _ in range(workers)])
+    return Cluster(workers, compute, seed=seed)
 
 
 @dataclass(frozen=True)
