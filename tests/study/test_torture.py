@@ -162,6 +162,11 @@ FIXED: dict[str, tuple[pl.Strategy, int, Faults]] = {
         3,
         Faults(joins=[0.08], doubled=0.1, delayed=0.1, delay_s=0.02, silent_s=0.08, retransmit_s=0.05),
     ),
+    "two requests under way at once took each other's replies": (
+        pl.ASGD(period=2, pipeline=True),
+        13,
+        Faults(lost=0.15, pauses=[Pause(1, 0.0403, 0.0378)], retransmit_s=0.05),
+    ),
     "a worker that came back pushed what others had done": (
         pl.Downpour(push=3, fetch=2, rule=Adagrad()),
         0,
