@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -33,7 +34,7 @@ from benchmarks._frame import markdown, show, table
 from paceline.data import digits
 from tests.dist.starting import everything, leftovers
 
-WORKERS, BATCH, EPOCHS = 4, 128, 60
+WORKERS, BATCH, EPOCHS = 4, 128, 40
 GRADIENT_S = 0.01
 SILENT_S = 0.6
 LIMIT_S = 120.0
@@ -140,13 +141,9 @@ def child(method: str, seed: int, events: int, folder: Path, result: Path) -> No
         try:
             ended = pl.train(task, METHODS[method], WORKERS, replacements=events, silent_s=SILENT_S, timeout_s=30.0)
             found = {"ended": "finished", "accuracy": round(100 * accuracy(ended.model, x, y), 2)}
-            servers = {
-                p.rank: 0 for p in ended.trace.points if p.rank in range(WORKERS, WORKERS + METHODS[method].servers)
-            }
-            for point in ended.trace.points:
-                if point.rank in servers:
-                    servers[point.rank] += point.samples
-            found |= {"samples": len(task.data[0]) * EPOCHS, "samples_applied": list(servers.values())}
+            shards = range(WORKERS, WORKERS + METHODS[method].servers)
+            applied = [sum(int(p.samples) for p in ended.trace.points if p.rank == rank) for rank in shards]
+            found |= {"samples": len(task.data[0]) * EPOCHS, "samples_applied": applied}
         except BaseException as error:
             found = {"ended": f"{type(error).__name__}: {error}".partition("\n")[0]}
     result.write_text(json.dumps(found | done))
@@ -174,6 +171,7 @@ HEAD = [
 
 def line_of(method: str, runs: list[dict[str, Any]]) -> list[str]:
     calm, wild = ([r for r in runs if r["disturbed"] is is_wild] for is_wild in (False, True))
+    seconds = ", ".join(f"{mean(r['seconds'] for r in own):.1f}" if own else "-" for own in (calm, wild))
     off = [abs(n - r["samples"]) for r in wild for n in r.get("samples_applied", [])]
     return [
         method,
@@ -184,7 +182,7 @@ def line_of(method: str, runs: list[dict[str, Any]]) -> list[str]:
         str(sum(len(r["left"]) for r in wild)),
         spread([r["accuracy"] for r in calm if "accuracy" in r]),
         spread([r["accuracy"] for r in wild if "accuracy" in r]),
-        f"{mean(r['seconds'] for r in calm):.1f}, {mean(r['seconds'] for r in wild):.1f}",
+        seconds,
         str(sum(off)) if off else "-",
     ]
 
@@ -198,21 +196,22 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--events", type=int, default=20, help="kills and stops in each disturbed run")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--events", type=int, default=30, help="kills and stops in each disturbed run")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each kind")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--json", type=Path, help="where to write the figures, after every method")
+    parser.add_argument("--json", type=Path, help="where to keep the runs; those in it are not run again")
     args = parser.parse_args()
-    runs: list[dict[str, Any]] = []
-    for method in args.methods:
-        for seed in range(args.seeds):
-            for events in (0, args.events):
-                runs.append(run(method, seed, events))
-                print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+    runs: list[dict[str, Any]] = json.loads(args.json.read_text())["runs"] if args.json and args.json.exists() else []
+    done = {(r["method"], r["seed"], r["disturbed"]) for r in runs}
+    for method, seed, events in product(args.methods, range(args.seeds), (0, args.events)):
+        if (method, seed, events > 0) not in done:
+            runs.append(run(method, seed, events))
+            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
         if args.json:
             told = ",\n".join(map(json.dumps, runs))
             args.json.write_text(f'{{"runs": [\n{told}\n]}}\n')
-    lines = [line_of(method, [r for r in runs if r["method"] == method]) for method in args.methods]
+    found = [method for method in METHODS if any(r["method"] == method for r in runs)]
+    lines = [line_of(method, [r for r in runs if r["method"] == method]) for method in found]
     show(markdown(HEAD, lines) if args.markdown else table(HEAD, lines, right=1), width=200)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline.endpoint import Layout
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
+from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
 from paceline.errors import ClusterError
@@ -113,10 +114,9 @@ class Job:
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
             path = str(Path(self._folder.name, "store"))
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
-        self.rank = place.rank
-        self.workers = place.world
+        self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store = dist.PrefixStore(self._prefix, self._base)
+        self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = self.hosts.roll.gather("pid", str(pid))
@@ -125,7 +125,8 @@ class Job:
             self._base,
             self._prefix,
             epoch=epoch,
-            bind=self.hosts.address,
+            key=self._key,
+            bind=mailbox_address(self.hosts, self._key),
             timeout_s=self.timeout_s,
             silent_s=self._silent_s,
             workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
@@ -206,8 +207,8 @@ class Job:
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
-        bind = self.hosts.address
-        return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
+        address = mailbox_address(self.hosts, self._key)
+        return Mailbox(self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s)
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
         """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
@@ -219,7 +220,7 @@ class Job:
             self.store,
             rank,
             self.layout.size,
-            bind=self.hosts.address,
+            bind=mailbox_address(self.hosts, self._key),
             is_open=True,
             timeout_s=self.timeout_s,
             beat_s=None if has_servers else beat_s,

@@ -108,8 +108,8 @@ class Supervisor:
     """Workers 0 to `workers` - 1, each started by `start(rank)`, which reports its error to `report_path(rank)`.
 
     With a number of `replacements` a killed worker is no failure: so many are started again.  After that the others go
-    on without it, if it had joined them (`has_joined`), and `on_loss` is called.  A worker that does nothing for so long
-    that `hung_s` gives a time is killed.  `every_tick` is called about ten times a second.  `output` prints what the
+    on without it, if it had joined them (`has_joined`), and `on_loss` is called.  A worker for which `hung_s` gives a
+    time does nothing for so long that it is killed.  `every_tick` is called about ten times a second.  `output` prints what the
     workers write.
     """
 
