@@ -109,8 +109,8 @@ class Supervisor:
 
     With a number of `replacements` a killed worker is no failure: so many are started again.  After that the others go
     on without it, if it had joined them (`has_joined`), and `on_loss` is called.  A worker for which `hung_s` gives a
-    time does nothing for so long that it is killed.  `every_tick` is called about ten times a second.  `output` prints what the
-    workers write.
+    time does nothing for so long that it is killed.  `every_tick` is called about ten times a second.  `output` prints
+    what the workers write.
     """
 
     def __init__(
