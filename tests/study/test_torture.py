@@ -115,7 +115,7 @@ def unapplied(patch: pytest.MonkeyPatch) -> None:
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], pl.Strategy, range, set[str]]] = {
     "de-duplication": (applied_again, SERVED, range(40), {"no update is applied twice"}),
-    "roster": (suspected_once, SERVED, range(70, 130), {"every run ends"}),
+    "roster": (suspected_once, SERVED, range(90, 130), {"every run ends"}),
     "gate": (one_too_far, IN_STEP, range(40), {"the staleness bound holds"}),
     "work queue": (lost_items, SERVED, range(60), {"each sample is counted once"}),
     "shard state": (unapplied, SERVED, range(40), {"each sample is counted once"}),
@@ -161,6 +161,11 @@ FIXED: dict[str, tuple[pl.Strategy, int, Faults]] = {
         pl.ParameterServer(rule=Sgd(lr=0.05)),
         3,
         Faults(joins=[0.08], doubled=0.1, delayed=0.1, delay_s=0.02, silent_s=0.08, retransmit_s=0.05),
+    ),
+    "the first value and the request for it were lost, and it was not asked for again": (
+        SERVED,
+        77,
+        Faults(lost=0.1, delayed=0.02, delay_s=0.0, retransmit_s=0.05),
     ),
     "two requests under way at once took each other's replies": (
         pl.ASGD(period=2, pipeline=True),

@@ -177,6 +177,7 @@ class Reception:
         src = request.src
         if not isinstance(request, Update) and self.queues.holds(request):
             await self.replies.send(request, Wait())
+            await self._ask_for_value()  # The first value, or the request for it, may have been lost.
             return None
         self.members.check_member(request)
         self.members.wake(request)
