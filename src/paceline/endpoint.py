@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.op import Op
 from paceline.protocol.messages import Message
+from paceline.state import Slot
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -80,6 +81,19 @@ class WriteCounts:
     def add_write(self) -> None:
         """This rank has written to the vector."""
         self._counts[self._member] += 1
+
+
+@dataclass(frozen=True, eq=False)
+class Retry:
+    """How a routine of collectives runs again without a worker that has died in it.
+
+    `changes` are the tensors that it changes in place, and `slots` the slots of state: they are restored first.
+    `routine` does the same as the first one, with nothing that depends on who takes part.
+    """
+
+    routine: Callable[[Endpoint], Coroutine[Op[Any], Any, Any]]
+    changes: Sequence[Tensor] = ()
+    slots: Sequence[Slot] = ()
 
 
 class SharedVector(Protocol):
@@ -155,13 +169,14 @@ class Endpoint(Protocol):
         *,
         kind: str = "exchange",
         is_single: bool = False,
+        retry: Retry | None = None,
     ) -> Op[T]:
         """Start a routine of several collectives on the endpoint that it is given, possibly in another thread.
 
         The collectives run in the order in which they were started, also relative to those that this rank starts in
         the meantime.  Until the Op has been awaited, the routine must not use data that other code uses.  `is_single`
         is for routines that nearly always have one collective only.  What follows that collective runs when the Op is
-        awaited, and the next routine starts without waiting for it.
+        awaited, and the next routine starts without waiting for it.  `retry` is used where workers may die in it.
         """
         ...
 

@@ -43,6 +43,7 @@ __all__ = [
     "residual",
     "resize_rule",
     "resized",
+    "resized_for",
     "same",
     "shard",
 ]
@@ -276,24 +277,40 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     """
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")
+    _check_states(states)
+    if workers == len(states):
+        return [copied(dict(state)) for state in states]
+    return _resized(states, workers, range(workers))
+
+
+def resized_for(states: Sequence[Mapping[str, Any]], workers: int, rank: int) -> dict[str, Any]:
+    """The state of one of so many workers, by the rules of the slots, from the states of all that are left.
+
+    The rules apply also to an equal number of workers: they may be others, or other workers may have been lost.
+    """
+    _check_states(states)
+    return _resized(states, workers, [rank])[0]
+
+
+def _check_states(states: Sequence[Mapping[str, Any]]) -> None:
     for state in states:
         check_header(state, states[0]["strategy"])
     steps = [state["step"] for state in states]
     if len(set(steps)) > 1:
         raise ValueError(f"resized: the states were saved at different steps, {steps}")
     _check_same_slots(states)
-    if workers == len(states):
-        return [copied(dict(state)) for state in states]
+
+
+def _resized(states: Sequence[Mapping[str, Any]], workers: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The new states of these ranks."""
     counted = [state for state in states if state["is_finite"]] or list(states)
-    resize = Resize(workers, [state["weight"] for state in counted], steps[0])
+    resize = Resize(workers, [state["weight"] for state in counted], states[0]["step"])
     weight = sum(resize.weights) / workers
-    new: list[dict[str, Any]] = [
-        {**states[0], "rank": rank, "workers": workers, "weight": weight, "slots": {}} for rank in range(workers)
-    ]
+    new = {rank: {**states[0], "rank": rank, "workers": workers, "weight": weight, "slots": {}} for rank in ranks}
     for name in states[0]["slots"]:
         rule = states[0]["slots"][name]["rule"]
         _resize_slot(name, states if rule in SEES_ALL else counted, resize, new)
-    return new
+    return list(new.values())
 
 
 def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1) -> list[dict[str, Any]]:
@@ -304,13 +321,15 @@ def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1
         check_header(state, states[0]["strategy"])
     _check_same_slots(states)
     resize = Resize(shards, [1.0] * len(states), states[0]["step"], unit)
-    new: list[dict[str, Any]] = [{**states[0], "rank": rank, "slots": {}} for rank in range(shards)]
+    new = {rank: {**states[0], "rank": rank, "slots": {}} for rank in range(shards)}
     for name in states[0]["slots"]:
         _resize_slot(name, states, resize, new)
-    return new
+    return list(new.values())
 
 
-def _resize_slot(name: str, states: Sequence[Mapping[str, Any]], resize: Resize, new: Sequence[dict[str, Any]]) -> None:
+def _resize_slot(
+    name: str, states: Sequence[Mapping[str, Any]], resize: Resize, new: Mapping[int, dict[str, Any]]
+) -> None:
     slots = [state["slots"][name] for state in states]
     rule = slots[0]["rule"]
     if rule not in RESIZE_RULES:
@@ -318,8 +337,8 @@ def _resize_slot(name: str, states: Sequence[Mapping[str, Any]], resize: Resize,
             f"the slot '{name}' follows the resize rule '{rule}': import the module that declares it first"
         )
     values = RESIZE_RULES[rule]([slot["values"] for slot in slots], resize)
-    each = [values] * resize.count if isinstance(values, dict) else values
-    for state, own in zip(new, each, strict=True):
+    for rank, state in new.items():
+        own = values if isinstance(values, dict) else values[rank]
         state["slots"][name] = {"version": slots[0]["version"], "rule": rule, "values": copied(own)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class SyncVote:
     def __post_init__(self) -> None:
         if self.going_on >= COMPLETE:  # It was read from the wire.
             self.complete, self.going_on = divmod(self.going_on, COMPLETE)
+
+    def take(self, other: SyncVote) -> None:
+        """Take all values of another vote."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(other, field.name))
 
     def tensor(self) -> Tensor:
         going_on = self.going_on + COMPLETE * self.complete

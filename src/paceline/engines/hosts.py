@@ -19,6 +19,7 @@ class Hosts:
         names = gather(store, rank, workers, "host", _name())
         self._names = names
         self.ranks = [[r for r in range(workers) if names[r] == name] for name in dict.fromkeys(names)]
+        self.name = names[rank]
         self.own = next(i for i, ranks in enumerate(self.ranks) if rank in ranks)
         self.address = LOOPBACK if self.is_one else _own_address(store, rank, workers)
 

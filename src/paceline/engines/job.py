@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from paceline.elastic import Arrival, ElasticEndpoint
 from paceline.endpoint import Layout
+from paceline.engines.generations import Generations
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import Hosts, gather
 from paceline.engines.place import Place, detect
@@ -26,6 +28,7 @@ from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
+from paceline.transport.mesh import Watch
 from paceline.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -45,7 +48,8 @@ class Job:
     `served` is the strategy whose server role is run by server processes; None: there are none.  Each of the `stages`
     of a split model, which are ranks of their own, has at least one shard.  `launcher_pipe` is a pipe of a launcher
     that replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this process to start
-    them.  `on_met` gets the store, the rank and the number of workers before anything else is opened.
+    them.  With `elastic` the workers' collectives outlive a worker's death: they are those of the endpoint `elastic`.
+    `on_met` gets the store, the rank and the number of workers before anything else is opened.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Job:
         takes_nonfinite: bool = False,
         launcher_pipe: int | None = None,
         forks_servers: bool = False,
+        elastic: bool = False,
         on_met: Callable[[dist.Store, int, int], None] = lambda store, rank, workers: None,
     ) -> None:
         self._is_elastic = needs.elastic
@@ -78,11 +83,14 @@ class Job:
         if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
             launcher_pipe = int(os.environ[LAUNCHER_PIPE])
         self.endpoint: ProcessEndpoint
+        self.elastic: ElasticEndpoint | None = None
+        self._generations: Generations | None = None
         self.comm_thread: CommThread | None = None
         try:
             self._meet(place)
             on_met(self.store, self.rank, self.workers)
-            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic else 1
+            may_die = needs.elastic or elastic
+            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)
             self.hosts = Hosts(self.store, self.rank, self.workers)
@@ -92,7 +100,10 @@ class Job:
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
                 settings = self._server_settings(epoch, pid, takes_nonfinite, launcher_pipe is not None)
                 self._serve(served, settings, launcher_pipe, forks_servers)
-            if needs.elastic:
+            if elastic:
+                self._generations = self._open_generations(incarnation)
+                self.elastic = self._enduring_endpoint(self._generations)
+            elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation)
             else:
                 self.endpoint = self._synchronous_endpoint(apart)
@@ -103,6 +114,11 @@ class Job:
     @property
     def is_one_host(self) -> bool:
         return self.hosts.is_one
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process joins an elastic run that has begun."""
+        return self._generations is not None and self._generations.is_newcomer
 
     def _meet(self, place: Place | None) -> None:
         """Find the store that all ranks share, and this process's rank in it."""
@@ -193,6 +209,55 @@ class Job:
             gather(self.store, self.rank, self.workers, "there", "")
         return endpoint
 
+    # Collectives among workers that may die.
+
+    def _open_generations(self, incarnation: int) -> Generations:
+        if not self.hosts.is_one:
+            raise ValueError(
+                f"elastic=True in a job on {len(self.hosts)} hosts: workers that have lost one meet again through "
+                "shared memory; start all workers on one host, or leave elastic out"
+            )
+        return Generations(
+            self.store,
+            lambda: dist.PrefixStore(self._prefix, another_connection(self._base)),
+            self._endpoint_of_generation,
+            host=self.hosts.name,
+            rank=self.rank,
+            incarnation=incarnation,
+            workers=self.workers,
+            silent_s=self._silent_s,
+            timeout_s=self.timeout_s,
+        )
+
+    def _enduring_endpoint(self, generations: Generations) -> ElasticEndpoint:
+        self.endpoint = ProcessEndpoint(0, Layout(1), self._clock, trace=Trace(keep=SPANS_KEPT))
+        endpoint = ElasticEndpoint(generations, self.endpoint)
+        if not generations.is_newcomer:
+            try:
+                endpoint.inner = generations.first()
+            except ClusterError as error:  # One of them has died already.
+                endpoint.enter(generations.meet(Arrival(0, cause=str(error))).wait())
+        return endpoint
+
+    def _endpoint_of_generation(
+        self, name: str, rank: int, ranks: Sequence[int], layout: Layout, watch: Watch
+    ) -> ProcessEndpoint:
+        shared = None
+        if len(ranks) > 1:
+            store = dist.PrefixStore(f"generation/{name}/shared", self.store)
+            shared = SharedMemory.connect(store, rank, ranks, timeout_s=self.timeout_s, watch=watch)
+        return ProcessEndpoint(
+            rank,
+            layout,
+            self._clock,
+            ranks=ranks,
+            backends=Backends(shared=shared),
+            open_group=lambda some: self._endpoint_of_generation(
+                f"{name}/{'-'.join(map(str, some))}", rank, some, layout, watch
+            ),
+            trace=self.endpoint.trace,
+        )
+
     def _has_ended(self, rank: int) -> bool:
         return _has(self.store, f"trace/{rank}" if self.layout.servers else f"ended/{rank}")
 
@@ -273,6 +338,8 @@ class Job:
             if not failed:
                 self._servers.wait()
             self._servers.close()
+        if self._generations is not None:
+            self._generations.close()
         if hasattr(self, "endpoint"):
             if not failed and not self.layout.servers and self._is_elastic:
                 with suppress(RuntimeError):  # The process that serves the store may have ended before.
@@ -301,6 +368,18 @@ def _unwrapped(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """The same store through a connection of its own, which other threads do not wait for."""
+    if isinstance(store, dist.FileStore):
+        return dist.FileStore(store.path)  # pyright: ignore
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False)
+    raise ValueError(
+        f"elastic=True with a {type(store).__name__}: start the job by paceline run or torchrun, or with a TCPStore or "
+        "FileStore"
+    )
 
 
 def _has(store: dist.Store, key: str) -> bool:

@@ -8,6 +8,7 @@ replicas were.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -19,7 +20,7 @@ from torch import Tensor
 from paceline import collectives
 from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import SyncVote
-from paceline.endpoint import Endpoint
+from paceline.endpoint import Endpoint, Retry
 from paceline.families.deltas import compute_delta, go_to, merge, squared_distance, wide
 from paceline.families.optimizer_state import (
     add_optimizer_state,
@@ -245,8 +246,16 @@ class SyncRounds:
         self._own.losses = [0.0, 0.0]
         m.count = 0
         codec_state = self._codec_state and self._codec_state[where]
+        given = replace(vote)
+
+        def again(endpoint: Endpoint) -> Coroutine[Op[Any], Any, PendingSync]:
+            vote.take(given)
+            return self._exchange(endpoint, pending, vote, stats, buffers, None)
+
         self._pending = w.endpoint.run_collectives(
-            lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state), kind="mean"
+            lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state),
+            kind="mean",
+            retry=Retry(again, changes=[pending.vector], slots=w.codec_slots if codec_state is not None else ()),
         )
 
     async def _exchange(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from paceline import collectives
 from paceline.codecs.codec import Codec, CodecState
 from paceline.collectives import Groups, SyncVote
-from paceline.endpoint import Endpoint
+from paceline.endpoint import Endpoint, Retry
 from paceline.op import Op, Ready
 from paceline.state import ResizeRule, Slot, StateStore, same
 from paceline.strategy import Ended, Strategy
@@ -50,6 +51,7 @@ class Replica:
         self.batch = BatchRecord(endpoint.rank, self.cursor, nonfinite)
         self.published: Tensor | None = None
         self._states = states
+        self._codec_slots: dict[str, Slot] = {}
 
     @property
     def params(self) -> Tensor:
@@ -74,6 +76,11 @@ class Replica:
         In the user's own loop a scheduler may still change it before the step is taken: see `cursor.coming_lr`.
         """
         return self.cursor.lr
+
+    def take_place(self) -> None:
+        """The endpoint has another rank now, or another number of workers."""
+        self.cursor.shards = self.endpoint.layout.workers
+        self.batch.rank = self.endpoint.rank
 
     # Steps.
 
@@ -168,7 +175,14 @@ class Replica:
         return state if self.workers > 1 else None
 
     def _declare(self, prefix: str, name: str, /, **settings: object) -> Slot:
-        return self._states.slot(f"{prefix}.{name}", **settings)  # pyright: ignore[reportArgumentType]
+        slot = self._states.slot(f"{prefix}.{name}", **settings)  # pyright: ignore[reportArgumentType]
+        self._codec_slots[f"{prefix}.{name}"] = slot
+        return slot
+
+    @property
+    def codec_slots(self) -> Sequence[Slot]:
+        """What an exchange may change beside the vector that it gets."""
+        return list(self._codec_slots.values())
 
     # Means.
 
@@ -217,7 +231,11 @@ class Replica:
         start: int = 0,
         ends_if_empty: bool = False,
     ) -> Op[Tensor]:
-        async def exchange(endpoint: Endpoint) -> SyncVote:
+        given = replace(vote)
+
+        async def exchange(
+            endpoint: Endpoint, codec_state: CodecState | None = codec_state, groups: Groups | None = groups
+        ) -> SyncVote:
             if len(endpoint.ranks) == 1:
                 return vote
             if codec_state is None:
@@ -230,7 +248,15 @@ class Replica:
                 total.reached = (await endpoint.all_reduce(torch.tensor(vote.reached, dtype=torch.float64))).tolist()
             return total
 
-        in_flight = endpoint.run_collectives(exchange, is_single=collectives.is_single(endpoint, codec_state, groups))
+        async def again(endpoint: Endpoint) -> SyncVote:
+            vote.take(given)
+            return await exchange(endpoint, codec_state=None, groups=None)
+
+        in_flight = endpoint.run_collectives(
+            exchange,
+            is_single=collectives.is_single(endpoint, codec_state, groups),
+            retry=Retry(again, changes=[x], slots=self.codec_slots if codec_state is not None else ()),
+        )
         ended = self._end_mean(x, in_flight, vote, parameters, start, ends_if_empty=ends_if_empty)
         return endpoint.spawn(ended, kind="mean")
 

@@ -1,0 +1,73 @@
+"""Rendezvous: how the workers of a run agree who they are, after a death and before a newcomer joins.
+
+A run goes through generations.  In each one the same workers take part in all collectives.  A generation ends when one
+of its collectives fails, or when all its workers have paused to let others join.  Its workers then meet: all who are
+alive arrive, and agree on the next generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.endpoint import Endpoint
+from paceline.errors import ClusterError
+from paceline.op import Op
+
+
+class LeftOut(ClusterError):
+    """The other workers went on without this one: it was silent for too long, and they took it for dead."""
+
+
+class Over(ClusterError):
+    """The run has ended before this worker could join it."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a worker says when it meets the others.
+
+    `committed` counts its commits.  `pause` is the commit after which it pauses; None: it does not know.  `is_paused`:
+    it stands there, with nothing in flight.  `cause` is the error that has led it here.
+    """
+
+    committed: int
+    pause: int | None = None
+    is_paused: bool = False
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the workers have agreed on.
+
+    `committed` is the largest count of commits of any of them, and `pause` the commit after which all pause.  If
+    `is_new`, all were paused: ranks count from 0 again, and newcomers are among them.  Otherwise the endpoint has those
+    of the last generation's ranks that are left.
+    """
+
+    number: int
+    endpoint: Endpoint
+    committed: int
+    pause: int
+    is_new: bool
+
+
+class Rendezvous(Protocol):
+    """Where the workers of a run meet."""
+
+    def has_newcomers(self) -> bool:
+        """Whether a worker waits to join, as far as this one knows.  It costs next to nothing."""
+        ...
+
+    def meet(self, arrival: Arrival) -> Op[Generation]:
+        """Meet the others, after the last generation has ended for this worker; LeftOut if they went on without it."""
+        ...
+
+    def come_back(self) -> None:
+        """The others went on without this worker; it will meet them again as a newcomer."""
+        ...
+
+    def leave(self, committed: int) -> None:
+        """This worker has come to the end of the run."""
+        ...

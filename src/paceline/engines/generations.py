@@ -1,0 +1,248 @@
+"""Generations: the rendezvous of an elastic job, in its store.
+
+The first proposal for a generation is the one that all take.  A worker proposes when each worker of the last generation
+has arrived, has come to the end of the run, or is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch.distributed as dist
+
+from paceline.elastic import Arrival, Generation, LeftOut, Over
+from paceline.endpoint import Endpoint, Layout
+from paceline.engines.liveness import Heartbeat, Liveness, count_of
+from paceline.errors import ClusterError
+from paceline.op import Begun, Op
+from paceline.transport.endpoint import BEAT_S
+from paceline.transport.mesh import Watch
+
+LOOK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A generation as the store has it: its processes, the rank of each, and what `Generation` says."""
+
+    processes: Sequence[int]
+    ranks: Sequence[int]
+    workers: int
+    committed: int
+    pause: int
+    is_new: bool
+    newcomers: int  # How many newcomers were considered so far, taken in or not.
+
+
+class Closable(Endpoint, Protocol):
+    def close(self) -> None: ...
+
+
+class Connect(Protocol):
+    """Makes the endpoint of a generation; `watch` is asked meanwhile, and later, which of some ranks is dead."""
+
+    def __call__(self, name: str, rank: int, ranks: Sequence[int], layout: Layout, watch: Watch) -> Closable: ...
+
+
+class Generations:
+    """One process's part.  It is that of a rank of the launcher, and one of its `incarnation`s."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        open_store: Callable[[], dist.Store],
+        connect: Connect,
+        *,
+        host: str,
+        rank: int,
+        incarnation: int,
+        workers: int,
+        silent_s: float,
+        timeout_s: float,
+    ) -> None:
+        """`open_store` makes another connection to the same store."""
+        self.is_newcomer = incarnation > 1
+        self._store = store
+        self._connect = connect
+        self._rank = rank
+        self._incarnation = incarnation
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._now = Proposal(range(workers), range(workers), workers, 0, 0, is_new=True, newcomers=0)
+        self._current: Closable | None = None
+        self._process = self._numbered() if self.is_newcomer else rank
+        self._liveness = Liveness(store, host, silent_s=silent_s)
+        self._liveness.announce(self._process, rank, incarnation)
+        self._heartbeat = Heartbeat(open_store, self._process, every_s=min(BEAT_S, silent_s / 4))
+
+    def _numbered(self) -> int:
+        """This process's number among all of the job, the first of which have those of their ranks."""
+        return self._workers + self._store.add("newcomers", 1) - 1
+
+    def first(self) -> Endpoint:
+        """The endpoint of the first generation, in which nobody has died yet."""
+        return self._endpoint()
+
+    def come_back(self) -> None:
+        """The others went on without this process: it joins them again as a newcomer."""
+        self.is_newcomer = True
+        self._process = self._heartbeat.process = self._numbered()
+        self._liveness.announce(self._process, self._rank, self._incarnation)
+
+    def close(self) -> None:
+        self._heartbeat.close()
+        self._liveness.close()
+        self._close_current()
+
+    def has_newcomers(self) -> bool:
+        return self._heartbeat.newcomers > self._now.newcomers
+
+    def meet(self, arrival: Arrival) -> Op[Generation]:
+        return Begun("meet", lambda: self._meet(arrival))
+
+    def leave(self, committed: int) -> None:
+        self._store.set(f"left/{self._process}", str(committed))
+
+    def _meet(self, arrival: Arrival) -> Generation:
+        self._close_current()
+        if self.is_newcomer:
+            self._join()
+        else:
+            self._arrive(arrival)
+        while True:
+            try:
+                endpoint = self._endpoint()
+                break
+            except ClusterError as error:  # Another one has died meanwhile.
+                self._arrive(Arrival(arrival.committed, arrival.pause, is_paused=arrival.is_paused, cause=str(error)))
+        now = self._now
+        return Generation(self._number, endpoint, now.committed, now.pause, now.is_new)
+
+    def _endpoint(self) -> Endpoint:
+        now = self._now
+        rank = now.ranks[now.processes.index(self._process)]
+        self._current = self._connect(f"{self._number}", rank, now.ranks, Layout(now.workers), self._dead_among)
+        return self._current
+
+    def _close_current(self) -> None:
+        """Leave the last generation; what was sent in it still arrives."""
+        if self._current is not None:
+            self._current.close()
+        self._current = None
+
+    def _dead_among(self, ranks: Sequence[int]) -> str | None:
+        """Which of these ranks of the present generation is dead, and why; None if they are all alive."""
+        for rank in ranks:
+            process = self._now.processes[self._now.ranks.index(rank)]
+            why = self._why_dead(process)
+            if why is not None:
+                return f"rank {rank} is dead: {why}"
+        return None
+
+    def _why_dead(self, process: int) -> str | None:
+        return self._liveness.why_dead(process, launched_as=process if process < self._workers else None)
+
+    # Members.
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """Arrive for the next generation, and wait until it is agreed."""
+        number = self._number + 1
+        key = f"generation/{number}"
+        value = {"committed": arrival.committed, "pause": arrival.pause, "is_paused": arrival.is_paused}
+        self._store.set(f"{key}/arrived/{self._process}", json.dumps(value))
+        deadline = time.monotonic() + self._timeout_s
+        while (agreed := self._agreed(number)) is None:
+            proposal, missing = self._proposal(key)
+            if proposal is not None:
+                self._store.compare_set(f"{key}/agreed", "", proposal)
+            elif time.monotonic() > deadline:
+                raise ClusterError(
+                    f"processes {missing} are alive, and have not met the others within {self._timeout_s:g} s after: "
+                    f"{arrival.cause or 'a pause for a newcomer'}"
+                )
+            else:
+                time.sleep(LOOK_S)
+        self._take(number, agreed)
+
+    def _agreed(self, number: int) -> Proposal | None:
+        key = f"generation/{number}/agreed"
+        if not self._store.check([key]):
+            return None
+        return Proposal(**json.loads(self._store.get(key)))
+
+    def _take(self, number: int, agreed: Proposal) -> None:
+        if self._process not in agreed.processes:
+            self._is_left_out(number)
+        self._number = number
+        self._now = agreed
+
+    def _is_left_out(self, number: int) -> NoReturn:
+        raise LeftOut(
+            f"the others went on without this worker (generation {number} of the run's workers): it had been silent "
+            "for longer than silent_s, because it was stopped or cut off"
+        )
+
+    def _proposal(self, key: str) -> tuple[str | None, list[int]]:
+        """The next generation, if everyone has arrived; otherwise those who are missing."""
+        arrived: dict[int, dict[str, Any]] = {}
+        missing: list[int] = []
+        left: list[int] = []
+        now = self._now
+        for process in now.processes:
+            if self._store.check([f"{key}/arrived/{process}"]):
+                arrived[process] = json.loads(self._store.get(f"{key}/arrived/{process}"))
+            elif self._store.check([f"left/{process}"]):
+                left.append(int(self._store.get(f"left/{process}")))
+            elif self._why_dead(process) is None:
+                missing.append(process)
+        if missing:
+            return None, missing
+        there = [p for p in arrived if p == self._process or self._why_dead(p) is None]
+        committed = max([*left, *(arrived[p]["committed"] for p in there)])
+        pauses = [arrived[p]["pause"] for p in there if arrived[p]["pause"] is not None]
+        is_new = not left and all(arrived[p]["is_paused"] for p in there)
+        seen = now.newcomers
+        if is_new:
+            seen = count_of(self._store, "newcomers")
+            new = [p for p in range(self._workers + now.newcomers, self._workers + seen) if self._why_dead(p) is None]
+            processes = [*there, *new]
+            ranks, workers = list(range(len(processes))), len(processes)
+        else:
+            processes = there
+            ranks, workers = [now.ranks[now.processes.index(p)] for p in there], now.workers
+        proposal = {
+            "processes": processes,
+            "ranks": ranks,
+            "workers": workers,
+            "committed": committed,
+            "pause": max(pauses, default=committed + 1),
+            "is_new": is_new,
+            "newcomers": seen,
+        }
+        return json.dumps(proposal), []
+
+    # Newcomers.
+
+    def _join(self) -> None:
+        """Wait until the members take this process in."""
+        while True:
+            agreed = self._agreed(self._number + 1)
+            if agreed is not None:
+                self._number += 1
+                self._now = agreed
+                if self._process in agreed.processes:
+                    self.is_newcomer = False
+                    return
+                if agreed.newcomers > self._process - self._workers:
+                    self._is_left_out(self._number)
+                continue
+            if any(self._store.check([f"left/{p}"]) for p in self._now.processes):
+                raise Over("the run ended before this worker could join it")
+            if all(self._why_dead(p) is not None for p in self._now.processes):
+                raise ClusterError("all workers that knew the state of the run are dead")
+            time.sleep(LOOK_S)
