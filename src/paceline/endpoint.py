@@ -15,7 +15,6 @@ from torch import Tensor
 
 from paceline.op import Op
 from paceline.protocol.messages import Message
-from paceline.state import Slot
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -87,13 +86,12 @@ class WriteCounts:
 class Retry:
     """How a routine of collectives runs again without a worker that has died in it.
 
-    `changes` are the tensors that it changes in place, and `slots` the slots of state: they are restored first.
-    `routine` does the same as the first one, with nothing that depends on who takes part.
+    `changes` are the tensors that it changes in place: they are restored first.  `routine` does the same as the first
+    one, with nothing that depends on who takes part.
     """
 
     routine: Callable[[Endpoint], Coroutine[Op[Any], Any, Any]]
     changes: Sequence[Tensor] = ()
-    slots: Sequence[Slot] = ()
 
 
 class SharedVector(Protocol):

@@ -95,6 +95,7 @@ class StateStore:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._saved: dict[str, Any] = {}  # Slots of a loaded state that have not been declared yet.
+        self._exchanged: dict[str, Slot] = {}
         self._has_loaded = False
         self._prefix = ""
 
@@ -106,12 +107,13 @@ class StateStore:
         rule: ResizeRule = same,
         version: int = 1,
         before_save: Callable[[], Awaitable[None]] | None = None,
+        is_exchanged: bool = False,
         **initial: Any,
     ) -> Slot:
         """Declare a slot and get its values: those of the loaded state, otherwise the initial ones.
 
         Declare slots before the first step.  `before_save` is awaited before the state is saved: it brings what is
-        still in flight into the slot.
+        still in flight into the slot.  `is_exchanged`: an exchange between workers changes it.
         """
         full = self._new_name(name)
         if self._has_loaded:
@@ -119,6 +121,8 @@ class StateStore:
         else:
             slot = Slot(**{key: copied(value) for key, value in initial.items()})
         self._entries[full] = _Entry(name_of(rule), version, lambda: copied(vars(slot)), before_save=before_save)
+        if is_exchanged:
+            self._exchanged[full] = slot
         return slot
 
     def bind(
@@ -142,6 +146,11 @@ class StateStore:
             _check_fits(full, self._saved, entry)
             load(copied(self._saved.pop(full)["values"]))
         self._entries[full] = entry
+
+    @property
+    def exchanged(self) -> list[Slot]:
+        """The slots that an exchange between workers changes."""
+        return [slot for name, slot in self._exchanged.items() if name in self._entries]
 
     @contextmanager
     def scope(self, prefix: str, *, keep: bool = False) -> Generator[None]:

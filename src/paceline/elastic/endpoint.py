@@ -20,6 +20,7 @@ from paceline.endpoint import Endpoint, Layout, Retry, SharedVector
 from paceline.errors import ClusterError, DifferentCollectives
 from paceline.op import Op, drive
 from paceline.protocol.messages import Message
+from paceline.state import Slot
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -101,6 +102,7 @@ class ElasticEndpoint:
         self.pause: int | None = None  # The commit after which all workers pause at their next step.
         self.is_broken = False  # A worker of this generation has died, so that no codec can be used.
         self.step: Callable[[], int] = lambda: 0  # The step that this worker is at, for the trace.
+        self.slots: Callable[[], Sequence[Slot]] = list  # The slots of state that exchanges change.
         self._open: list[Exchange[Any]] = []  # Not committed.
         self._in_vain = 0
 
@@ -127,6 +129,11 @@ class ElasticEndpoint:
     @property
     def retransmit_s(self) -> float | None:
         return self.inner.retransmit_s
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this worker has yet to join the run."""
+        return self.rendezvous.is_newcomer
 
     @property
     def is_due(self) -> bool:
@@ -217,11 +224,9 @@ class ElasticEndpoint:
         start: Callable[[Endpoint], Op[T]],
         retry: Callable[[Endpoint], Op[T]] | None,
         changes: Sequence[Tensor] = (),
-        slots: Sequence[Any] = (),
     ) -> Op[T]:
-        held = {id(slot) for exchange in self._open for slot in exchange.copies.slots}
-        copies = Copies(changes, [slot for slot in slots if id(slot) not in held])
-        exchange = Exchange(self, kind, start, retry, copies)
+        slots = () if self._open else self.slots()  # As they were before the first of them.
+        exchange = Exchange(self, kind, start, retry, Copies(changes, slots))
         self._start(exchange)
         self._open.append(exchange)
         return exchange
@@ -249,9 +254,7 @@ class ElasticEndpoint:
         if retry is None:
             return self._begin(kind, start, None)
         again = retry.routine
-        return self._begin(
-            kind, start, lambda e: e.run_collectives(again, kind=kind), changes=retry.changes, slots=retry.slots
-        )
+        return self._begin(kind, start, lambda e: e.run_collectives(again, kind=kind), changes=retry.changes)
 
     def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Op[Tensor]:
         def start(endpoint: Endpoint) -> Op[Tensor]:

@@ -33,13 +33,12 @@ class Members:
         run: WorkerRun,
         endpoint: ElasticEndpoint,
         *,
-        is_newcomer: bool,
         on_change: Callable[[int, int], None],
     ) -> None:
         self._run = run
         self._endpoint = endpoint
-        self._is_newcomer = is_newcomer
         self._on_change = on_change
+        endpoint.slots = lambda: run.states.exchanged
         endpoint.step = lambda: run.replica.cursor.step
         run.interruptions = self
 
@@ -58,11 +57,10 @@ class Members:
                 is_left_out = True
             if is_left_out:
                 self._endpoint.come_back()
-                self._is_newcomer = True
 
     async def _train(self, role: Callable[[], Any]) -> None:
         endpoint = self._endpoint
-        if self._is_newcomer:
+        if endpoint.is_newcomer:
             try:
                 await self._change(None)
             except Over:
@@ -108,9 +106,10 @@ class Members:
                 generation = await endpoint.rendezvous.meet(arrival(error))
         endpoint.enter(generation)
         endpoint.renew(committed + 1)
-        replica = self._run.replica
-        self._on_change(endpoint.rank, endpoint.layout.workers)
-        replica.take_place()
+        workers = endpoint.layout.workers
+        self._run.replica.batch.rank = endpoint.rank
+        self._run.replica.cursor.shards = workers
+        self._on_change(endpoint.rank, workers)
         self._run.load_state_dict(new)
         endpoint.note("workers", before=before, workers=len(endpoint.ranks), pause_s=endpoint.now() - began)
 

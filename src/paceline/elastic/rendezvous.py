@@ -56,6 +56,8 @@ class Generation:
 class Rendezvous(Protocol):
     """Where the workers of a run meet."""
 
+    is_newcomer: bool  # Whether this worker has yet to join them.
+
     def has_newcomers(self) -> bool:
         """Whether a worker waits to join, as far as this one knows.  It costs next to nothing."""
         ...

@@ -15,7 +15,6 @@ class Copies:
     """The values of tensors and of slots of state, as they were when this was made."""
 
     def __init__(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> None:
-        self.slots = slots
         self._tensors = [(t, t.clone()) for t in tensors]
         self._values = [(vars(slot), {name: _copied(value) for name, value in vars(slot).items()}) for slot in slots]
 

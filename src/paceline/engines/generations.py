@@ -10,17 +10,20 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from paceline.elastic import Arrival, Generation, LeftOut, Over
-from paceline.endpoint import Endpoint, Layout
+from paceline.elastic import Arrival, ElasticEndpoint, Generation, LeftOut, Over
+from paceline.endpoint import Layout
+from paceline.engines.hosts import Hosts
 from paceline.engines.liveness import Heartbeat, Liveness, count_of
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op
-from paceline.transport.endpoint import BEAT_S
+from paceline.trace import Trace
+from paceline.transport.endpoint import BEAT_S, Backends, Clock, ProcessEndpoint
 from paceline.transport.mesh import Watch
+from paceline.transport.shared_memory import SharedMemory
 
 LOOK_S = 0.02
 
@@ -38,14 +41,35 @@ class Proposal:
     newcomers: int  # How many newcomers were considered so far, taken in or not.
 
 
-class Closable(Endpoint, Protocol):
-    def close(self) -> None: ...
+class Connections:
+    """Makes the endpoints of this process, one for each generation."""
 
+    def __init__(self, store: dist.Store, clock: Clock, trace: Trace, hosts: Hosts, *, timeout_s: float) -> None:
+        if not hosts.is_one:
+            raise ValueError(
+                f"elastic=True in a job on {len(hosts)} hosts: workers that have lost one meet again through shared "
+                "memory; start all workers on one host, or leave elastic out"
+            )
+        self._store = store
+        self._clock = clock
+        self._trace = trace
+        self._timeout_s = timeout_s
 
-class Connect(Protocol):
-    """Makes the endpoint of a generation; `watch` is asked meanwhile, and later, which of some ranks is dead."""
-
-    def __call__(self, name: str, rank: int, ranks: Sequence[int], layout: Layout, watch: Watch) -> Closable: ...
+    def __call__(self, name: str, rank: int, ranks: Sequence[int], layout: Layout, watch: Watch) -> ProcessEndpoint:
+        """An endpoint among these ranks; `watch` is asked meanwhile, and later, which of some of them is dead."""
+        shared = None
+        if len(ranks) > 1:
+            store = dist.PrefixStore(f"generation/{name}/shared", self._store)
+            shared = SharedMemory.connect(store, rank, ranks, timeout_s=self._timeout_s, watch=watch)
+        return ProcessEndpoint(
+            rank,
+            layout,
+            self._clock,
+            ranks=ranks,
+            backends=Backends(shared=shared),
+            open_group=lambda some: self(f"{name}/{'-'.join(map(str, some))}", rank, some, layout, watch),
+            trace=self._trace,
+        )
 
 
 class Generations:
@@ -55,7 +79,7 @@ class Generations:
         self,
         store: dist.Store,
         open_store: Callable[[], dist.Store],
-        connect: Connect,
+        connect: Connections,
         *,
         host: str,
         rank: int,
@@ -74,7 +98,7 @@ class Generations:
         self._timeout_s = timeout_s
         self._number = 0
         self._now = Proposal(range(workers), range(workers), workers, 0, 0, is_new=True, newcomers=0)
-        self._current: Closable | None = None
+        self._current: ProcessEndpoint | None = None
         self._process = self._numbered() if self.is_newcomer else rank
         self._liveness = Liveness(store, host, silent_s=silent_s)
         self._liveness.announce(self._process, rank, incarnation)
@@ -84,9 +108,15 @@ class Generations:
         """This process's number among all of the job, the first of which have those of their ranks."""
         return self._workers + self._store.add("newcomers", 1) - 1
 
-    def first(self) -> Endpoint:
-        """The endpoint of the first generation, in which nobody has died yet."""
-        return self._endpoint()
+    def first(self) -> ElasticEndpoint:
+        """This process's endpoint for the whole run; a newcomer's is that of one worker until it has joined."""
+        endpoint = ElasticEndpoint(self, self._connect("", 0, [0], Layout(1), lambda ranks: None))
+        if not self.is_newcomer:
+            try:
+                endpoint.inner = self._endpoint()
+            except ClusterError as error:  # One of them has died already.
+                endpoint.enter(self._meet(Arrival(0, cause=str(error))))
+        return endpoint
 
     def come_back(self) -> None:
         """The others went on without this process: it joins them again as a newcomer."""
@@ -123,7 +153,7 @@ class Generations:
         now = self._now
         return Generation(self._number, endpoint, now.committed, now.pause, now.is_new)
 
-    def _endpoint(self) -> Endpoint:
+    def _endpoint(self) -> ProcessEndpoint:
         now = self._now
         rank = now.ranks[now.processes.index(self._process)]
         self._current = self._connect(f"{self._number}", rank, now.ranks, Layout(now.workers), self._dead_among)
@@ -246,3 +276,14 @@ class Generations:
             if all(self._why_dead(p) is not None for p in self._now.processes):
                 raise ClusterError("all workers that knew the state of the run are dead")
             time.sleep(LOOK_S)
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """The same store through a connection of its own, which other threads do not wait for."""
+    if isinstance(store, dist.FileStore):
+        return dist.FileStore(store.path)  # pyright: ignore
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False)
+    raise ValueError(
+        f"elastic=True with a {type(store).__name__}: start the job by paceline run, or with a TCPStore or FileStore"
+    )

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from paceline.elastic import Arrival, ElasticEndpoint
+from paceline.elastic import ElasticEndpoint
 from paceline.endpoint import Layout
-from paceline.engines.generations import Generations
+from paceline.engines.generations import Connections, Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import Hosts, gather
 from paceline.engines.place import Place, detect
@@ -28,7 +28,6 @@ from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
-from paceline.transport.mesh import Watch
 from paceline.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -101,8 +100,19 @@ class Job:
                 settings = self._server_settings(epoch, pid, takes_nonfinite, launcher_pipe is not None)
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
-                self._generations = self._open_generations(incarnation)
-                self.elastic = self._enduring_endpoint(self._generations)
+                self.endpoint = ProcessEndpoint(0, Layout(1), self._clock, trace=Trace(keep=SPANS_KEPT))
+                self._generations = Generations(
+                    self.store,
+                    lambda: dist.PrefixStore(self._prefix, another_connection(self._base)),
+                    Connections(self.store, self._clock, self.endpoint.trace, self.hosts, timeout_s=timeout_s),
+                    host=self.hosts.name,
+                    rank=self.rank,
+                    incarnation=incarnation,
+                    workers=self.workers,
+                    silent_s=silent_s,
+                    timeout_s=timeout_s,
+                )
+                self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation)
             else:
@@ -114,11 +124,6 @@ class Job:
     @property
     def is_one_host(self) -> bool:
         return self.hosts.is_one
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this process joins an elastic run that has begun."""
-        return self._generations is not None and self._generations.is_newcomer
 
     def _meet(self, place: Place | None) -> None:
         """Find the store that all ranks share, and this process's rank in it."""
@@ -200,8 +205,15 @@ class Job:
             rank,
             self.layout,
             self._clock,
-            open_mailbox=lambda: self._open_elastic_mailbox(rank),
-            membership=Membership(self._members_ever, self._has_ended),
+            open_mailbox=lambda: _elastic_mailbox(
+                self.store,
+                self.layout,
+                rank,
+                bind=self.hosts.address,
+                timeout_s=self.timeout_s,
+                silent_s=self._silent_s,
+            ),
+            membership=_membership(self.store, self.layout),
             trace=Trace(keep=SPANS_KEPT),
         )
         if not self.layout.servers and self.workers > 1:
@@ -209,88 +221,11 @@ class Job:
             gather(self.store, self.rank, self.workers, "there", "")
         return endpoint
 
-    # Collectives among workers that may die.
-
-    def _open_generations(self, incarnation: int) -> Generations:
-        if not self.hosts.is_one:
-            raise ValueError(
-                f"elastic=True in a job on {len(self.hosts)} hosts: workers that have lost one meet again through "
-                "shared memory; start all workers on one host, or leave elastic out"
-            )
-        return Generations(
-            self.store,
-            lambda: dist.PrefixStore(self._prefix, another_connection(self._base)),
-            self._endpoint_of_generation,
-            host=self.hosts.name,
-            rank=self.rank,
-            incarnation=incarnation,
-            workers=self.workers,
-            silent_s=self._silent_s,
-            timeout_s=self.timeout_s,
-        )
-
-    def _enduring_endpoint(self, generations: Generations) -> ElasticEndpoint:
-        self.endpoint = ProcessEndpoint(0, Layout(1), self._clock, trace=Trace(keep=SPANS_KEPT))
-        endpoint = ElasticEndpoint(generations, self.endpoint)
-        if not generations.is_newcomer:
-            try:
-                endpoint.inner = generations.first()
-            except ClusterError as error:  # One of them has died already.
-                endpoint.enter(generations.meet(Arrival(0, cause=str(error))).wait())
-        return endpoint
-
-    def _endpoint_of_generation(
-        self, name: str, rank: int, ranks: Sequence[int], layout: Layout, watch: Watch
-    ) -> ProcessEndpoint:
-        shared = None
-        if len(ranks) > 1:
-            store = dist.PrefixStore(f"generation/{name}/shared", self.store)
-            shared = SharedMemory.connect(store, rank, ranks, timeout_s=self.timeout_s, watch=watch)
-        return ProcessEndpoint(
-            rank,
-            layout,
-            self._clock,
-            ranks=ranks,
-            backends=Backends(shared=shared),
-            open_group=lambda some: self._endpoint_of_generation(
-                f"{name}/{'-'.join(map(str, some))}", rank, some, layout, watch
-            ),
-            trace=self.endpoint.trace,
-        )
-
-    def _has_ended(self, rank: int) -> bool:
-        return _has(self.store, f"trace/{rank}" if self.layout.servers else f"ended/{rank}")
-
-    def _members_ever(self) -> list[int]:
-        """Every worker that ever had a mailbox."""
-        ranks = [*self.layout.worker_ranks, *range(self.layout.size, self.layout.size + self.store.add("joined", 0))]
-        return [rank for rank in ranks if self.store.check([f"mail/{rank}"])]
-
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
         bind = self.hosts.address
         return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
-
-    def _open_elastic_mailbox(self, rank: int) -> Mailbox:
-        """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
-        from paceline.transport.mailbox import Mailbox
-
-        beat_s = min(BEAT_S, self._silent_s / 4)
-        has_servers = self.layout.servers > 0
-        mailbox = Mailbox(
-            self.store,
-            rank,
-            self.layout.size,
-            bind=self.hosts.address,
-            is_open=True,
-            timeout_s=self.timeout_s,
-            beat_s=None if has_servers else beat_s,
-            silent_s=None if has_servers else self._silent_s,
-        )
-        if has_servers:
-            mailbox.beat(self.layout.server_ranks, every_s=beat_s)
-        return mailbox
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
         """Memory shared with these ranks, if they are all on this host."""
@@ -358,6 +293,39 @@ class Job:
         self.close(failed=error is not None)
 
 
+def _membership(store: dist.Store, layout: Layout) -> Membership:
+    """The workers that ever had a mailbox, and whether one of them has finished, as the store has it."""
+
+    def members_ever() -> list[int]:
+        ranks = [*layout.worker_ranks, *range(layout.size, layout.size + store.add("joined", 0))]
+        return [rank for rank in ranks if store.check([f"mail/{rank}"])]
+
+    return Membership(members_ever, lambda rank: _has(store, f"trace/{rank}" if layout.servers else f"ended/{rank}"))
+
+
+def _elastic_mailbox(
+    store: dist.Store, layout: Layout, rank: int, *, bind: str, timeout_s: float, silent_s: float
+) -> Mailbox:
+    """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
+    from paceline.transport.mailbox import Mailbox
+
+    beat_s = min(BEAT_S, silent_s / 4)
+    has_servers = layout.servers > 0
+    mailbox = Mailbox(
+        store,
+        rank,
+        layout.size,
+        bind=bind,
+        is_open=True,
+        timeout_s=timeout_s,
+        beat_s=None if has_servers else beat_s,
+        silent_s=None if has_servers else silent_s,
+    )
+    if has_servers:
+        mailbox.beat(layout.server_ranks, every_s=beat_s)
+    return mailbox
+
+
 def _servers(served: Strategy | None, hosts: int, stages: int) -> int:
     """How many servers a strategy has: at least one on each host, and at least one shard for each stage."""
     return max(served.servers, hosts, served.coordinators + stages) if served is not None and served.servers else 0
@@ -368,18 +336,6 @@ def _unwrapped(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def another_connection(store: dist.Store) -> dist.Store:
-    """The same store through a connection of its own, which other threads do not wait for."""
-    if isinstance(store, dist.FileStore):
-        return dist.FileStore(store.path)  # pyright: ignore
-    if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, is_master=False)
-    raise ValueError(
-        f"elastic=True with a {type(store).__name__}: start the job by paceline run or torchrun, or with a TCPStore or "
-        "FileStore"
-    )
 
 
 def _has(store: dist.Store, key: str) -> bool:

@@ -255,7 +255,7 @@ class SyncRounds:
         self._pending = w.endpoint.run_collectives(
             lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state),
             kind="mean",
-            retry=Retry(again, changes=[pending.vector], slots=w.codec_slots if codec_state is not None else ()),
+            retry=Retry(again, changes=[pending.vector]),
         )
 
     async def _exchange(

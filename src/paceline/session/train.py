@@ -239,7 +239,7 @@ def _work(
             strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=trainee.plan, trainee=trainee
         )
         if job.elastic is not None:
-            Members(run, job.elastic, is_newcomer=job.is_newcomer, on_change=trainee.take_place)
+            Members(run, job.elastic, on_change=trainee.take_place)
         else:
             run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
         _train(terms, job, learner, run, watching)

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,6 @@ class Replica:
         self.batch = BatchRecord(endpoint.rank, self.cursor, nonfinite)
         self.published: Tensor | None = None
         self._states = states
-        self._codec_slots: dict[str, Slot] = {}
 
     @property
     def params(self) -> Tensor:
@@ -76,11 +76,6 @@ class Replica:
         In the user's own loop a scheduler may still change it before the step is taken: see `cursor.coming_lr`.
         """
         return self.cursor.lr
-
-    def take_place(self) -> None:
-        """The endpoint has another rank now, or another number of workers."""
-        self.cursor.shards = self.endpoint.layout.workers
-        self.batch.rank = self.endpoint.rank
 
     # Steps.
 
@@ -174,15 +169,8 @@ class Replica:
         state = codec.codec_state(partial(self._declare, name), self.params, key=self.rank)
         return state if self.workers > 1 else None
 
-    def _declare(self, prefix: str, name: str, /, **settings: object) -> Slot:
-        slot = self._states.slot(f"{prefix}.{name}", **settings)  # pyright: ignore[reportArgumentType]
-        self._codec_slots[f"{prefix}.{name}"] = slot
-        return slot
-
-    @property
-    def codec_slots(self) -> Sequence[Slot]:
-        """What an exchange may change beside the vector that it gets."""
-        return list(self._codec_slots.values())
+    def _declare(self, prefix: str, name: str, /, **settings: Any) -> Slot:
+        return self._states.slot(f"{prefix}.{name}", is_exchanged=True, **settings)
 
     # Means.
 
@@ -255,7 +243,7 @@ class Replica:
         in_flight = endpoint.run_collectives(
             exchange,
             is_single=collectives.is_single(endpoint, codec_state, groups),
-            retry=Retry(again, changes=[x], slots=self.codec_slots if codec_state is not None else ()),
+            retry=Retry(again, changes=[x]),
         )
         ended = self._end_mean(x, in_flight, vote, parameters, start, ends_if_empty=ends_if_empty)
         return endpoint.spawn(ended, kind="mean")
