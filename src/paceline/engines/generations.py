@@ -53,14 +53,15 @@ class Connections:
         self._store = store
         self._clock = clock
         self._trace = trace
-        self._timeout_s = timeout_s
+        self.host = hosts.name
+        self.timeout_s = timeout_s
 
     def __call__(self, name: str, rank: int, ranks: Sequence[int], layout: Layout, watch: Watch) -> ProcessEndpoint:
         """An endpoint among these ranks; `watch` is asked meanwhile, and later, which of some of them is dead."""
         shared = None
         if len(ranks) > 1:
             store = dist.PrefixStore(f"generation/{name}/shared", self._store)
-            shared = SharedMemory.connect(store, rank, ranks, timeout_s=self._timeout_s, watch=watch)
+            shared = SharedMemory.connect(store, rank, ranks, timeout_s=self.timeout_s, watch=watch)
         return ProcessEndpoint(
             rank,
             layout,
@@ -81,12 +82,10 @@ class Generations:
         open_store: Callable[[], dist.Store],
         connect: Connections,
         *,
-        host: str,
         rank: int,
         incarnation: int,
         workers: int,
         silent_s: float,
-        timeout_s: float,
     ) -> None:
         """`open_store` makes another connection to the same store."""
         self.is_newcomer = incarnation > 1
@@ -95,12 +94,12 @@ class Generations:
         self._rank = rank
         self._incarnation = incarnation
         self._workers = workers
-        self._timeout_s = timeout_s
+        self._timeout_s = connect.timeout_s
         self._number = 0
         self._now = Proposal(range(workers), range(workers), workers, 0, 0, is_new=True, newcomers=0)
         self._current: ProcessEndpoint | None = None
         self._process = self._numbered() if self.is_newcomer else rank
-        self._liveness = Liveness(store, host, silent_s=silent_s)
+        self._liveness = Liveness(store, connect.host, silent_s=silent_s)
         self._liveness.announce(self._process, rank, incarnation)
         self._heartbeat = Heartbeat(open_store, self._process, every_s=min(BEAT_S, silent_s / 4))
 

@@ -100,18 +100,7 @@ class Job:
                 settings = self._server_settings(epoch, pid, takes_nonfinite, launcher_pipe is not None)
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
-                self.endpoint = ProcessEndpoint(0, Layout(1), self._clock, trace=Trace(keep=SPANS_KEPT))
-                self._generations = Generations(
-                    self.store,
-                    lambda: dist.PrefixStore(self._prefix, another_connection(self._base)),
-                    Connections(self.store, self._clock, self.endpoint.trace, self.hosts, timeout_s=timeout_s),
-                    host=self.hosts.name,
-                    rank=self.rank,
-                    incarnation=incarnation,
-                    workers=self.workers,
-                    silent_s=silent_s,
-                    timeout_s=timeout_s,
-                )
+                self._generations = self._open_generations(incarnation)
                 self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation)
@@ -205,14 +194,7 @@ class Job:
             rank,
             self.layout,
             self._clock,
-            open_mailbox=lambda: _elastic_mailbox(
-                self.store,
-                self.layout,
-                rank,
-                bind=self.hosts.address,
-                timeout_s=self.timeout_s,
-                silent_s=self._silent_s,
-            ),
+            open_mailbox=lambda: _elastic_mailbox(self, rank),
             membership=_membership(self.store, self.layout),
             trace=Trace(keep=SPANS_KEPT),
         )
@@ -220,6 +202,18 @@ class Job:
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
             gather(self.store, self.rank, self.workers, "there", "")
         return endpoint
+
+    def _open_generations(self, incarnation: int) -> Generations:
+        self.endpoint = ProcessEndpoint(0, Layout(1), self._clock, trace=Trace(keep=SPANS_KEPT))
+        return Generations(
+            self.store,
+            lambda: dist.PrefixStore(self._prefix, another_connection(self._base)),
+            Connections(self.store, self._clock, self.endpoint.trace, self.hosts, timeout_s=self.timeout_s),
+            rank=self.rank,
+            incarnation=incarnation,
+            workers=self.workers,
+            silent_s=self._silent_s,
+        )
 
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
@@ -303,26 +297,25 @@ def _membership(store: dist.Store, layout: Layout) -> Membership:
     return Membership(members_ever, lambda rank: _has(store, f"trace/{rank}" if layout.servers else f"ended/{rank}"))
 
 
-def _elastic_mailbox(
-    store: dist.Store, layout: Layout, rank: int, *, bind: str, timeout_s: float, silent_s: float
-) -> Mailbox:
+def _elastic_mailbox(job: Job, rank: int) -> Mailbox:
     """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
     from paceline.transport.mailbox import Mailbox
 
+    silent_s = job._silent_s
     beat_s = min(BEAT_S, silent_s / 4)
-    has_servers = layout.servers > 0
+    has_servers = job.layout.servers > 0
     mailbox = Mailbox(
-        store,
+        job.store,
         rank,
-        layout.size,
-        bind=bind,
+        job.layout.size,
+        bind=job.hosts.address,
         is_open=True,
-        timeout_s=timeout_s,
+        timeout_s=job.timeout_s,
         beat_s=None if has_servers else beat_s,
         silent_s=None if has_servers else silent_s,
     )
     if has_servers:
-        mailbox.beat(layout.server_ranks, every_s=beat_s)
+        mailbox.beat(job.layout.server_ranks, every_s=beat_s)
     return mailbox
 
 

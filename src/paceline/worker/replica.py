@@ -142,7 +142,7 @@ class Replica:
         rule: ResizeRule = same,
         version: int = 1,
         before_save: Callable[[], Awaitable[None]] | None = None,
-        **initial: object,
+        **initial: Any,
     ) -> Slot:
         """Declare a slot of state and get its values, as attributes.  What is not in a slot is lost on resume.
 
