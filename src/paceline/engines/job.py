@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ DEAD_PID = 2**30
 _joined = itertools.count()  # Jobs that this process has joined.  All ranks count the same, so it names the job's keys.
 
 
-class Job:
+class Job(AbstractContextManager["Job"]):
     """One rank of a job: it has a store, an endpoint, and on the first rank of each host the server processes.
 
     `served` is the strategy whose server role is run by server processes; None: there are none.  Each of the `stages`
@@ -74,7 +74,7 @@ class Job:
         self._device = device
         self._ordered = ordered
         self.timeout_s = timeout_s
-        self._silent_s = silent_s
+        self.silent_s = silent_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
@@ -91,7 +91,7 @@ class Job:
             may_die = needs.elastic or elastic
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
-            self._clock = Clock(epoch)
+            self.clock = Clock(epoch)
             self.hosts = Hosts(self.store, self.rank, self.workers)
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.servers:
@@ -100,7 +100,8 @@ class Job:
                 settings = self._server_settings(epoch, pid, takes_nonfinite, launcher_pipe is not None)
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
-                self._generations = self._open_generations(incarnation)
+                self.endpoint = ProcessEndpoint(0, Layout(1), self.clock, trace=Trace(keep=SPANS_KEPT))
+                self._generations = _open_generations(self, self._base, self._prefix, incarnation)
                 self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation)
@@ -136,7 +137,7 @@ class Job:
             epoch=epoch,
             bind=self.hosts.address,
             timeout_s=self.timeout_s,
-            silent_s=self._silent_s,
+            silent_s=self.silent_s,
             workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
             is_elastic=self._is_elastic,
             may_lose_starter=may_lose_starter,
@@ -168,7 +169,7 @@ class Job:
         return ProcessEndpoint(
             self.rank,
             self.layout,
-            self._clock,
+            self.clock,
             backends=Backends(
                 shared=self._share(tuple(range(self.workers))),
                 process_group=group,
@@ -193,7 +194,7 @@ class Job:
         endpoint = ProcessEndpoint(
             rank,
             self.layout,
-            self._clock,
+            self.clock,
             open_mailbox=lambda: _elastic_mailbox(self, rank),
             membership=_membership(self.store, self.layout),
             trace=Trace(keep=SPANS_KEPT),
@@ -202,18 +203,6 @@ class Job:
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
             gather(self.store, self.rank, self.workers, "there", "")
         return endpoint
-
-    def _open_generations(self, incarnation: int) -> Generations:
-        self.endpoint = ProcessEndpoint(0, Layout(1), self._clock, trace=Trace(keep=SPANS_KEPT))
-        return Generations(
-            self.store,
-            lambda: dist.PrefixStore(self._prefix, another_connection(self._base)),
-            Connections(self.store, self._clock, self.endpoint.trace, self.hosts, timeout_s=self.timeout_s),
-            rank=self.rank,
-            incarnation=incarnation,
-            workers=self.workers,
-            silent_s=self._silent_s,
-        )
 
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
@@ -237,7 +226,7 @@ class Job:
         return ProcessEndpoint(
             self.rank,
             self.layout,
-            self._clock,
+            self.clock,
             ranks=ranks,
             backends=Backends(
                 shared=shared, process_group=group, comm_thread=self.comm_thread, is_ordered=self._ordered
@@ -278,13 +267,23 @@ class Job:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def __enter__(self) -> Job:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _open_generations(job: Job, base: dist.Store, prefix: str, incarnation: int) -> Generations:
+    """The rendezvous of workers that may die and join."""
+    return Generations(
+        job.store,
+        lambda: dist.PrefixStore(prefix, another_connection(base)),
+        Connections(job.store, job.clock, job.endpoint.trace, job.hosts, timeout_s=job.timeout_s),
+        rank=job.rank,
+        incarnation=incarnation,
+        workers=job.workers,
+        silent_s=job.silent_s,
+    )
 
 
 def _membership(store: dist.Store, layout: Layout) -> Membership:
@@ -301,7 +300,7 @@ def _elastic_mailbox(job: Job, rank: int) -> Mailbox:
     """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
     from paceline.transport.mailbox import Mailbox
 
-    silent_s = job._silent_s
+    silent_s = job.silent_s
     beat_s = min(BEAT_S, silent_s / 4)
     has_servers = job.layout.servers > 0
     mailbox = Mailbox(

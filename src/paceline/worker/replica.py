@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from paceline import collectives
 from paceline.codecs.codec import Codec, CodecState
-from paceline.collectives import Groups, SyncVote
-from paceline.endpoint import Endpoint, Retry
+from paceline.collectives import Groups, SyncVote, retried
+from paceline.endpoint import Endpoint
 from paceline.op import Op, Ready
 from paceline.state import ResizeRule, Slot, StateStore, same
 from paceline.strategy import Ended, Strategy
@@ -219,31 +218,11 @@ class Replica:
         start: int = 0,
         ends_if_empty: bool = False,
     ) -> Op[Tensor]:
-        given = replace(vote)
-
-        async def exchange(
-            endpoint: Endpoint, codec_state: CodecState | None = codec_state, groups: Groups | None = groups
-        ) -> SyncVote:
-            if len(endpoint.ranks) == 1:
-                return vote
-            if codec_state is None:
-                total = await collectives.mean(endpoint, x, vote, groups=groups)
-            elif groups is not None:
-                total = await collectives.mean_by_groups(endpoint, x, vote, codec_state, groups)
-            else:
-                total = await collectives.mean_encoded(endpoint, x, vote, codec_state)
-            if parameters and total.weight and not total.complete:
-                total.reached = (await endpoint.all_reduce(torch.tensor(vote.reached, dtype=torch.float64))).tolist()
-            return total
-
-        async def again(endpoint: Endpoint) -> SyncVote:
-            vote.take(given)
-            return await exchange(endpoint, codec_state=None, groups=None)
-
+        exchange = partial(_exchange, x=x, vote=vote, parameters=parameters)
         in_flight = endpoint.run_collectives(
-            exchange,
+            partial(exchange, codec_state=codec_state, groups=groups),
             is_single=collectives.is_single(endpoint, codec_state, groups),
-            retry=Retry(again, changes=[x]),
+            retry=retried(vote, x, partial(exchange, codec_state=None, groups=None)),
         )
         ended = self._end_mean(x, in_flight, vote, parameters, start, ends_if_empty=ends_if_empty)
         return endpoint.spawn(ended, kind="mean")
@@ -291,6 +270,29 @@ class Replica:
         weight = torch.tensor([self.batch.take_buffers_weight()], dtype=torch.float64)
         everyones = await self.endpoint.all_gather(torch.cat([weight, mine]))
         flat.set_buffers([e[1:] for e in everyones], [float(e[0]) for e in everyones])
+
+
+async def _exchange(
+    endpoint: Endpoint,
+    *,
+    x: Tensor,
+    vote: SyncVote,
+    codec_state: CodecState | None,
+    groups: Groups | None,
+    parameters: Sequence[int],
+) -> SyncVote:
+    """All that a mean sends: the vector, and which parameters were reached if not all of them were."""
+    if len(endpoint.ranks) == 1:
+        return vote
+    if codec_state is None:
+        total = await collectives.mean(endpoint, x, vote, groups=groups)
+    elif groups is not None:
+        total = await collectives.mean_by_groups(endpoint, x, vote, codec_state, groups)
+    else:
+        total = await collectives.mean_encoded(endpoint, x, vote, codec_state)
+    if parameters and total.weight and not total.complete:
+        total.reached = (await endpoint.all_reduce(torch.tensor(vote.reached, dtype=torch.float64))).tolist()
+    return total
 
 
 async def train_alone(w: Replica) -> None:
