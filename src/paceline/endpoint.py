@@ -50,7 +50,7 @@ class Layout:
 
     def name(self, rank: int) -> str:
         """How messages name a rank.  Ranks from `size` on are workers that joined later."""
-        number = self.numbers[rank] if self.numbers else rank
+        number = self.numbers[rank] if rank < len(self.numbers) else rank
         return f"server {rank - self.workers} (rank {number})" if rank in self.server_ranks else f"worker {rank}"
 
 

@@ -19,7 +19,7 @@ from paceline.elastic import ElasticEndpoint
 from paceline.endpoint import Layout
 from paceline.engines.generations import Connections, Generations, another_connection
 from paceline.engines.groups import Groups
-from paceline.engines.hosts import Hosts, gather
+from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
 from paceline.errors import ClusterError
@@ -78,7 +78,7 @@ class Job(AbstractContextManager["Job"]):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
-        self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
+        self._prefix = f"paceline/{os.environ.get(ATTEMPT, '0')}/{next(_joined)}"
         if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
             launcher_pipe = int(os.environ[LAUNCHER_PIPE])
         self.endpoint: ProcessEndpoint
@@ -92,7 +92,7 @@ class Job(AbstractContextManager["Job"]):
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self.clock = Clock(epoch)
-            self.hosts = Hosts(self.store, self.rank, self.workers)
+            self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
@@ -129,7 +129,7 @@ class Job(AbstractContextManager["Job"]):
         self.store = dist.PrefixStore(self._prefix, self._base)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
-        pids = gather(self.store, self.rank, self.workers, "pid", str(pid))
+        pids = self.hosts.roll.gather("pid", str(pid))
         return ServerSettings.of(
             self.layout,
             self._base,
@@ -201,7 +201,7 @@ class Job(AbstractContextManager["Job"]):
         )
         if not self.layout.servers and self.workers > 1:
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
-            gather(self.store, self.rank, self.workers, "there", "")
+            self.hosts.roll.gather("there", "")
         return endpoint
 
     def _open_mailbox(self) -> Mailbox:
@@ -259,7 +259,7 @@ class Job(AbstractContextManager["Job"]):
         if self._generations is not None:
             self._generations.close()
         if hasattr(self, "endpoint"):
-            if not failed and not self.layout.servers and self._is_elastic:
+            if not (failed or self.endpoint.missed_end or self.layout.servers) and self._is_elastic:
                 with suppress(RuntimeError):  # The process that serves the store may have ended before.
                     self.store.set(f"ended/{self.endpoint.rank}", "")
             self.endpoint.close()

@@ -73,6 +73,11 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
+def reach_store(port: int) -> dist.TCPStore:
+    """A store that another process of this host serves."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
 def _once(key: tuple[object, ...], meet: Callable[[], dist.Store]) -> dist.Store:
     key = (os.getpid(), *key)
     if key not in _met:

@@ -235,11 +235,11 @@ class SyncRounds:
         is_lost = w.batch.nonfinite != "pass" and not is_sound and not delta.isfinite().all()
         if any(await w.learner.sum_over_stages([float(is_lost)])):
             leave_out(w, pending, vote)
+        loss_sum, loss_steps = self._own.losses
         has_data = float(w.cursor.has_data(w.cursor.step))
-        stats = SyncStats(vote.weight, *self._own.losses, w.endpoint.now(), 0.0, 0.0, w.lr, has_data)
+        stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr, has_data)
         buffers = w.learner.flat.buffers()
-        if self.method.delay:
-            pending.buffers = buffers
+        pending.buffers = buffers if self.method.delay else None
         self._own.losses = [0.0, 0.0]
         m.count = 0
         codec_state = self._codec_state and self._codec_state[where]

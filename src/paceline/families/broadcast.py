@@ -19,6 +19,8 @@ from torch import Tensor
 from paceline.families.peers import Peers, Service
 from paceline.protocol.messages import Message, Number, Rank, Rate, Version
 
+# A worker keeps what a silent peer has missed, up to so many bytes; then that peer cannot come back.
+KEPT_NBYTES = 2**28
 # After so many messages of a sender, send an acknowledgement of its own.  Usually this worker's own messages carry it.
 ACK_EVERY = 16
 
@@ -121,10 +123,13 @@ class BroadcastLog(Service):
         """Send data to all peers.  The tensor belongs to the log from now on."""
         self._count += 1
         members = self._peers.members
-        if not members:
+        if not members and not self._peers.suspected:
             return
         self._sent[self._count] = Entry(data, rate)
-        stable = min(self._acked.get(rank, 0) for rank in members)
+        if self._peers.suspected and sum(entry.data.nbytes for entry in self._sent.values()) > KEPT_NBYTES:
+            for rank in self._peers.suspected:
+                self._peers.give_up(rank)
+        stable = min((self._acked.get(rank, 0) for rank in (*members, *self._peers.suspected)), default=self._count)
         for number in [number for number in self._sent if number <= stable]:
             del self._sent[number]
         await self._peers.flush()  # At most one broadcast is being sent.
@@ -219,6 +224,14 @@ class BroadcastLog(Service):
 
     async def peer_died(self, rank: int) -> None:
         self._acked.pop(rank, None)
+
+    async def peer_suspected(self, rank: int) -> None:
+        """It may come back, and then it asks for what it has missed."""
+
+    async def peer_returned(self, rank: int) -> None:
+        """Each shows the other its last message, so that both see what they have missed."""
+        if self._count in self._sent:
+            await self._send(rank, self._count)
 
     def snapshot(self) -> list[Tensor]:
         """Which messages are in the model."""

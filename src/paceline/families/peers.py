@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from paceline.op import Op
-from paceline.protocol.messages import Count, Message, PeerDied, PeerSuspected, Version
+from paceline.protocol.messages import Count, Message, PeerDied, PeerReturned, PeerSuspected, Version
 from paceline.protocol.roster import Roster, State
 from paceline.strategy import MissedEnd
 from paceline.worker.replica import Replica
@@ -50,7 +50,7 @@ class Model(Message):
 
 
 class NotAPeer(Message):
-    """The sender has declared the receiver dead and continues without it."""
+    """The sender continues without the receiver, which was silent for too long to get what it has missed."""
 
 
 class Service(ABC):
@@ -74,6 +74,18 @@ class Service(ABC):
 
     async def peer_died(self, rank: int) -> None:
         """A peer is no longer a member."""
+
+    async def peer_ended(self, rank: int) -> None:
+        """A peer has finished its work, and ended."""
+        await self.peer_died(rank)
+
+    async def peer_suspected(self, rank: int) -> None:
+        """A peer is silent, and no member for now.  It may come back as it was."""
+        await self.peer_died(rank)
+
+    async def peer_returned(self, rank: int) -> None:
+        """A suspected peer is a member again, with all that it knew before."""
+        await self.peer_joined(rank)
 
     async def retransmit(self) -> None:
         """A timeout has passed: send again what may have been lost."""
@@ -186,8 +198,17 @@ class Peers:
         """The ranks of all peers that are alive, without this worker."""
         return self._roster.members
 
+    @property
+    def suspected(self) -> list[int]:
+        """Peers that are silent.  Nobody waits for them, and they may come back."""
+        return self._roster.ranks_in(State.SUSPECTED)
+
     def is_member(self, rank: int) -> bool:
         return self._roster.is_member(rank)
+
+    def give_up(self, rank: int) -> None:
+        """A suspected peer cannot come back: what it has missed is no longer here."""
+        self._roster.leave(rank)
 
     def all_in(self, ranks: Container[int]) -> bool:
         """Whether these ranks include all members."""
@@ -235,8 +256,12 @@ class Peers:
         if isinstance(message, (PeerDied, PeerSuspected)):
             await self._lose(message)
             return True
-        if self._roster.state(src) is State.SUSPECTED:
+        if self._roster.state(src) is State.LEFT:
             await self.send(src, NotAPeer())
+            return True
+        if self._roster.state(src) is State.SUSPECTED:
+            await self._take_back(src)
+        if isinstance(message, PeerReturned):
             return True
         match message:
             case NotAPeer():
@@ -257,13 +282,26 @@ class Peers:
         return True
 
     async def _lose(self, event: PeerDied | PeerSuspected) -> None:
+        rank = event.src
         if isinstance(event, PeerSuspected):
-            self._roster.suspect(event.src)
-        elif not self.has_finished and self.endpoint.has_ended(event.src):
-            await self._miss_end()
+            if self._roster.suspect(rank):
+                for service in self._services:
+                    await service.peer_suspected(rank)
+        elif self.endpoint.has_ended(rank):
+            if not self.has_finished:
+                await self._miss_end()
+            self._roster.die(rank)
+            for service in self._services:
+                await service.peer_ended(rank)
         else:
-            self._roster.die(event.src)
-        await self._report_death(event.src)
+            self._roster.die(rank)
+            await self._report_death(rank)
+
+    async def _take_back(self, rank: int) -> None:
+        """A suspected peer is alive.  It has not noticed the suspicion, and goes on as a slow worker does."""
+        self._roster.join(rank, self._roster.incarnation(rank))
+        for service in self._services:
+            await service.peer_returned(rank)
 
     async def _report_death(self, rank: int) -> None:
         for service in self._services:
@@ -277,7 +315,7 @@ class Peers:
     async def _add_member(self, new: int, data_shard: int) -> None:
         if self._roster.state(new) is State.DEAD:
             return
-        for rank in self.members:
+        for rank in (*self.members, *self.suspected):
             if self._data_shards[rank] == data_shard and rank != new:
                 self._roster.die(rank)  # It must be dead: the new worker replaces it.
                 await self._report_death(rank)

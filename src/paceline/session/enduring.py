@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from paceline.session.terms import Terms
 from paceline.strategy import Strategy
 
@@ -30,6 +32,15 @@ def check_elastic(terms: Terms) -> None:
         raise ValueError(
             "train(elastic=True, checkpoint=...): a checkpoint is written by the workers of the beginning; leave one "
             "of them out"
+        )
+
+
+def check_device(terms: Terms, device: torch.device) -> None:
+    """The same for the model's device."""
+    if terms.elastic and device.type != "cpu":
+        raise ValueError(
+            f"train(elastic=True) with a model on {device}: workers meet again through shared memory and gloo, on the "
+            "CPU; leave elastic out there"
         )
 
 

@@ -248,6 +248,7 @@ class Session:
             buffers = SharedBuffers(self.job.store, self.loop.replica, self.job.rank, self.job.workers)
         try:
             self.loop.on_end()
+            self.job.endpoint.missed_end = self.loop.run.missed_end
             if buffers is not None and not self.loop.run.missed_end:
                 buffers.take_mean()
             if self.workers > 1 and self.strategy.needs.ordered:

@@ -146,6 +146,7 @@ class ProcessEndpoint:
         self.ranks = tuple(layout.worker_ranks if ranks is None else ranks)
         self.trace = Trace() if trace is None else trace
         self.hosts = backends.hosts
+        self.missed_end = False  # Whether the run ends without this rank.
         self.journal = Journal()
         self.in_flight: deque[Recorded[Any]] = deque()  # Collectives in the order of their start.
         self._shared = backends.shared
