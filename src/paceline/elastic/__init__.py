@@ -2,6 +2,16 @@
 
 from paceline.elastic.endpoint import ElasticEndpoint
 from paceline.elastic.members import Members
-from paceline.elastic.rendezvous import Arrival, Generation, LeftOut, Over, Rendezvous
+from paceline.elastic.rendezvous import Arrival, Generation, LeftOut, Over, Proposal, Rendezvous, following
 
-__all__ = ["Arrival", "ElasticEndpoint", "Generation", "LeftOut", "Members", "Over", "Rendezvous"]
+__all__ = [
+    "Arrival",
+    "ElasticEndpoint",
+    "Generation",
+    "LeftOut",
+    "Members",
+    "Over",
+    "Proposal",
+    "Rendezvous",
+    "following",
+]

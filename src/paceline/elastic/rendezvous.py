@@ -7,6 +7,7 @@ alive arrive, and agree on the next generation.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,47 @@ class Generation:
     committed: int
     pause: int
     is_new: bool
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A generation as its workers agree on it.
+
+    Its processes have numbers in the job, which stay, and ranks.  `workers` is how many parts a minibatch is cut into.
+    `newcomers` counts those that have asked to join and were considered, taken in or not.
+    """
+
+    processes: Sequence[int]
+    ranks: Sequence[int]
+    workers: int
+    committed: int
+    pause: int
+    is_new: bool
+    newcomers: int
+
+    @classmethod
+    def first(cls, workers: int) -> Proposal:
+        every = list(range(workers))
+        return cls(every, every, workers, committed=0, pause=0, is_new=True, newcomers=0)
+
+
+def following(
+    now: Proposal, arrived: Mapping[int, Arrival], left: Sequence[int], waiting: Callable[[], Sequence[int]], asked: int
+) -> Proposal:
+    """The generation that follows when each worker of this one has arrived, has come to the end, or is dead.
+
+    `left` are the commits of those that have come to the end.  `waiting` gives the newcomers that are alive, of the
+    `asked` that have ever asked to join.
+    """
+    committed = max([*left, *(a.committed for a in arrived.values())])
+    pauses = [a.pause for a in arrived.values() if a.pause is not None]
+    pause = max(pauses, default=committed + 1)
+    if left or not all(a.is_paused for a in arrived.values()):
+        ranks = [now.ranks[now.processes.index(p)] for p in arrived]
+        return Proposal(list(arrived), ranks, now.workers, committed, pause, is_new=False, newcomers=now.newcomers)
+    processes = [*arrived, *waiting()]
+    count = len(processes)
+    return Proposal(processes, list(range(count)), count, committed, pause, is_new=True, newcomers=asked)
 
 
 class Rendezvous(Protocol):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import asdict
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from paceline.elastic import Arrival, ElasticEndpoint, Generation, LeftOut, Over
+from paceline.elastic import Arrival, ElasticEndpoint, Generation, LeftOut, Over, Proposal, following
 from paceline.endpoint import Layout
 from paceline.engines.hosts import Hosts
 from paceline.engines.liveness import Heartbeat, Liveness, count_of
@@ -26,19 +26,6 @@ from paceline.transport.mesh import Watch
 from paceline.transport.shared_memory import SharedMemory
 
 LOOK_S = 0.02
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A generation as the store has it: its processes, the rank of each, and what `Generation` says."""
-
-    processes: Sequence[int]
-    ranks: Sequence[int]
-    workers: int
-    committed: int
-    pause: int
-    is_new: bool
-    newcomers: int  # How many newcomers were considered so far, taken in or not.
 
 
 class Connections:
@@ -96,7 +83,7 @@ class Generations:
         self._workers = workers
         self._timeout_s = connect.timeout_s
         self._number = 0
-        self._now = Proposal(range(workers), range(workers), workers, 0, 0, is_new=True, newcomers=0)
+        self._now = Proposal.first(workers)
         self._current: ProcessEndpoint | None = None
         self._process = self._numbered() if self.is_newcomer else rank
         self._liveness = Liveness(store, connect.host, silent_s=silent_s)
@@ -182,8 +169,7 @@ class Generations:
         """Arrive for the next generation, and wait until it is agreed."""
         number = self._number + 1
         key = f"generation/{number}"
-        value = {"committed": arrival.committed, "pause": arrival.pause, "is_paused": arrival.is_paused}
-        self._store.set(f"{key}/arrived/{self._process}", json.dumps(value))
+        self._store.set(f"{key}/arrived/{self._process}", json.dumps(asdict(arrival)))
         deadline = time.monotonic() + self._timeout_s
         while (agreed := self._agreed(number)) is None:
             proposal, missing = self._proposal(key)
@@ -218,42 +204,28 @@ class Generations:
 
     def _proposal(self, key: str) -> tuple[str | None, list[int]]:
         """The next generation, if everyone has arrived; otherwise those who are missing."""
-        arrived: dict[int, dict[str, Any]] = {}
+        arrived: dict[int, Arrival] = {}
         missing: list[int] = []
         left: list[int] = []
-        now = self._now
-        for process in now.processes:
+        for process in self._now.processes:
             if self._store.check([f"{key}/arrived/{process}"]):
-                arrived[process] = json.loads(self._store.get(f"{key}/arrived/{process}"))
+                arrived[process] = Arrival(**json.loads(self._store.get(f"{key}/arrived/{process}")))
             elif self._store.check([f"left/{process}"]):
                 left.append(int(self._store.get(f"left/{process}")))
             elif self._why_dead(process) is None:
                 missing.append(process)
         if missing:
             return None, missing
-        there = [p for p in arrived if p == self._process or self._why_dead(p) is None]
-        committed = max([*left, *(arrived[p]["committed"] for p in there)])
-        pauses = [arrived[p]["pause"] for p in there if arrived[p]["pause"] is not None]
-        is_new = not left and all(arrived[p]["is_paused"] for p in there)
-        seen = now.newcomers
-        if is_new:
-            seen = count_of(self._store, "newcomers")
-            new = [p for p in range(self._workers + now.newcomers, self._workers + seen) if self._why_dead(p) is None]
-            processes = [*there, *new]
-            ranks, workers = list(range(len(processes))), len(processes)
-        else:
-            processes = there
-            ranks, workers = [now.ranks[now.processes.index(p)] for p in there], now.workers
-        proposal = {
-            "processes": processes,
-            "ranks": ranks,
-            "workers": workers,
-            "committed": committed,
-            "pause": max(pauses, default=committed + 1),
-            "is_new": is_new,
-            "newcomers": seen,
-        }
-        return json.dumps(proposal), []
+        seen = count_of(self._store, "newcomers")
+        asked = range(self._workers + self._now.newcomers, self._workers + seen)
+        proposal = following(
+            self._now,
+            {p: a for p, a in arrived.items() if p == self._process or self._why_dead(p) is None},
+            left,
+            lambda: [p for p in asked if self._why_dead(p) is None],
+            seen,
+        )
+        return json.dumps(asdict(proposal)), []
 
     # Newcomers.
 
