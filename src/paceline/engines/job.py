@@ -102,7 +102,9 @@ class Job(AbstractContextManager["Job"]):
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
                 self.endpoint = ProcessEndpoint(0, Layout(1), self.clock, trace=Trace(keep=SPANS_KEPT))
-                self._generations = _open_generations(self, self._base, self._prefix, incarnation)
+                self._generations = _open_generations(
+                    self, lambda: another_connection(self._base, self._prefix, self._key), incarnation
+                )
                 self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation)
@@ -275,11 +277,11 @@ class Job(AbstractContextManager["Job"]):
         self.close(failed=error is not None)
 
 
-def _open_generations(job: Job, base: dist.Store, prefix: str, incarnation: int) -> Generations:
+def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:
     """The rendezvous of workers that may die and join."""
     return Generations(
         job.store,
-        lambda: dist.PrefixStore(prefix, another_connection(base)),
+        open_store,
         Connections(job.store, job.clock, job.endpoint.trace, job.hosts, timeout_s=job.timeout_s),
         rank=job.rank,
         incarnation=incarnation,
