@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import paceline as pl
@@ -26,7 +25,7 @@ from paceline.elastic import (
     Proposal,
     following,
 )
-from paceline.endpoint import Endpoint, Layout
+from paceline.endpoint import Layout
 from paceline.errors import ClusterError, PeerLost
 from paceline.op import Op, Ready
 from paceline.session.process_learner import ProcessLearner
@@ -133,7 +132,9 @@ class Inner:
     def compute(self, work: Callable[[], Any], *, kind: str = "compute", nbytes: int = 0) -> Op[Any]:
         return Ready(kind, work())
 
-    def run_collectives(self, routine: Any, *, kind: str = "exchange", is_single: bool = False, retry: Any = None) -> Any:
+    def run_collectives(
+        self, routine: Any, *, kind: str = "exchange", is_single: bool = False, retry: Any = None
+    ) -> Any:
         self._channels += 1
         name = f"{self.name}.{self._channels}"
         channel = Inner(self.worker, name, self.rank, self.ranks, self.layout)
@@ -277,9 +278,7 @@ class World:
                 )
                 worker.is_newcomer = False
                 worker.number, worker.now = number + 1, proposal
-                generation = Generation(
-                    number + 1, worker.inner(), proposal.committed, proposal.pause, proposal.is_new
-                )
+                generation = Generation(number + 1, worker.inner(), proposal.committed, proposal.pause, proposal.is_new)
                 cell.end(generation)
             for worker, _, cell in arrived.values():
                 if worker.process not in proposal.processes:

@@ -290,7 +290,7 @@ class ElasticEndpoint:
     def group(self, ranks: Sequence[int]) -> Endpoint:
         raise _unsupported("group")
 
-    def shared_vector(self, first: Tensor) -> Op[SharedVector]:
+    def shared_vector(self, first: Tensor, member: int | None = None) -> Op[SharedVector]:
         raise _unsupported("shared_vector")
 
     # Of this rank alone.

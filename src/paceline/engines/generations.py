@@ -17,11 +17,12 @@ import torch.distributed as dist
 from paceline.elastic import Arrival, ElasticEndpoint, Generation, LeftOut, Over, Proposal, following
 from paceline.endpoint import Layout
 from paceline.engines.hosts import Hosts
-from paceline.engines.liveness import Heartbeat, Liveness, count_of
+from paceline.engines.liveness import Heartbeat, Liveness
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op
 from paceline.trace import Trace
 from paceline.transport.endpoint import BEAT_S, Backends, Clock, ProcessEndpoint
+from paceline.transport.job_key import JobKey, SignedStore
 from paceline.transport.mesh import Watch
 from paceline.transport.shared_memory import SharedMemory
 
@@ -216,7 +217,7 @@ class Generations:
                 missing.append(process)
         if missing:
             return None, missing
-        seen = count_of(self._store, "newcomers")
+        seen = self._store.add("newcomers", 0)
         asked = range(self._workers + self._now.newcomers, self._workers + seen)
         proposal = following(
             self._now,
@@ -249,12 +250,15 @@ class Generations:
             time.sleep(LOOK_S)
 
 
-def another_connection(store: dist.Store) -> dist.Store:
-    """The same store through a connection of its own, which other threads do not wait for."""
-    if isinstance(store, dist.FileStore):
-        return dist.FileStore(store.path)  # pyright: ignore
-    if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, is_master=False)
-    raise ValueError(
-        f"elastic=True with a {type(store).__name__}: start the job by paceline run, or with a TCPStore or FileStore"
-    )
+def another_connection(base: dist.Store, prefix: str, key: JobKey | None) -> dist.Store:
+    """A job's store, this prefix of its base, through a connection of its own, which other threads do not wait for."""
+    if isinstance(base, dist.FileStore):
+        another: dist.Store = dist.FileStore(base.path)  # pyright: ignore
+    elif isinstance(base, dist.TCPStore):
+        another = dist.TCPStore(base.host, base.port, is_master=False)
+    else:
+        raise ValueError(
+            f"elastic=True with a {type(base).__name__}: start the job by paceline run, or with a TCPStore or FileStore"
+        )
+    store = dist.PrefixStore(prefix, another)
+    return store if key is None else SignedStore(store, key, prefix)

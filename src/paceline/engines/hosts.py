@@ -22,7 +22,7 @@ class Hosts:
 
     def __init__(self, roll: RollCall) -> None:
         self.roll = roll
-        names = roll.gather("host", _name())
+        names = roll.gather("host", host_name())
         self._names = names
         self.ranks = [[r for r in range(roll.workers) if names[r] == name] for name in dict.fromkeys(names)]
         self.name = names[roll.rank]
@@ -82,7 +82,7 @@ def _lost(attempt: str, rank: int) -> str:
     return f"paceline/{attempt}/lost/{rank}"
 
 
-def _name() -> str:
+def host_name() -> str:
     """Equal for two processes exactly if shared memory and abstract sockets can join them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -20,6 +20,7 @@ from paceline.endpoint import Layout
 from paceline.engines.generations import Connections, Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
+from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
 from paceline.errors import ClusterError
@@ -29,6 +30,7 @@ from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
 from paceline.transport.shared_memory import SharedMemory
+from paceline.transport.shared_vector import HostVectors
 
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
@@ -79,8 +81,7 @@ class Job(AbstractContextManager["Job"]):
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
         self._prefix = f"paceline/{os.environ.get(ATTEMPT, '0')}/{next(_joined)}"
-        if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
-            launcher_pipe = int(os.environ[LAUNCHER_PIPE])
+        launcher_pipe = _launchers_pipe() if launcher_pipe is None else launcher_pipe
         self.endpoint: ProcessEndpoint
         self.elastic: ElasticEndpoint | None = None
         self._generations: Generations | None = None
@@ -101,7 +102,9 @@ class Job(AbstractContextManager["Job"]):
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
                 self.endpoint = ProcessEndpoint(0, Layout(1), self.clock, trace=Trace(keep=SPANS_KEPT))
-                self._generations = _open_generations(self, self._base, self._prefix, incarnation)
+                self._generations = _open_generations(
+                    self, lambda: another_connection(self._base, self._prefix, self._key), incarnation
+                )
                 self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation)
@@ -123,10 +126,9 @@ class Job(AbstractContextManager["Job"]):
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
             path = str(Path(self._folder.name, "store"))
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
-        self.rank = place.rank
-        self.workers = place.world
+        self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store = dist.PrefixStore(self._prefix, self._base)
+        self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = self.hosts.roll.gather("pid", str(pid))
@@ -135,7 +137,8 @@ class Job(AbstractContextManager["Job"]):
             self._base,
             self._prefix,
             epoch=epoch,
-            bind=self.hosts.address,
+            key=self._key,
+            bind=mailbox_address(self.hosts, self._key),
             timeout_s=self.timeout_s,
             silent_s=self.silent_s,
             workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
@@ -195,8 +198,9 @@ class Job(AbstractContextManager["Job"]):
             rank,
             self.layout,
             self.clock,
-            open_mailbox=lambda: _elastic_mailbox(self, rank),
+            open_mailbox=lambda: _elastic_mailbox(self, rank, mailbox_address(self.hosts, self._key)),
             membership=_membership(self.store, self.layout),
+            vectors=HostVectors(self.store, self.workers) if self.hosts.is_one else None,
             trace=Trace(keep=SPANS_KEPT),
         )
         if not self.layout.servers and self.workers > 1:
@@ -207,8 +211,8 @@ class Job(AbstractContextManager["Job"]):
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
-        bind = self.hosts.address
-        return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
+        address = mailbox_address(self.hosts, self._key)
+        return Mailbox(self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s)
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
         """Memory shared with these ranks, if they are all on this host."""
@@ -273,11 +277,11 @@ class Job(AbstractContextManager["Job"]):
         self.close(failed=error is not None)
 
 
-def _open_generations(job: Job, base: dist.Store, prefix: str, incarnation: int) -> Generations:
+def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:
     """The rendezvous of workers that may die and join."""
     return Generations(
         job.store,
-        lambda: dist.PrefixStore(prefix, another_connection(base)),
+        open_store,
         Connections(job.store, job.clock, job.endpoint.trace, job.hosts, timeout_s=job.timeout_s),
         rank=job.rank,
         incarnation=incarnation,
@@ -296,7 +300,7 @@ def _membership(store: dist.Store, layout: Layout) -> Membership:
     return Membership(members_ever, lambda rank: _has(store, f"trace/{rank}" if layout.servers else f"ended/{rank}"))
 
 
-def _elastic_mailbox(job: Job, rank: int) -> Mailbox:
+def _elastic_mailbox(job: Job, rank: int, bind: str) -> Mailbox:
     """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
     from paceline.transport.mailbox import Mailbox
 
@@ -307,7 +311,7 @@ def _elastic_mailbox(job: Job, rank: int) -> Mailbox:
         job.store,
         rank,
         job.layout.size,
-        bind=job.hosts.address,
+        bind=bind,
         is_open=True,
         timeout_s=job.timeout_s,
         beat_s=None if has_servers else beat_s,
@@ -316,6 +320,10 @@ def _elastic_mailbox(job: Job, rank: int) -> Mailbox:
     if has_servers:
         mailbox.beat(job.layout.server_ranks, every_s=beat_s)
     return mailbox
+
+
+def _launchers_pipe() -> int | None:
+    return int(os.environ[LAUNCHER_PIPE]) if LAUNCHER_PIPE in os.environ else None
 
 
 def _servers(served: Strategy | None, hosts: int, stages: int) -> int:

@@ -19,11 +19,13 @@ from paceline.engines.entry import run_forked
 from paceline.engines.folder import run_folder
 from paceline.engines.hosts import note_lost
 from paceline.engines.job import LAUNCHER_PIPE
+from paceline.engines.joining import KEY_FILE, given_key, write_key
 from paceline.engines.meeting import loopback_listener, reach_store, serve_store
 from paceline.engines.output import LineRelay
 from paceline.engines.store_process import check_store, poll, start_store, stop_store
 from paceline.engines.supervisor import Stopped, Supervisor, Worker, WorkersFailed, print_notice
 from paceline.errors import ClusterError
+from paceline.transport.job_key import JobKey
 
 STOP_S = 30.0  # How long workers may take to end after SIGTERM.
 # What a worker needs: torch imports the first with the first optimizer.
@@ -87,6 +89,10 @@ class _Launch:
             self._run(folder, listener, restarts)
 
     def _run(self, folder: Path, listener: socket, restarts: int) -> None:
+        self._key_file: Path | None = None
+        if given_key() is None:
+            self._key_file = folder / "job-key"
+            write_key(JobKey.fresh(), self._key_file)
         pipe = os.pipe()  # Servers of replaceable workers run as long as it is open, whichever worker started them.
         self._folder = folder
         self._pipe = pipe
@@ -152,6 +158,8 @@ class _Launch:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_ERROR_FILE": self._report_path(rank, attempt),
         }
+        if self._key_file is not None:
+            values[KEY_FILE] = self._key_file
         if self._threads is not None:
             values["OMP_NUM_THREADS"] = self._threads
         if self._replacements is not None:

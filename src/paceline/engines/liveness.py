@@ -39,7 +39,7 @@ class Heartbeat:
             while not self._ended.is_set():
                 count += 1
                 store.set(f"beat/{self.process}", str(count))
-                self.newcomers = count_of(store, "newcomers")
+                self.newcomers = store.add("newcomers", 0)
                 self._ended.wait(self._every_s)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Liveness:
                 return "its process has ended"
         elif process in self._places:
             _, rank, incarnation = self._places[process]
-            if count_of(self._store, f"incarnations/{rank}") > incarnation:
+            if self._store.add(f"incarnations/{rank}", 0) > incarnation:
                 return "another process was started in its place"
         return self._why_silent(process)
 
@@ -111,8 +111,3 @@ class Liveness:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
-
-
-def count_of(store: dist.Store, key: str) -> int:
-    """A number that `add` has made; `add` itself would write it once more."""
-    return int(store.get(key)) if store.check([key]) else 0

@@ -31,6 +31,7 @@ from paceline.server.shard import Shard
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.endpoint import SPANS_KEPT, Clock, ProcessEndpoint
+from paceline.transport.job_key import JobKey, SignedStore
 from paceline.transport.stage_view import StageMailbox, StageView
 
 SETTINGS = "PACELINE_SERVER"  # The variable with the settings of a server that is a fresh interpreter.
@@ -46,6 +47,7 @@ class ServerSettings:
     layout: tuple[int, int]
     store: Mapping[str, Any]
     prefix: str
+    key: JobKey | None
     epoch: float
     bind: str
     timeout_s: float
@@ -62,6 +64,7 @@ class ServerSettings:
         store: dist.Store,
         prefix: str,
         *,
+        key: JobKey | None,
         epoch: float,
         bind: str,
         timeout_s: float,
@@ -76,6 +79,7 @@ class ServerSettings:
             layout=(layout.workers, layout.servers),
             store=_address(store),
             prefix=prefix,
+            key=key,
             epoch=epoch,
             bind=bind,
             timeout_s=timeout_s,
@@ -154,23 +158,40 @@ def _start_interpreter(
         "strategy": registry.to_plain(strategy),
         "path": sys.path,
         "rank": rank,
-        "settings": dataclasses.asdict(settings),
+        "settings": dataclasses.asdict(dataclasses.replace(settings, key=None)),
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", SETTINGS: json.dumps(plain)}
+    key_file = None if settings.key is None else _readable(settings.key)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", SETTINGS: json.dumps(plain | {"key_file": key_file})}
     # Its own session: a signal to the worker's process group (Ctrl-C, a launcher's SIGTERM) is for the worker, and a
     # server that ended before its worker would look like the cause.
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline.engines.server_process"],
         stdin=subprocess.PIPE if launcher_pipe is None else launcher_pipe,
         env=environment,
+        pass_fds=() if key_file is None else (key_file,),
         start_new_session=True,
     )
+    if key_file is not None:
+        os.close(key_file)
 
     def release() -> None:
         if process.stdin is not None:
             process.stdin.close()
 
     return ServerProcess(process.wait, process.kill, release)
+
+
+def _readable(key: JobKey) -> int:
+    """A pipe from which the key can be read once: unlike a variable, no other process can see it."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as opened:
+        opened.write(key.text())
+    return reading
+
+
+def _read_key(file: int) -> JobKey:
+    with open(file) as opened:
+        return JobKey.of_text(opened.read(), "the pipe of a server process")
 
 
 def _fork(strategy: Strategy, rank: int, settings: ServerSettings, launcher_pipe: int | None) -> ServerProcess:
@@ -248,6 +269,8 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings) -> None:
     base = dist.FileStore(address["file"]) if "file" in address else dist.TCPStore(*address["tcp"], is_master=False)
     layout = Layout(*settings.layout)
     store = dist.PrefixStore(settings.prefix, base)
+    if settings.key is not None:
+        store = SignedStore(store, settings.key, settings.prefix)
     is_elastic = settings.is_elastic
     own = str(os.getpid())
     if is_elastic and store.compare_set(f"serving/{rank}", "", own) != own.encode():
@@ -288,7 +311,10 @@ def _die_with_pipe() -> None:
 def main() -> None:
     plain = json.loads(os.environ.pop(SETTINGS))
     sys.path[:] = plain["path"]  # A strategy may be in a module beside the user's script.
-    code = _run(plain["strategy"], plain["rank"], ServerSettings(**plain["settings"]))
+    settings = ServerSettings(**plain["settings"])
+    if plain["key_file"] is not None:
+        settings = dataclasses.replace(settings, key=_read_key(plain["key_file"]))
+    code = _run(plain["strategy"], plain["rank"], settings)
     sys.exit(code)
 
 

@@ -29,7 +29,7 @@ class LogMessage(Message):
     """Message `number` of its sender, sent at `step`.
 
     The sender has the receiver's messages up to `acked`.  All workers have the sender's own messages up to `stable`.
-    `rate` is the factor with which the data counts.
+    `rate` is the factor with which the data counts.  `era` is the sender's when it first sent the message.
     """
 
     data: Tensor
@@ -38,6 +38,7 @@ class LogMessage(Message):
     stable: Number = 0
     step: Version = 0
     rate: Rate = 1.0
+    era: Number = 0
 
 
 class LogAck(Message):
@@ -62,10 +63,11 @@ class LogRelay(Message):
 
 
 class Entry(NamedTuple):
-    """The content of a message."""
+    """The content of a message, and its era."""
 
     data: Tensor
     rate: float
+    era: int = 0
 
 
 class Numbers:
@@ -125,7 +127,7 @@ class BroadcastLog(Service):
         members = self._peers.members
         if not members and not self._peers.suspected:
             return
-        self._sent[self._count] = Entry(data, rate)
+        self._sent[self._count] = Entry(data, rate, self._peers.era)
         if self._peers.suspected and sum(entry.data.nbytes for entry in self._sent.values()) > KEPT_NBYTES:
             for rank in self._peers.suspected:
                 self._peers.give_up(rank)
@@ -141,8 +143,8 @@ class BroadcastLog(Service):
         acked = self._received.get(dst, NONE).upto
         stable = min(self._sent) - 1
         step = self._peers.replica.cursor.step
-        data, rate = self._sent[number]
-        await self._peers.send(dst, LogMessage(data, number, acked, stable, step, rate))
+        data, rate, era = self._sent[number]
+        await self._peers.send(dst, LogMessage(data, number, acked, stable, step, rate, era=era))
 
     def step_of(self, rank: int) -> int:
         """The step at which a peer has sent its last message."""
@@ -202,7 +204,7 @@ class BroadcastLog(Service):
     async def _receive(self, sender: int, number: int, entry: Entry) -> None:
         if self._has(sender, number):
             return
-        await self._deliver(*entry)
+        await self._deliver(entry.data, entry.rate)
         self._kept.setdefault(sender, {})[number] = entry
         self._received.setdefault(sender, Numbers()).add(number)
         if not self._peers.is_member(sender):  # Other peers may need it, and cannot request it from its sender.
@@ -219,7 +221,7 @@ class BroadcastLog(Service):
         if sender == self._peers.rank and number in self._sent:
             await self._send(dst, number)
         elif number in self._kept.get(sender, {}):
-            data, rate = self._kept[sender][number]
+            data, rate, _ = self._kept[sender][number]
             await self._peers.send(dst, LogRelay(data, sender, number, rate))
 
     async def peer_died(self, rank: int) -> None:

@@ -34,6 +34,7 @@ class PairOffer(Request):
 
     copy: Tensor
     answered: Number = 0
+    era: Number = 0
 
 
 class PairShare(Reply):
@@ -91,7 +92,7 @@ class Pairing(Service):
             self._copy = self._endpoint.send_buffer(self._vector)
         self._copy.copy_(self._vector)
         self._partner = partner
-        self._offer = self._requests.number(PairOffer(self._copy))
+        self._offer = self._requests.number(PairOffer(self._copy, era=self._peers.era))
         await self.retransmit()
 
     async def wait(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from typing import ClassVar
 
 from torch import Tensor
@@ -109,9 +109,12 @@ class Peers:
         first = self.endpoint.layout.worker_ranks
         self.has_model = self.rank in first
         self.has_finished = False  # This worker has no data left.  A peer that ends now does not end without it.
+        self.era = 0  # How many quiet points this worker has passed; see `QuietPoint`.
+        self.on_wait: Callable[[], Awaitable[None]] | None = None  # Called again and again while this worker waits.
         self._services: list[Service] = []
         self._sending: list[Op[None]] = []
         self._early: deque[tuple[Service, Message]] = deque()  # Messages that arrived before this worker had a model.
+        self._later: deque[Message] = deque()  # Messages of an era that has not begun here.
         self._roster = Roster(rank for rank in first if self.has_model and rank != self.rank)
         self._data_shards = {rank: rank for rank in self.members}
         self._welcomed: dict[int, bool] = {}  # Peers that have noted this new worker, and whether they have a model.
@@ -148,6 +151,8 @@ class Peers:
         due = self.endpoint.now() + (retransmit_s or 0.0)
         await self.flush()
         while not condition() and timeouts != 0:
+            if self.on_wait is not None:
+                await self.on_wait()
             await self._handle_next(None if retransmit_s is None else max(0.0, due - self.endpoint.now()))
             if retransmit_s is not None and self.endpoint.now() >= due:
                 timeouts = None if timeouts is None else timeouts - 1
@@ -160,11 +165,17 @@ class Peers:
         if self._early and self.has_model:
             await self._pass_on(*self._early.popleft())
             return True
-        try:
-            message = await self.endpoint.recv(timeout=timeout)
-        except TimeoutError:
-            return False
+        if self._later and era_of(self._later[0]) <= self.era:
+            message = self._later.popleft()
+        else:
+            try:
+                message = await self.endpoint.recv(timeout=timeout)
+            except TimeoutError:
+                return False
         if await self._is_about_members(message):
+            return True
+        if era_of(message) > self.era:
+            self._later.append(message)
             return True
         for service in self._services:
             if isinstance(message, service.types):
@@ -221,7 +232,7 @@ class Peers:
         """The member that has this data shard; None if it is dead."""
         return next((rank for rank in self.members if self._data_shards[rank] == data_shard), None)
 
-    async def join(self) -> None:
+    async def join(self, *, takes_model: bool = True) -> None:
         """Start with the model of a peer, if this worker is new.  Return at once if it was there from the beginning."""
         if self.has_model:
             return
@@ -231,7 +242,11 @@ class Peers:
             await self.send(rank, PeerJoin(self.data_shard))
         await self.wait_until(lambda: self.all_in(self._welcomed))
         # Ask for a model only now: all peers know this worker, so each message is in the model or will be sent to it.
-        while self._model is None and (having := [rank for rank in self.members if self._welcomed.get(rank)]):
+        while (
+            takes_model
+            and self._model is None
+            and (having := [rank for rank in self.members if self._welcomed.get(rank)])
+        ):
             await self._ask_for_model(min(having))
         if self._model is not None:
             self.replica.params.copy_(self._model.params)
@@ -329,3 +344,8 @@ class Peers:
     async def _send_model(self, dst: int) -> None:
         state = [tensor.clone() for service in self._services for tensor in service.snapshot()]
         await self.send(dst, Model(self.replica.params.clone(), tuple(state), self.replica.cursor.step))
+
+
+def era_of(message: Message) -> int:
+    """The number of quiet points that its sender had passed; 0 for messages that mean the same in every era."""
+    return getattr(message, "era", 0)

@@ -225,7 +225,8 @@ class Session:
         run = self.loop.run
         before = self.state_dict()
         with self.loop.guard.during("in session.load_state_dict()"):
-            check_states(state, type(self.strategy).__name__, self._endpoint)
+            store = None if self.strategy.needs.collectives else self.job.store
+            check_states(state, type(self.strategy).__name__, self._endpoint, store)
         try:
             run.load_state_dict(state)
             self._watch.restart()

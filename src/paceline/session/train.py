@@ -49,6 +49,7 @@ from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
 from paceline.transport.endpoint import SILENT_S
+from paceline.transport.job_key import JobKey
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import untie
 from paceline.worker.run import WorkerRun
@@ -275,6 +276,7 @@ class _ForkedWorkers:
         self._watching = watching
         self._is_elastic = terms.is_elastic
         self._context = multiprocessing.get_context("fork")
+        self._key = JobKey.fresh()
         self._processes: dict[int, BaseProcess] = {}  # The last one of each rank.
         # Anonymous memory that forked workers share: a flag for each rank that has joined, and rank 0's step.
         self._shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
@@ -341,7 +343,7 @@ class _ForkedWorkers:
         outcome = _work(
             self._terms,
             self._watching,
-            Place("train", rank, self._workers, lambda _: reach_store(self._port), rank, self._workers),
+            Place("train", rank, self._workers, lambda _: reach_store(self._port), rank, self._workers, self._key),
             is_forked=True,
             launcher_pipe=self._pipe[0] if self._is_elastic else None,
             on_joined=lambda: self._shared.__setitem__(rank, 1),

@@ -6,6 +6,8 @@ from collections import deque
 from random import Random
 from typing import NamedTuple
 
+from torch import Tensor
+
 from paceline.endpoint import Layout
 from paceline.protocol.messages import Message, PeerDied, PeerSuspected
 from paceline.sim.cluster import Cluster
@@ -49,6 +51,8 @@ class World:
         self.receivers: list[list[Receiver]] = [[] for _ in range(size)]
         self.dead: dict[int, float] = {}  # The time of each death, by rank.
         self.members_ever = list(layout.worker_ranks)  # Every worker that ever started.
+        # By group and number: the values of shared vectors, and what their members have counted.
+        self.shared: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._chance = Random(f"{cluster.seed}/faults")
 

@@ -1,9 +1,9 @@
 """Mailbox: a rank's messages to and from the other ranks of its job, over ZeroMQ.
 
 Messages travel over encrypted and authenticated TCP (`connections`).  Large tensors for a rank of the same host stay
-in memory that it can map (`segments`), and only their location is sent.  The mailbox is as trustworthy as its store: a
-process that can write to the store can join the job.  A message is delivered once or, if a connection breaks, not at
-all; messages between two ranks keep their order.
+in memory that it can map (`segments`), and only their location is sent.  The mailbox is as trustworthy as its store: in
+a `SignedStore` only ranks with the job's key can publish one.  A message is delivered once or, if a connection breaks,
+not at all; messages between two ranks keep their order.
 """
 
 from __future__ import annotations
