@@ -107,6 +107,8 @@ class Worker:
         self.process = self.world.new_process()
 
     def leave(self, committed: int) -> None:
+        if self.number + 1 in self.world.agreed:
+            raise LeftOut("the others went on")
         self.has_ended = True
         self.world.left[self.process] = committed
 
@@ -120,6 +122,7 @@ class Inner:
     def __init__(self, worker: Worker, name: str, rank: int, ranks: Sequence[int], layout: Layout) -> None:
         self.worker = worker
         self.name = name
+        self.generation = worker.number
         self.rank = rank
         self.ranks = list(ranks)
         self.layout = layout
@@ -138,12 +141,15 @@ class Inner:
         self._channels += 1
         name = f"{self.name}.{self._channels}"
         channel = Inner(self.worker, name, self.rank, self.ranks, self.layout)
+        channel.generation = self.generation
         task = Task(self.worker, routine(channel), Cell(kind))
         self.worker.world.tasks.append(task)
         return task.cell
 
     def group(self, ranks: Sequence[int]) -> Inner:
-        return Inner(self.worker, f"{self.name}:{sorted(ranks)}", self.rank, sorted(ranks), self.layout)
+        group = Inner(self.worker, f"{self.name}:{sorted(ranks)}", self.rank, sorted(ranks), self.layout)
+        group.generation = self.generation
+        return group
 
     def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Op[Any]:
         given = [x] if extras is None else [x, extras]
@@ -172,7 +178,7 @@ class Inner:
     def _join(self, kind: str, given: list[Tensor], result: Callable[[list[list[Tensor]]], Any]) -> Op[Any]:
         worker, world = self.worker, self.worker.world
         cell = Cell(kind)
-        generation = worker.number
+        generation = self.generation
         if generation in worker.broken:
             cell.end(error=PeerLost(-1, kind))
             return cell

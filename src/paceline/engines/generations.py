@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -27,6 +27,15 @@ from paceline.transport.mesh import Watch
 from paceline.transport.shared_memory import SharedMemory
 
 LOOK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a process at the end of a generation: it arrives for the next, has left the run, or is out."""
+
+    arrival: dict[str, Any] | None = None
+    left: int | None = None  # How often it has committed.
+    is_out: bool = False
 
 
 class Connections:
@@ -123,7 +132,15 @@ class Generations:
         return Begun("meet", lambda: self._meet(arrival))
 
     def leave(self, committed: int) -> None:
-        self._store.set(f"left/{self._process}", str(committed))
+        fate = self._decided(self._number + 1, self._process, Fate(left=committed))
+        if fate.is_out:
+            self._is_left_out(self._number + 1)
+
+    def _decided(self, number: int, process: int, fate: Fate) -> Fate:
+        """What becomes of a process before that generation, by the first who says it: itself, or who counts it out."""
+        key = f"generation/{number}/fate/{process}"
+        found = self._store.compare_set(key, "", json.dumps(asdict(fate)))
+        return Fate(**json.loads(found))
 
     def _meet(self, arrival: Arrival) -> Generation:
         self._close_current()
@@ -170,10 +187,11 @@ class Generations:
         """Arrive for the next generation, and wait until it is agreed."""
         number = self._number + 1
         key = f"generation/{number}"
-        self._store.set(f"{key}/arrived/{self._process}", json.dumps(asdict(arrival)))
+        if self._decided(number, self._process, Fate(arrival=asdict(arrival))).is_out:
+            self._is_left_out(number)
         deadline = time.monotonic() + self._timeout_s
         while (agreed := self._agreed(number)) is None:
-            proposal, missing = self._proposal(key)
+            proposal, missing = self._proposal(number)
             if proposal is not None:
                 self._store.compare_set(f"{key}/agreed", "", proposal)
             elif time.monotonic() > deadline:
@@ -203,20 +221,23 @@ class Generations:
             "for longer than silent_s, because it was stopped or cut off"
         )
 
-    def _proposal(self, key: str) -> tuple[str | None, list[int]]:
+    def _proposal(self, number: int) -> tuple[str | None, list[int]]:
         """The next generation, if everyone has arrived; otherwise those who are missing."""
+        key = f"generation/{number}"
         arrived: dict[int, Arrival] = {}
         missing: list[int] = []
         left: list[int] = []
         for process in self._now.processes:
-            if self._store.check([f"{key}/arrived/{process}"]):
-                arrived[process] = Arrival(**json.loads(self._store.get(f"{key}/arrived/{process}")))
-            elif self._store.check([f"left/{process}"]):
-                left.append(int(self._store.get(f"left/{process}")))
-            elif self._why_dead(process) is None:
+            if not self._store.check([f"{key}/fate/{process}"]) and self._why_dead(process) is None:
                 missing.append(process)
         if missing:
             return None, missing
+        for process in self._now.processes:
+            fate = self._decided(number, process, Fate(is_out=True))
+            if fate.left is not None:
+                left.append(fate.left)
+            elif fate.arrival is not None:
+                arrived[process] = Arrival(**fate.arrival)
         seen = self._store.add("newcomers", 0)
         asked = range(self._workers + self._now.newcomers, self._workers + seen)
         proposal = following(
@@ -243,11 +264,15 @@ class Generations:
                 if agreed.newcomers > self._process - self._workers:
                     self._is_left_out(self._number)
                 continue
-            if any(self._store.check([f"left/{p}"]) for p in self._now.processes):
+            if any(self._has_left(p) for p in self._now.processes):
                 raise Over("the run ended before this worker could join it")
             if all(self._why_dead(p) is not None for p in self._now.processes):
                 raise ClusterError("all workers that knew the state of the run are dead")
             time.sleep(LOOK_S)
+
+    def _has_left(self, process: int) -> bool:
+        key = f"generation/{self._number + 1}/fate/{process}"
+        return self._store.check([key]) and Fate(**json.loads(self._store.get(key))).left is not None
 
 
 def another_connection(base: dist.Store, prefix: str, key: JobKey | None) -> dist.Store:

@@ -30,6 +30,7 @@ from paceline.errors import ClusterError
 # How long to poll before sleeping, if every rank has a core: to wake a sleeping process takes about as long.
 SPIN_S = 50e-6
 
+LOOK_S = 0.005  # Between two looks for a rank that may never come.
 WATCH_S = 0.1  # How often a rank that waits asks which of the others is dead.
 
 Watch = Callable[[Sequence[int]], str | None]
@@ -231,10 +232,11 @@ def connect_peers(
         store.set(f"mesh/{rank}", name + token.hex())
         try:
             for other in ranks[: ranks.index(rank)]:
+                if watch is None:
+                    store.wait([f"mesh/{other}"], timedelta(seconds=remaining(deadline)))
                 while not store.check([f"mesh/{other}"]) and time.monotonic() < deadline:
                     _check_alive(watch, missing)
-                    with suppress(RuntimeError):
-                        store.wait([f"mesh/{other}"], timedelta(seconds=min(WATCH_S, remaining(deadline))))
+                    time.sleep(LOOK_S)
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 opened.append(connection)
                 _say_hello(connection, store.get(f"mesh/{other}").decode(), ranks.index(rank))
