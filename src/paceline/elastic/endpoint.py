@@ -105,6 +105,7 @@ class ElasticEndpoint:
         self.slots: Callable[[], Sequence[Slot]] = list  # The slots of state that exchanges change.
         self._open: list[Exchange[Any]] = []  # Not committed.
         self._in_vain = 0
+        self._renewed = 0  # The count of commits at the last change of the workers.
 
     @property
     def rank(self) -> int:
@@ -178,7 +179,7 @@ class ElasticEndpoint:
             raise error
         before = self.ranks
         began = self.now()
-        self.enter(await self.rendezvous.meet(Arrival(self.committed, self.pause, cause=str(error))))
+        self.enter(await self.rendezvous.meet(self.arrival(cause=str(error))))
         self._in_vain = 0 if len(self.ranks) < len(before) else self._in_vain + 1
         if self._in_vain > MOST_IN_VAIN:
             raise error
@@ -191,6 +192,10 @@ class ElasticEndpoint:
         for exchange in self._open:
             self._start(exchange)
 
+    def arrival(self, *, is_paused: bool = False, cause: str = "") -> Arrival:
+        """What this worker says when it meets the others."""
+        return Arrival(self.committed, self._renewed, self.pause, is_paused, cause)
+
     def enter(self, generation: Generation) -> None:
         """From now on take part in this generation."""
         self.inner = generation.endpoint
@@ -201,7 +206,7 @@ class ElasticEndpoint:
     def renew(self, committed: int) -> None:
         """All workers of this generation have agreed on a state; their strategies start anew."""
         assert not self._open
-        self.committed = committed
+        self.committed = self._renewed = committed
         if not self.is_broken:
             self.pause = None
 

@@ -8,6 +8,7 @@ and the role starts again from them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from paceline.collectives import barrier
@@ -85,7 +86,8 @@ class Members:
         before = 0 if state is None else state["workers"]
 
         def arrival(error: ClusterError | None = None) -> Arrival:
-            return Arrival(committed, endpoint.pause, is_paused=True, cause="" if error is None else str(error))
+            own = endpoint.arrival(is_paused=True, cause="" if error is None else str(error))
+            return replace(own, committed=committed)
 
         generation = await endpoint.rendezvous.meet(arrival())
         new: State | None = None

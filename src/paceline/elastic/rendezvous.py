@@ -28,11 +28,13 @@ class Over(ClusterError):
 class Arrival:
     """What a worker says when it meets the others.
 
-    `committed` counts its commits.  `pause` is the commit after which it pauses; None: it does not know.  `is_paused`:
-    it stands there, with nothing in flight.  `cause` is the error that has led it here.
+    `committed` counts its commits, and `renewed` those at the last change of the workers that it knows of.  `pause` is
+    the commit after which it pauses for the next one; None: it does not know.  `is_paused`: it stands there, with
+    nothing in flight.  `cause` is the error that has led it here.
     """
 
     committed: int
+    renewed: int = 0
     pause: int | None = None
     is_paused: bool = False
     cause: str = ""
@@ -85,7 +87,8 @@ def following(
     `asked` that have ever asked to join.
     """
     committed = max([*left, *(a.committed for a in arrived.values())])
-    pauses = [a.pause for a in arrived.values() if a.pause is not None]
+    latest = max((a.renewed for a in arrived.values()), default=0)  # Who has missed it has a pause from before it.
+    pauses = [a.pause for a in arrived.values() if a.pause is not None and a.renewed == latest]
     pause = max(pauses, default=committed + 1)
     if left or not all(a.is_paused for a in arrived.values()):
         ranks = [now.ranks[now.processes.index(p)] for p in arrived]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -153,7 +153,7 @@ class Generations:
                 endpoint = self._endpoint()
                 break
             except ClusterError as error:  # Another one has died meanwhile.
-                self._arrive(Arrival(arrival.committed, arrival.pause, is_paused=arrival.is_paused, cause=str(error)))
+                self._arrive(replace(arrival, cause=str(error)))
         now = self._now
         return Generation(self._number, endpoint, now.committed, now.pause, now.is_new)
 
