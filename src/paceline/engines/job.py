@@ -29,6 +29,7 @@ from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
+from paceline.transport.progress import Progress
 from paceline.transport.shared_memory import SharedMemory
 from paceline.transport.shared_vector import HostVectors
 
@@ -92,7 +93,7 @@ class Job(AbstractContextManager["Job"]):
             may_die = needs.elastic or elastic
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
-            self.clock = Clock(epoch)
+            self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
             self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.servers:

@@ -50,6 +50,7 @@ from paceline.task import Task, Trainee
 from paceline.trace import Trace
 from paceline.transport.endpoint import SILENT_S
 from paceline.transport.job_key import JobKey
+from paceline.transport.progress import VARIABLE, hung_s
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import untie
 from paceline.worker.run import WorkerRun
@@ -297,6 +298,7 @@ class _ForkedWorkers:
                 self._report_path,
                 replacements=self._terms.replacements if self._is_elastic else None,
                 has_joined=lambda rank: bool(self._shared[rank]),
+                hung_s=lambda rank, pid: hung_s(self._progress_path(rank), pid),
                 every_tick=self._tick,
                 with_traceback=True,
             )
@@ -327,6 +329,7 @@ class _ForkedWorkers:
     def _child(self, rank: int, parent: int) -> None:
         die_with_parent(parent)
         os.close(self._pipe[1])
+        os.environ[VARIABLE] = str(self._progress_path(rank))
         torch.set_num_threads(1)  # The parent's thread pool has no threads in a forked process.
         try:
             self._work(rank)
@@ -352,6 +355,9 @@ class _ForkedWorkers:
         # Of elastic workers rank 0 may be killed, and then another rank's model is as good.
         if outcome.is_complete and (rank == 0 or self._is_elastic):
             return_model(outcome.run.model, self._folder, rank)
+
+    def _progress_path(self, rank: int) -> Path:
+        return self._folder / f"progress-{rank}"
 
     def _report_path(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"
