@@ -151,6 +151,10 @@ class Loop:
         request = self.driver.request
         if not isinstance(request, StepRequest):
             self.guard.check_model()
+        if (
+            request is None and self.run.missed_end
+        ):  # The others have finished: what is left of this loop trains nothing.
+            return self.batch.finish()
         if request is None:
             raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
         self._check_passes(request)
