@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.endpoint import Endpoint, SharedVector, WriteCounts, check_summable
+from paceline.endpoint import Endpoint, Retry, SharedVector, WriteCounts, check_summable
 from paceline.op import Op
 from paceline.protocol.messages import Message
 from paceline.sim.buffers import check_unchanged
@@ -66,6 +66,7 @@ class SimEndpoint:
         *,
         kind: str = "exchange",
         is_single: bool = False,
+        retry: Retry | None = None,
     ) -> Op[T]:
         channel = SimEndpoint(self.world, self.rank, self.ranks, channel=self._group.open_channel(self.rank))
         return self._simulator.spawn(self.rank, routine(channel), kind)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline import costs as network
 from paceline.collectives import sum_by_groups
-from paceline.endpoint import Endpoint, Layout, SharedVector, check_summable
+from paceline.endpoint import Endpoint, Layout, Retry, SharedVector, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op, Ready, Routine, drive
 from paceline.protocol.messages import Message
@@ -195,6 +195,7 @@ class ProcessEndpoint:
         *,
         kind: str = "exchange",
         is_single: bool = False,
+        retry: Retry | None = None,
     ) -> Op[T]:
         if self._comm_thread is None or self._comm_thread.is_current():
             # It continues when it is awaited, and so in one order on every rank.
