@@ -34,10 +34,10 @@ from benchmarks._frame import markdown, show, table
 from paceline.data import digits
 from tests.dist.starting import everything, leftovers
 
-WORKERS, BATCH, EPOCHS = 4, 128, 40
+WORKERS, BATCH, EPOCHS = 4, 128, 25
 GRADIENT_S = 0.01
 SILENT_S = 0.6
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 STOPS = 0.4  # The share of stops among kills and stops.
 METHODS: dict[str, pl.Strategy] = {
     "ParameterServer": pl.ParameterServer(rule=pl.rules.Sgd(lr=0.1), servers=2),
@@ -139,7 +139,7 @@ def child(method: str, seed: int, events: int, folder: Path, result: Path) -> No
     task, found = task_of(seed), dict[str, Any]()
     with disturbing(seed, events) as done:
         try:
-            ended = pl.train(task, METHODS[method], WORKERS, replacements=events, silent_s=SILENT_S, timeout_s=30.0)
+            ended = pl.train(task, METHODS[method], WORKERS, replacements=events, silent_s=SILENT_S, timeout_s=120.0)
             found = {"ended": "finished", "accuracy": round(100 * accuracy(ended.model, x, y), 2)}
             shards = range(WORKERS, WORKERS + METHODS[method].servers)
             applied = [sum(int(p.samples) for p in ended.trace.points if p.rank == rank) for rank in shards]

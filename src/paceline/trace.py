@@ -240,7 +240,13 @@ class Trace:
         >>> trace = Trace(); trace.point(1.5, 0, 9, 90, 0.4); Trace.loads(trace.dumps()).points[0].loss
         0.4
         """
-        raw = json.loads(text)
+        try:
+            return cls._of_plain(json.loads(text))
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"this is not the text of a trace: {type(error).__name__}: {error}"[:300]) from None
+
+    @classmethod
+    def _of_plain(cls, raw: dict[str, Any]) -> Trace:
         trace = cls([Point(*p) for p in raw["points"]])
         trace.sent.update({int(rank): nbytes for rank, nbytes in raw["sent"].items()})
         if "staleness" in raw:

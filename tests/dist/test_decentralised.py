@@ -241,3 +241,33 @@ for strategy in (pl.Gossip(), pl.Strom(pl.codecs.Threshold(tau=2.0), lr=0.02), p
     assert len(first) == 3
     for a, b in zip(first, second, strict=True):
         assert torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-5)
+
+
+def test_a_replacement_that_comes_after_the_end_trains_nothing_and_ends_well(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("""
+import os, signal, sys, time, torch, paceline as pl
+from pathlib import Path
+torch.set_num_threads(1)
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+if rank == "1" and (folder / "killed").exists():
+    while not (folder / "done-0").exists():
+        time.sleep(0.02)
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.02), pl.Gossip()) as session:
+    for k in range(10):
+        if rank == "1" and k == 3 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.zero_grad()
+        session.count(4)
+        model(torch.ones(4, 8)).square().mean().backward()
+        session.step()
+(folder / f"done-{rank}").touch()
+""")
+    done = forked.paceline(
+        "run", "-n", "2", "--replacements", "1", str(script), str(tmp_path), folder=tmp_path, timeout_s=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done-1").exists()

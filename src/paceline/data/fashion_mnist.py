@@ -83,7 +83,10 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
             f"{path} {fault}: its header says {math.prod(shape)} values of shape {shape}, "
             f"but it has {len(data) - begin}"
         )
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)[begin:].view(shape)
+    try:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)[begin:].view(shape)
+    except RuntimeError:
+        raise ValueError(f"{path}: its header says values of shape {shape}, which no tensor can have") from None
 
 
 def _bytes(path: Path) -> bytes:

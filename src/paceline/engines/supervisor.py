@@ -300,16 +300,17 @@ def read_report(path: Path) -> Report | None:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         written = data["message"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     message: dict[str, Any] = written if isinstance(written, dict) else {"message": written}
-    extra: dict[str, Any] = message.get("extraInfo") or {}
+    found = message.get("extraInfo")
+    extra: dict[str, Any] = found if isinstance(found, dict) else {}
     error = str(message.get("message", ""))
     try:
         when = float(extra.get("timestamp", 0.0))
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         when = 0.0
-    is_consequence = data.get("is_consequence", False) or error.startswith(PEER_ERRORS)
+    is_consequence = bool(data.get("is_consequence", False)) or error.startswith(PEER_ERRORS)
     return Report(error, is_consequence, str(extra.get("py_callstack", "")), when)
 
 

@@ -152,7 +152,7 @@ class Loop:
         if not isinstance(request, StepRequest):
             self.guard.check_model()
         if request is None:
-            raise RuntimeError("session.step() after the strategy has ended: no worker had data left")
+            return _step_after_end(self.run)
         self._check_passes(request)
         if self._optimizer.has_scaler:
             check_scaler(self.run, self.learner)
@@ -325,3 +325,9 @@ def _cannot_evaluate(run: WorkerRun, optimizer: SessionOptimizer) -> str:
         f"a step: use {name} under a method whose workers step alone, such as PeriodicAveraging, or use Sandblaster, "
         "which is L-BFGS on all workers, or another optimizer"
     )
+
+
+def _step_after_end(run: WorkerRun) -> None:
+    """If the others have finished without this worker, what is left of its loop trains nothing."""
+    if not run.missed_end:
+        raise RuntimeError("session.step() after the strategy has ended: no worker had data left")

@@ -60,6 +60,8 @@ def read(path: Path) -> Table:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{path}: it is not TOML: {error}{_quoted_line(text, str(error))}") from None
+    except RecursionError:
+        raise SettingsError(f"{path}: its lists or tables are nested too deeply") from None
     if not table:
         raise SettingsError(f"{path}: it is empty; `paceline init` writes a settings file to start from")
     return table

@@ -77,7 +77,7 @@ class OutcomeFile:
             metric = None
             if "metric" in given:
                 metric = nan if given["metric"] is None else float(given["metric"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise ValueError(
                 f"tune(results={str(path)!r}): line {number} is no outcome of a trial: {line:.60}; delete this line"
             ) from None
@@ -98,7 +98,7 @@ def _foreign(path: Path) -> ValueError:
 def _settings_of(path: Path, line: str) -> Settings:
     try:
         return [(name, value) for name, value in json.loads(line)["settings"]]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise _foreign(path) from None
 
 
