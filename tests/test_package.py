@@ -48,6 +48,7 @@ ROOMS = [
     "strategy",
     "worker",
     "checkpoint",
+    "elastic",
     "task",
     "run",
     "server",

@@ -2,8 +2,8 @@
 
 The verbs are here (`attach`, `train`, `simulate`, `tune`, `ddp_hook`, `split`), the strategies, what a Task and a
 Cluster are made of, and the monitors that watch a run.  Other names live in small namespaces: `codecs` (wire
-formats), `rules` and `gates` (of parameter servers), `topologies` (of gossip), `state` (slots and resize rules),
-`registry` (strategies and codecs by name).
+formats), `rules` and `gates` (of parameter servers), `faults` (of the simulator), `topologies` (of gossip), `state`
+(slots and resize rules), `registry` (strategies and codecs by name).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from paceline.server import gates, rules
 from paceline.server.shard import Shard
 from paceline.server.store import Store
 from paceline.sim import Cluster, Compute, Constant, Faults, Link, LogNormal, Measured, Stragglers, simulate
+from paceline.sim import faults as faults
 from paceline.state import Slot, resized
 from paceline.strategies import *  # noqa: F403
 from paceline.strategy import Strategy
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from paceline.session.session import Session
     from paceline.session.train import train
     from paceline.study.rates import RateRange
+    from paceline.study.torture import Tortured, torture
     from paceline.study.tune import tune
     from paceline.study.tuned import Tuned
 
@@ -92,11 +94,13 @@ __all__ = [
     "SyncResult",
     "SyncRounds",
     "Task",
+    "Tortured",
     "Trace",
     "Tuned",
     "attach",
     "codecs",
     "ddp_hook",
+    "faults",
     "gates",
     "registry",
     "resized",
@@ -106,6 +110,7 @@ __all__ = [
     "state",
     "strategies",
     "topologies",
+    "torture",
     "train",
     "tune",
 ]
@@ -115,9 +120,11 @@ _LATER = {
     "Partition": "paceline.session.partition",
     "RateRange": "paceline.study.rates",
     "Session": "paceline.session.session",
+    "Tortured": "paceline.study.torture",
     "Tuned": "paceline.study.tuned",
     "attach": "paceline.session.attach",
     "ddp_hook": "paceline.session.ddp",
+    "torture": "paceline.study.torture",
     "train": "paceline.session.train",
     "tune": "paceline.study.tune",
 }

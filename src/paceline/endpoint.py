@@ -82,6 +82,18 @@ class WriteCounts:
         self._counts[self._member] += 1
 
 
+@dataclass(frozen=True, eq=False)
+class Retry:
+    """How a routine of collectives runs again without a worker that has died in it.
+
+    `changes` are the tensors that it changes in place: they are restored first.  `routine` does the same as the first
+    one, with nothing that depends on who takes part.
+    """
+
+    routine: Callable[[Endpoint], Coroutine[Op[Any], Any, Any]]
+    changes: Sequence[Tensor] = ()
+
+
 class SharedVector(Protocol):
     """A vector in the host's shared memory that several ranks read and write at any time, without a lock.
 
@@ -156,13 +168,14 @@ class Endpoint(Protocol):
         *,
         kind: str = "exchange",
         is_single: bool = False,
+        retry: Retry | None = None,
     ) -> Op[T]:
         """Start a routine of several collectives on the endpoint that it is given, possibly in another thread.
 
         The collectives run in the order in which they were started, also relative to those that this rank starts in
         the meantime.  Until the Op has been awaited, the routine must not use data that other code uses.  `is_single`
         is for routines that nearly always have one collective only.  What follows that collective runs when the Op is
-        awaited, and the next routine starts without waiting for it.
+        awaited, and the next routine starts without waiting for it.  `retry` is used where workers may die in it.
         """
         ...
 

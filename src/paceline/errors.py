@@ -27,8 +27,8 @@ class ExchangeFailed(ClusterError):
 class PeerLost(ClusterError):
     """A peer's process is dead."""
 
-    def __init__(self, rank: int, doing: str) -> None:
-        super().__init__(f"rank {rank} is gone (its connection closed) during '{doing}'")
+    def __init__(self, rank: int, doing: str, why: str = "") -> None:
+        super().__init__(f"{why or f'rank {rank} is gone (its connection closed)'} during '{doing}'")
         self.rank = rank
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "residual",
     "resize_rule",
     "resized",
+    "resized_for",
     "same",
     "shard",
 ]
@@ -97,6 +98,7 @@ class StateStore:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._saved: dict[str, Any] = {}  # Slots of a loaded state that have not been declared yet.
+        self._exchanged: dict[str, Slot] = {}
         self._has_loaded = False
         self._prefix = ""
         self.settle: Callable[[], Awaitable[None]] | None = None  # Awaited before the slots are.
@@ -109,12 +111,13 @@ class StateStore:
         rule: ResizeRule = same,
         version: int = 1,
         before_save: Callable[[], Awaitable[None]] | None = None,
+        is_exchanged: bool = False,
         **initial: Any,
     ) -> Slot:
         """Declare a slot and get its values: those of the loaded state, otherwise the initial ones.
 
         Declare slots before the first step.  `before_save` is awaited before the state is saved: it brings what is
-        still in flight into the slot.
+        still in flight into the slot.  `is_exchanged`: an exchange between workers changes it.
         """
         full = self._new_name(name)
         if self._has_loaded:
@@ -122,6 +125,8 @@ class StateStore:
         else:
             slot = Slot(**{key: copied(value) for key, value in initial.items()})
         self._entries[full] = _Entry(name_of(rule), version, lambda: vars(slot), before_save=before_save)
+        if is_exchanged:
+            self._exchanged[full] = slot
         return slot
 
     def bind(
@@ -147,6 +152,11 @@ class StateStore:
             _check_fits(full, self._saved, entry)
             load(copied(self._saved.pop(full)["values"]))
         self._entries[full] = entry
+
+    @property
+    def exchanged(self) -> list[Slot]:
+        """The slots that an exchange between workers changes."""
+        return [slot for name, slot in self._exchanged.items() if name in self._entries]
 
     @contextmanager
     def scope(self, prefix: str, *, keep: bool = False) -> Generator[None]:
@@ -296,6 +306,22 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     """
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")
+    _check_states(states)
+    if workers == len(states):
+        return [copied(dict(state)) for state in states]
+    return _resized(states, workers, range(workers))
+
+
+def resized_for(states: Sequence[Mapping[str, Any]], workers: int, rank: int) -> dict[str, Any]:
+    """The state of one of so many workers, by the rules of the slots, from the states of all that are left.
+
+    The rules apply also to an equal number of workers: they may be others, or other workers may have been lost.
+    """
+    _check_states(states)
+    return _resized(states, workers, [rank])[0]
+
+
+def _check_states(states: Sequence[Mapping[str, Any]]) -> None:
     for state in states:
         check_header(state, states[0]["strategy"])
     of = {state.get("workers", len(states)) for state in states}
@@ -309,19 +335,20 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     if len(set(steps)) > 1 and not all(state.get("own_step", False) for state in states):
         raise ValueError(f"resized: the states were saved at different steps, {steps}")
     _check_same_slots(states)
-    if workers == len(states):
-        return [copied(dict(state)) for state in states]
+
+
+def _resized(states: Sequence[Mapping[str, Any]], workers: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The new states of these ranks."""
+    steps = [state["step"] for state in states]
     counted = [state for state in states if state["is_finite"]] or list(states)
     resize = Resize(workers, [state["weight"] for state in counted], min(steps))
     weight = sum(resize.weights) / workers
-    new: list[dict[str, Any]] = [
-        {**states[0], "step": min(steps), "rank": rank, "workers": workers, "weight": weight, "slots": {}}
-        for rank in range(workers)
-    ]
+    head = {**states[0], "step": min(steps), "workers": workers, "weight": weight}
+    new = {rank: {**head, "rank": rank, "slots": {}} for rank in ranks}
     for name in states[0]["slots"]:
         rule = states[0]["slots"][name]["rule"]
         _resize_slot(name, states if rule in SEES_ALL else counted, resize, new)
-    return new
+    return list(new.values())
 
 
 def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1) -> list[dict[str, Any]]:
@@ -332,13 +359,15 @@ def resharded(states: Sequence[Mapping[str, Any]], shards: int, *, unit: int = 1
         check_header(state, states[0]["strategy"])
     _check_same_slots(states)
     resize = Resize(shards, [1.0] * len(states), states[0]["step"], unit)
-    new: list[dict[str, Any]] = [{**states[0], "rank": rank, "slots": {}} for rank in range(shards)]
+    new = {rank: {**states[0], "rank": rank, "slots": {}} for rank in range(shards)}
     for name in states[0]["slots"]:
         _resize_slot(name, states, resize, new)
-    return new
+    return list(new.values())
 
 
-def _resize_slot(name: str, states: Sequence[Mapping[str, Any]], resize: Resize, new: Sequence[dict[str, Any]]) -> None:
+def _resize_slot(
+    name: str, states: Sequence[Mapping[str, Any]], resize: Resize, new: Mapping[int, dict[str, Any]]
+) -> None:
     slots = [state["slots"][name] for state in states]
     rule = slots[0]["rule"]
     if rule not in RESIZE_RULES:
@@ -346,8 +375,8 @@ def _resize_slot(name: str, states: Sequence[Mapping[str, Any]], resize: Resize,
             f"the slot '{name}' follows the resize rule '{rule}': import the module that declares it first"
         )
     values = RESIZE_RULES[rule]([slot["values"] for slot in slots], resize)
-    each = [values] * resize.count if isinstance(values, dict) else values
-    for state, own in zip(new, each, strict=True):
+    for rank, state in new.items():
+        own = values if isinstance(values, dict) else values[rank]
         state["slots"][name] = {"version": slots[0]["version"], "rule": rule, "values": copied(own)}
 
 

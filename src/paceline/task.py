@@ -288,6 +288,11 @@ class Trainee:
         self._reads_full_batches = False
         self._random_numbers = RandomNumbers(task.seed, rank, workers, stage)
 
+    def take_place(self, rank: int, workers: int) -> None:
+        """From now on this worker has another rank, among another number of workers."""
+        self.rank = rank
+        self.workers = self.rates.workers = workers
+
     @property
     def plan(self) -> Plan:
         """What is known about the run before it starts; its timetable is that of this worker."""

@@ -26,6 +26,7 @@ def test_commands_and_flags_are_exactly_these():
         "train": ["settings"],  # Other flags of this and the next two are keys of the file.
         "simulate": ["settings"],
         "tune": ["--budget", "--part", "--rates", "--real", "--results", "--seeds", "settings"],
+        "torture": ["--faults", "--json", "--processes", "--seed", "--seeds", "--strategy"],
         "init": ["--force", "path"],
         "checkpoint": ["action", "folder", "output"],
         "schema": [],

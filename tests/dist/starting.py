@@ -145,7 +145,8 @@ def leftovers(since: set[str], folder: Path) -> list[str]:
 
 def everything(folder: Path) -> set[str]:
     """Processes of this package, files in shared memory, and files in a folder of temporary files."""
-    found = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob("*paceline*")}
+    # Another job's launcher may have its folder of temporary files there.
+    found = {f"/dev/shm/{p.name}" for p in Path("/dev/shm").glob("*paceline*") if not p.name.startswith("paceline-run")}
     found |= {str(path) for path in folder.iterdir() if not path.name.startswith("torchinductor")}  # Of torch itself.
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

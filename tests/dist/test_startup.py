@@ -1,10 +1,18 @@
-"""Workers that are killed while a job starts; benchmarks/startups.py kills them after every step."""
+"""Workers that are killed while a job starts, and workers that hang; benchmarks/startups.py kills after every step."""
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import paceline as pl
 from tests.dist import forked
@@ -51,3 +59,38 @@ with mortal(Steps(Path({str(tmp_path)!r}), rank=1, step="meet")), pl.attach(mode
     done = forked.paceline("run", "-n", "2", "--replacements", "0", str(script), folder=tmp_path, timeout_s=30)
     assert done.returncode == 1
     assert "rank 1 was killed before it had joined the job, and is not replaced" in done.stderr
+
+
+def hanging(task: pl.Task, flag: Path, hang: Callable[[float], object]) -> pl.Task:
+    """The same task, but the second worker hangs in its sixth gradient, once."""
+    done = 0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal done
+        done += 1
+        if multiprocessing.current_process().name == "worker-1" and done == 6 and not flag.exists():
+            flag.touch()
+            hang(1000)
+        return task.loss(model, batch)
+
+    return replace(task, loss=loss)
+
+
+def with_the_lock_of_python(seconds: float) -> None:
+    """Sleep in C code that lets no thread of Python run, so that no heartbeat is sent."""
+    ctypes.PyDLL(None).sleep(int(seconds))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hang"),
+    [(pl.ASGD(period=1), time.sleep), (SERVED, with_the_lock_of_python), (pl.Gossip(), time.sleep)],
+    ids=["asgd", "server", "gossip"],
+)
+def test_a_worker_that_hangs_is_killed_and_replaced(
+    strategy: pl.Strategy, hang: Callable[[float], object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    task = counting(steps=40, batch=6, slow_s=0.01)
+    run = pl.train(hanging(task, tmp_path / "flag", hang), strategy, workers=3, timeout_s=0.8, replacements=1)
+    assert "rank 1 made no progress for 0." in capfd.readouterr().err
+    if strategy is SERVED:
+        assert run.params.tolist() == [1.0] * task.samples

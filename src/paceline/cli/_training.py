@@ -68,6 +68,7 @@ def train_by_settings(path: Path, flags: Sequence[str]) -> None:
         nonfinite=how.nonfinite,
         timeout_s=how.timeout,
         replacements=how.replacements,
+        elastic=how.elastic,
         monitor=watching,
         checkpoint=checkpoint,
     )

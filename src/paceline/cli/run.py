@@ -21,7 +21,9 @@ def run(
     restarts: Annotated[int, typer.Option(help="How often to start all workers again after a failure.")] = 0,
     replacements: Annotated[
         int | None,
-        typer.Option(help="How many killed workers to replace while the others continue (parameter-server methods)."),
+        typer.Option(
+            help="How many killed workers to replace while the others continue (servers, peers, elastic=True)."
+        ),
     ] = None,
     prefix: Annotated[bool, typer.Option(help="Begin each line of several workers with the worker's number.")] = True,
 ) -> None:

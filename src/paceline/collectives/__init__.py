@@ -16,7 +16,7 @@ from paceline.collectives.means import (
 )
 from paceline.collectives.reductions import REDUCTIONS, reduction
 from paceline.collectives.summed import mean_by_sum
-from paceline.collectives.vote import TRAILER_NBYTES, VOTE_NBYTES, SyncVote, packed_nbytes
+from paceline.collectives.vote import TRAILER_NBYTES, VOTE_NBYTES, SyncVote, packed_nbytes, retried
 
 __all__ = [
     "REDUCTIONS",
@@ -36,6 +36,7 @@ __all__ = [
     "mean_encoded",
     "packed_nbytes",
     "reduction",
+    "retried",
     "ring_sum",
     "sum_by_groups",
 ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec, Unencodable
+from paceline.endpoint import Endpoint, Retry
+from paceline.op import Op
 
 VOTE_NBYTES = 32  # A vote on the wire: four float64 numbers.
 TRAILER_NBYTES = 40  # What follows an encoded message: the vote, and the message's length without its padding.
@@ -36,6 +39,11 @@ class SyncVote:
     def __post_init__(self) -> None:
         if self.going_on >= COMPLETE:  # It was read from the wire.
             self.complete, self.going_on = divmod(self.going_on, COMPLETE)
+
+    def take(self, other: SyncVote) -> None:
+        """Take all values of another vote."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(other, field.name))
 
     def tensor(self) -> Tensor:
         going_on = self.going_on + COMPLETE * self.complete
@@ -77,3 +85,14 @@ class SyncVote:
 def packed_nbytes(nbytes: int) -> int:
     """The size of a message with `nbytes` encoded bytes: padded to a multiple of 8, and with the trailer."""
     return -(-nbytes // 8) * 8 + TRAILER_NBYTES
+
+
+def retried(vote: SyncVote, x: Tensor, routine: Callable[[Endpoint], Coroutine[Op[Any], Any, Any]]) -> Retry:
+    """How an exchange of `x` runs again by another routine, with the vote as it is now."""
+    given = replace(vote)
+
+    def again(endpoint: Endpoint) -> Coroutine[Op[Any], Any, Any]:
+        vote.take(given)
+        return routine(endpoint)
+
+    return Retry(again, changes=[x])

@@ -25,6 +25,7 @@ class Hosts:
         names = roll.gather("host", host_name())
         self._names = names
         self.ranks = [[r for r in range(roll.workers) if names[r] == name] for name in dict.fromkeys(names)]
+        self.name = names[roll.rank]
         self.own = next(i for i, ranks in enumerate(self.ranks) if roll.rank in ranks)
         self.address = LOOPBACK if self.is_one else _own_address(roll)
 

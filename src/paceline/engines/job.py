@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from paceline.elastic import ElasticEndpoint
 from paceline.endpoint import Layout
+from paceline.engines.generations import Connections, Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.joining import join, mailbox_address
@@ -27,6 +29,7 @@ from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
+from paceline.transport.progress import Progress
 from paceline.transport.shared_memory import SharedMemory
 from paceline.transport.shared_vector import HostVectors
 
@@ -41,13 +44,14 @@ DEAD_PID = 2**30
 _joined = itertools.count()  # Jobs that this process has joined.  All ranks count the same, so it names the job's keys.
 
 
-class Job:
+class Job(AbstractContextManager["Job"]):
     """One rank of a job: it has a store, an endpoint, and on the first rank of each host the server processes.
 
     `served` is the strategy whose server role is run by server processes; None: there are none.  Each of the `stages`
     of a split model, which are ranks of their own, has at least one shard.  `launcher_pipe` is a pipe of a launcher
     that replaces dead workers: servers run until it is closed.  `forks_servers` allows to fork this process to start
-    them.  `on_met` gets the store, the rank and the number of workers before anything else is opened.
+    them.  With `elastic` the workers' collectives outlive a worker's death: they are those of the endpoint `elastic`.
+    `on_met` gets the store, the rank and the number of workers before anything else is opened.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Job:
         takes_nonfinite: bool = False,
         launcher_pipe: int | None = None,
         forks_servers: bool = False,
+        elastic: bool = False,
         on_met: Callable[[dist.Store, int, int], None] = lambda store, rank, workers: None,
     ) -> None:
         self._is_elastic = needs.elastic
@@ -72,20 +77,23 @@ class Job:
         self._device = device
         self._ordered = ordered
         self.timeout_s = timeout_s
-        self._silent_s = silent_s
+        self.silent_s = silent_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
         self._prefix = f"paceline/{os.environ.get(ATTEMPT, '0')}/{next(_joined)}"
         launcher_pipe = _launchers_pipe() if launcher_pipe is None else launcher_pipe
         self.endpoint: ProcessEndpoint
+        self.elastic: ElasticEndpoint | None = None
+        self._generations: Generations | None = None
         self.comm_thread: CommThread | None = None
         try:
             self._meet(place)
             on_met(self.store, self.rank, self.workers)
-            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic else 1
+            may_die = needs.elastic or elastic
+            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
-            self._clock = Clock(epoch)
+            self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
             self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.servers:
@@ -93,7 +101,13 @@ class Job:
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
                 settings = self._server_settings(epoch, pid, takes_nonfinite, launcher_pipe is not None)
                 self._serve(served, settings, launcher_pipe, forks_servers)
-            if needs.elastic:
+            if elastic:
+                self.endpoint = ProcessEndpoint(0, Layout(1), self.clock, trace=Trace(keep=SPANS_KEPT))
+                self._generations = _open_generations(
+                    self, lambda: another_connection(self._base, self._prefix, self._key), incarnation
+                )
+                self.elastic = self._generations.first()
+            elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation)
             else:
                 self.endpoint = self._synchronous_endpoint(apart)
@@ -127,7 +141,7 @@ class Job:
             key=self._key,
             bind=mailbox_address(self.hosts, self._key),
             timeout_s=self.timeout_s,
-            silent_s=self._silent_s,
+            silent_s=self.silent_s,
             workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
             is_elastic=self._is_elastic,
             may_lose_starter=may_lose_starter,
@@ -159,7 +173,7 @@ class Job:
         return ProcessEndpoint(
             self.rank,
             self.layout,
-            self._clock,
+            self.clock,
             backends=Backends(
                 shared=self._share(tuple(range(self.workers))),
                 process_group=group,
@@ -184,9 +198,9 @@ class Job:
         endpoint = ProcessEndpoint(
             rank,
             self.layout,
-            self._clock,
-            open_mailbox=lambda: self._open_elastic_mailbox(rank),
-            membership=Membership(self._members_ever, self._has_ended),
+            self.clock,
+            open_mailbox=lambda: _elastic_mailbox(self, rank, mailbox_address(self.hosts, self._key)),
+            membership=_membership(self.store, self.layout),
             vectors=HostVectors(self.store, self.workers) if self.hosts.is_one else None,
             trace=Trace(keep=SPANS_KEPT),
         )
@@ -195,39 +209,11 @@ class Job:
             self.hosts.roll.gather("there", "")
         return endpoint
 
-    def _has_ended(self, rank: int) -> bool:
-        return _has(self.store, f"trace/{rank}" if self.layout.servers else f"ended/{rank}")
-
-    def _members_ever(self) -> list[int]:
-        """Every worker that ever had a mailbox."""
-        ranks = [*self.layout.worker_ranks, *range(self.layout.size, self.layout.size + self.store.add("joined", 0))]
-        return [rank for rank in ranks if self.store.check([f"mail/{rank}"])]
-
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
         address = mailbox_address(self.hosts, self._key)
         return Mailbox(self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s)
-
-    def _open_elastic_mailbox(self, rank: int) -> Mailbox:
-        """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
-        from paceline.transport.mailbox import Mailbox
-
-        beat_s = min(BEAT_S, self._silent_s / 4)
-        has_servers = self.layout.servers > 0
-        mailbox = Mailbox(
-            self.store,
-            rank,
-            self.layout.size,
-            bind=mailbox_address(self.hosts, self._key),
-            is_open=True,
-            timeout_s=self.timeout_s,
-            beat_s=None if has_servers else beat_s,
-            silent_s=None if has_servers else self._silent_s,
-        )
-        if has_servers:
-            mailbox.beat(self.layout.server_ranks, every_s=beat_s)
-        return mailbox
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
         """Memory shared with these ranks, if they are all on this host."""
@@ -245,7 +231,7 @@ class Job:
         return ProcessEndpoint(
             self.rank,
             self.layout,
-            self._clock,
+            self.clock,
             ranks=ranks,
             backends=Backends(
                 shared=shared, process_group=group, comm_thread=self.comm_thread, is_ordered=self._ordered
@@ -275,6 +261,8 @@ class Job:
             if not failed:
                 self._servers.wait()
             self._servers.close()
+        if self._generations is not None:
+            self._generations.close()
         if hasattr(self, "endpoint"):
             if not (failed or self.endpoint.missed_end or self.layout.servers) and self._is_elastic:
                 with suppress(RuntimeError):  # The process that serves the store may have ended before.
@@ -284,13 +272,55 @@ class Job:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def __enter__(self) -> Job:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:
+    """The rendezvous of workers that may die and join."""
+    return Generations(
+        job.store,
+        open_store,
+        Connections(job.store, job.clock, job.endpoint.trace, job.hosts, timeout_s=job.timeout_s),
+        rank=job.rank,
+        incarnation=incarnation,
+        workers=job.workers,
+        silent_s=job.silent_s,
+    )
+
+
+def _membership(store: dist.Store, layout: Layout) -> Membership:
+    """The workers that ever had a mailbox, and whether one of them has finished, as the store has it."""
+
+    def members_ever() -> list[int]:
+        ranks = [*layout.worker_ranks, *range(layout.size, layout.size + store.add("joined", 0))]
+        return [rank for rank in ranks if store.check([f"mail/{rank}"])]
+
+    return Membership(members_ever, lambda rank: _has(store, f"trace/{rank}" if layout.servers else f"ended/{rank}"))
+
+
+def _elastic_mailbox(job: Job, rank: int, bind: str) -> Mailbox:
+    """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
+    from paceline.transport.mailbox import Mailbox
+
+    silent_s = job.silent_s
+    beat_s = min(BEAT_S, silent_s / 4)
+    has_servers = job.layout.servers > 0
+    mailbox = Mailbox(
+        job.store,
+        rank,
+        job.layout.size,
+        bind=bind,
+        is_open=True,
+        timeout_s=job.timeout_s,
+        beat_s=None if has_servers else beat_s,
+        silent_s=None if has_servers else silent_s,
+    )
+    if has_servers:
+        mailbox.beat(job.layout.server_ranks, every_s=beat_s)
+    return mailbox
 
 
 def _launchers_pipe() -> int | None:

@@ -26,6 +26,7 @@ from paceline.engines.store_process import check_store, poll, start_store, stop_
 from paceline.engines.supervisor import Stopped, Supervisor, Worker, WorkersFailed, print_notice
 from paceline.errors import ClusterError
 from paceline.transport.job_key import JobKey
+from paceline.transport.progress import VARIABLE, hung_s
 
 STOP_S = 30.0  # How long workers may take to end after SIGTERM.
 # What a worker needs: torch imports the first with the first optimizer.
@@ -127,6 +128,7 @@ class _Launch:
             lambda rank: self._report_path(rank, attempt),
             replacements=self._replacements,
             on_replacement=_print_replacement,
+            hung_s=lambda rank, pid: hung_s(self._progress_path(rank), pid),
             on_loss=lambda rank: note_lost(reach_store(self._port), attempt, rank),
             every_tick=lambda: check_store(store),
             stop_s=STOP_S,
@@ -136,6 +138,9 @@ class _Launch:
 
     def _report_path(self, rank: int, attempt: int) -> Path:
         return self._folder / f"error-{attempt}-{rank}.json"
+
+    def _progress_path(self, rank: int) -> Path:
+        return self._folder / f"progress-{rank}"
 
     def _environment(self, rank: int, attempt: int, restarts: int) -> dict[str, str]:
         """The variables that torchrun sets, and paceline's own."""
@@ -157,6 +162,7 @@ class _Launch:
             "TORCHELASTIC_MAX_RESTARTS": restarts,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_ERROR_FILE": self._report_path(rank, attempt),
+            VARIABLE: self._progress_path(rank),
         }
         if self._key_file is not None:
             values[KEY_FILE] = self._key_file

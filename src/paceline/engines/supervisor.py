@@ -78,6 +78,7 @@ class Failure:
     code: int
     report: Report | None
     noticed: float = field(default_factory=time.time)
+    hung_s: float | None = None  # It was killed because it had done nothing for so long.
 
     @property
     def is_consequence(self) -> bool:
@@ -89,6 +90,8 @@ class Failure:
 
     def describe(self, *, with_traceback: bool = False) -> str:
         who = f"rank {self.rank} (process {self.pid})"
+        if self.hung_s is not None:
+            return f"{who} made no progress for {self.hung_s:.1f} s, longer than timeout_s, and was killed"
         if self.code < 0:
             return f"{who} was killed by {signal.Signals(-self.code).name}"
         if self.report is None:
@@ -105,8 +108,9 @@ class Supervisor:
     """Workers 0 to `workers` - 1, each started by `start(rank)`, which reports its error to `report_path(rank)`.
 
     With a number of `replacements` a killed worker is no failure: so many are started again.  After that the others go
-    on without it, if it had joined them (`has_joined`), and `on_loss` is called.  `every_tick` is called about ten
-    times a second.  `output` prints what the workers write.
+    on without it, if it had joined them (`has_joined`), and `on_loss` is called.  A worker for which `hung_s` gives a
+    time does nothing for so long that it is killed.  `every_tick` is called about ten times a second.  `output` prints
+    what the workers write.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Supervisor:
         replacements: int | None = None,
         has_joined: Callable[[int], bool] = lambda rank: True,
         on_replacement: Callable[[int, int], None] = lambda rank, code: None,
+        hung_s: Callable[[int, int], float | None] = lambda rank, pid: None,
         on_loss: Callable[[int], None] = lambda rank: None,
         every_tick: Callable[[], None] = lambda: None,
         stop_s: float = 0.0,
@@ -131,6 +136,8 @@ class Supervisor:
         self._has_joined = has_joined
         self._on_replacement = on_replacement
         self._on_loss = on_loss
+        self._hung_s = hung_s
+        self._hung: dict[int, float] = {}  # By process: for how long it had done nothing when it was killed.
         self._every_tick = every_tick
         self._stop_s = stop_s
         self._with_traceback = with_traceback
@@ -156,7 +163,9 @@ class Supervisor:
                 if code == 0:
                     has_finished = True
                 elif not self._can_lose(rank, code, has_finished):
-                    raise WorkersFailed(self._first_cause(Failure(rank, worker.pid, code, self._report(rank))))
+                    hung_s = self._hung.get(worker.pid)
+                    failure = Failure(rank, worker.pid, code, self._report(rank), hung_s=hung_s)
+                    raise WorkersFailed(self._first_cause(failure))
                 elif self._replacements and not has_finished:
                     self._replacements -= 1
                     self._report_path(rank).unlink(missing_ok=True)  # The next one has not failed.
@@ -164,7 +173,16 @@ class Supervisor:
                     self._running[rank] = self._start(rank)
                 else:
                     self._on_loss(rank)
+            self._kill_hung()
             self._every_tick()
+
+    def _kill_hung(self) -> None:
+        for rank, worker in self._running.items():
+            seconds = self._hung_s(rank, worker.pid)
+            if seconds is not None and worker.pid not in self._hung:
+                self._hung[worker.pid] = seconds
+                print_notice(f"rank {rank} made no progress for {seconds:.1f} s, longer than timeout_s: it is killed")
+                worker.signal(signal.SIGKILL)
 
     def _wait(self) -> None:
         """Until a worker ends or writes something, for a tick at most."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline import collectives
 from paceline.codecs.codec import Codec, CodecState
-from paceline.collectives import SyncVote
+from paceline.collectives import SyncVote, retried
 from paceline.endpoint import Endpoint
 from paceline.families.deltas import compute_delta, go_to, merge, squared_distance, wide
 from paceline.families.optimizer_state import (
@@ -223,9 +223,8 @@ class SyncRounds:
         fragment = m.next
         m.next = (m.next + 1) % len(self.fragments)
         where = self.fragments[fragment]
-        numel = where.stop - where.start
-        delta = self._delta[:numel]
-        snapshot = self._snapshot[:numel] if self.method.delay else None
+        delta = self._delta[: where.stop - where.start]
+        snapshot = self._snapshot[: len(delta)] if self.method.delay else None
         is_sound = compute_delta(w.params[where], m.anchor[where], delta, snapshot)
         self._unsent.take_from(delta, where)
         weight = w.batch.mark_sync(fragment)
@@ -240,13 +239,14 @@ class SyncRounds:
         has_data = float(w.cursor.has_data(w.cursor.step))
         stats = SyncStats(vote.weight, loss_sum, loss_steps, w.endpoint.now(), 0.0, 0.0, w.lr, has_data)
         buffers = w.learner.flat.buffers()
-        if self.method.delay:
-            pending.buffers = buffers
+        pending.buffers = buffers if self.method.delay else None
         self._own.losses = [0.0, 0.0]
         m.count = 0
         codec_state = self._codec_state and self._codec_state[where]
         self._pending = w.endpoint.run_collectives(
-            lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state), kind="mean"
+            lambda endpoint: self._exchange(endpoint, pending, vote, stats, buffers, codec_state),
+            kind="mean",
+            retry=retried(vote, pending.vector, lambda e: self._exchange(e, pending, vote, stats, buffers, None)),
         )
 
     async def _exchange(

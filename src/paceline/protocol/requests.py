@@ -40,6 +40,8 @@ class Requests:
         self.endpoint = endpoint
         self.incarnation = 0
         self._last_id = 0
+        self._waiting: set[tuple[int, int]] = set()  # The rank and the number of each request that waits for a reply.
+        self._replies: dict[tuple[int, int], Message] = {}  # Replies to one, which another one has received.
 
     def number(self, request: R) -> R:
         """Give a request its number."""
@@ -59,23 +61,36 @@ class Requests:
         While there is none, send the request again, or the `probe`: a small request that asks whether a large one has
         arrived.
         """
-        endpoint, timeouts = self.endpoint, 0
+        this = rank, request.request_id
+        self._waiting.add(this)
+        try:
+            return await self._reply(this, request, replies, probe or request)
+        finally:
+            self._waiting.discard(this)
+            self._replies.pop(this, None)
+
+    async def _reply(self, this: tuple[int, int], request: Request, replies: tuple[type[M], ...], again: Request) -> M:
+        endpoint, rank = self.endpoint, this[0]
+        timeouts = 0
+        types = (*replies, Wait, Refused, PeerDied)
         while True:
-            try:
-                message = await endpoint.recv(
-                    src=rank, types=(*replies, Wait, Refused, PeerDied), timeout=endpoint.retransmit_s
-                )
-            except TimeoutError:
-                timeouts += 1
-                self._check_alive(rank, request, timeouts)
-                await endpoint.send(rank, request if probe is None else probe)
-                continue
+            message = self._replies.pop(this, None)
+            if message is None:
+                try:
+                    message = await endpoint.recv(src=rank, types=types, timeout=endpoint.retransmit_s)
+                except TimeoutError:
+                    if this not in self._replies:
+                        timeouts += 1
+                        self._check_alive(rank, request, timeouts)
+                        await endpoint.send(rank, again)
+                    continue
             timeouts = 0
             check_reply(endpoint, message)
-            # A request that was sent twice may be answered twice.
-            if isinstance(message, replies) and (
-                not isinstance(message, Reply) or message.request_id == request.request_id
-            ):
+            if isinstance(message, Reply) and message.request_id != request.request_id:
+                # Another request of this rank may wait for it; otherwise it is the second answer to an older one.
+                if (other := (rank, message.request_id)) in self._waiting:
+                    self._replies[other] = message
+            elif isinstance(message, replies):
                 return message
 
     def _check_alive(self, rank: int, request: Request, timeouts: int) -> None:

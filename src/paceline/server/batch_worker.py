@@ -8,6 +8,7 @@ pushes its sum to its own shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -86,7 +87,8 @@ class BatchWorker:
                     order = await self._enlist()
             self.w.cursor.end()
             await self._pull()
-            await self._ask(SignOff())
+            with suppress(PeerFinished):  # Only the reply was lost: the parameters are here.
+                await self._ask(SignOff())
         except PeerFinished:
             raise MissedEnd from None
 

@@ -14,7 +14,7 @@ import torch
 
 from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Reply, Request, reply_to
-from paceline.protocol.requests import Refusal
+from paceline.protocol.requests import Deduplicator, Refusal, Verdict
 from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, NoWork, Update, Work
 from paceline.server.work_queue import WorkItem, WorkQueue
 from paceline.state import Resize, StateStore, Values, resize_rule
@@ -34,6 +34,7 @@ class Dispatcher:
     def __init__(self, endpoint: Endpoint, states: StateStore) -> None:
         self.endpoint = endpoint
         self._queue: WorkQueue | None = None
+        self._requests = Deduplicator()
         self._drawn: dict[int, tuple[DrawWork, list[WorkItem]]] = {}  # The last items of each, with its request.
         self.drawing: list[DrawWork] = []  # Requests for which there was no work.
         self._deferred: dict[int, DrawWork] = {}  # Requests in advance, when there was little work left.
@@ -69,6 +70,8 @@ class Dispatcher:
     async def draw(self, request: DrawWork, workers: int) -> None:
         """A worker wants work, now or in advance."""
         src = request.src
+        if self._requests.accept(request) in (Verdict.OLD, Verdict.VOID):  # It has arrived late.
+            return
         drawn = self._drawn.get(src)
         if drawn is not None and _is_same(drawn[0], request):  # Its reply was lost.
             return await self._give(*drawn)
@@ -112,6 +115,8 @@ class Dispatcher:
 
     async def draw_now(self, request: DrawNow, workers: int) -> None:
         """A worker needs the work now that it has asked for in advance."""
+        if self._requests.judge(request) in (Verdict.OLD, Verdict.VOID):
+            return
         deferred = self._deferred.get(request.src)
         if deferred is None or not _is_same(deferred, request):
             raise Refusal("it has not drawn work in advance with this request_id")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import NotAMember, OlderIncarnation, Refusal
 from paceline.protocol.roster import Change, Roster, State
-from paceline.server.messages import Join, Leave, Wake
+from paceline.server.messages import Idle, Join, Leave, Wake
 
 NOT_A_MEMBER = "it is not, or no longer, among the workers; it may join"
 
@@ -25,6 +25,7 @@ class Membership:
         self.clocks = dict.fromkeys(self.roster.members, 0)
         self.leaving: dict[int, Leave] = {}  # Workers that have left, and wait for the final value.
         self.all_done = False  # Whether all work is done.
+        self._newest: dict[int, tuple[int, int]] = {}  # Of each worker: the request that its state is from.
         self._awaited: list[float] = []  # Until when the shard waits for each replacement.
         self._ahead = 0  # How many have joined before the death of the worker that they replace was noticed.
 
@@ -72,6 +73,8 @@ class Membership:
 
     def admit(self, request: Join | Wake) -> list[Change]:
         """A worker joins or comes back.  The loss of its older incarnation, if there was one, is among the changes."""
+        if not self._is_news(request):
+            return []
         was_member = self.roster.is_member(request.src)
         changes = self.roster.join(request.src, request.incarnation)
         self._note(changes)
@@ -81,11 +84,23 @@ class Membership:
             self._ahead += 1
         return changes
 
-    def wake(self, rank: int) -> None:
-        self._note(self.roster.wake(rank))
+    def wake(self, request: Request) -> None:
+        """A member asks for something, so it is not idle."""
+        if self._is_news(request):
+            self._note(self.roster.wake(request.src))
 
-    def idle(self, rank: int) -> None:
-        self._note(self.roster.idle(rank))
+    def idle(self, request: Idle) -> None:
+        """A member has nothing to do."""
+        if self._is_news(request):
+            self._note(self.roster.idle(request.src))
+
+    def _is_news(self, request: Request) -> bool:
+        """Whether a worker has sent this after all that is known of it.  Messages may overtake each other."""
+        this = request.incarnation, request.request_id
+        if this < self._newest.get(request.src, (0, 0)):
+            return False
+        self._newest[request.src] = this
+        return True
 
     def leave(self, request: Leave) -> None:
         self._note(self.roster.leave(request.src))

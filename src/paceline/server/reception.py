@@ -91,7 +91,7 @@ class Reception:
                 return True
             case Idle():
                 self.members.check_member(message)
-                self.members.idle(src)
+                self.members.idle(message)
                 return True
             case Leave():
                 return await self._leave(message, rule)
@@ -179,7 +179,7 @@ class Reception:
             await self.replies.send(request, Wait())
             return None
         self.members.check_member(request)
-        self.members.wake(src)
+        self.members.wake(request)
         if isinstance(request, Update):
             is_new = self._updates.accept(request) is Verdict.NEW
             if is_new:
@@ -212,7 +212,7 @@ class Reception:
             await self.replies.send(probe, Wait())
         else:  # Its answer was lost.
             self.queues.check_room(probe.src)
-            self.members.wake(probe.src)
+            self.members.wake(probe)
             self.queues.add(Wanted.by(probe))
             return True
         return False

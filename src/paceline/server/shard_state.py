@@ -11,6 +11,7 @@ changed, is not saved: a resumed worker gets the whole value first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -73,6 +74,8 @@ class ShardState:
         self._changes: deque[tuple[int, Tensor | None]] = deque(maxlen=CHANGES)
         self._updates = 0
         self._stale = 0  # The sum of their staleness.
+        self.on_applied: Callable[[Update], None] | None = None  # Called after an update was applied,
+        self.on_answer: Callable[[Value, int], None] | None = None  # and with each answer and the worker that gets it.
         self._states = states
         self._slots: dict[Rule, str] = {}  # The slot of each rule that was declared.
         states.bind("value", rule=shard, save=self._save, load=self._load, check=_check_saved)
@@ -147,6 +150,8 @@ class ShardState:
             self.endpoint.now(), self.endpoint.rank, self.version, push.samples, None, described.staleness
         )
         self.version += applied
+        if self.on_applied is not None:
+            self.on_applied(push)
         return applied
 
     def _apply_to_some(self, rule: Rule, update: Tensor, where: Tensor, m: Slot, push: Push) -> bool:
@@ -196,6 +201,8 @@ class ShardState:
             reply.runs = changed
         elif codec is not None:
             reply.value = self._news(wanted.src, codec)
+        if self.on_answer is not None:
+            self.on_answer(reply, wanted.src)
         return reply
 
     def _changed_since(self, version: int) -> Tensor | None:

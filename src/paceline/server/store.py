@@ -34,6 +34,10 @@ class Store:
     Where the shards' rules take the steps, `is_scheduled`: each push carries the factor that the worker's schedule puts
     on the learning rate.  Steps of the worker's own optimizer contain it already.
 
+    A worker that was declared dead has lost its work items, and with them what it has learnt since its last push: it
+    calls `forget` before its next minibatch, and a push until then is sent without samples, so that no shard applies
+    it.
+
     What the codec has left out of an update is added to the next one.  Where the shards' rule weighs updates by their
     samples, `weighs_samples`, it still counts for the samples of the update that it was left out of.
     """
@@ -67,7 +71,10 @@ class Store:
         # Shards hold vectors, not tensors.
         self._codec_state = replica.codec_state(codec, knows_tensors=False, is_stepped_here=not is_scheduled)
         self._pulls = pulls
+        self.forget: Callable[[], object] = lambda: None  # The strategy drops what it has learnt since its last push.
+        self._has_lost_work = False
         self._client = ShardClient(replica, self.slices)
+        self._client.drop_work = self._drop_work
         self._work = WorkSource(replica, self._client)
 
     @property
@@ -163,11 +170,27 @@ class Store:
         If other workers hold the last work items, this worker waits, and takes their items over if one of them dies.
         What it has not pushed by then it must push in `before_waiting`.
         """
-        return await self._work.next(before_waiting)
+        self._forget_lost()
+        has_work = await self._work.next(before_waiting)
+        self._forget_lost()
+        return has_work
 
     def count_step(self) -> None:
         """Count the last minibatch as a step that is not pushed yet."""
         self.unpushed.add(self.replica.batch.samples, self._rate())
+        self._has_lost_work |= self._work.has_lost_item
+        self._forget_lost()
+
+    def _drop_work(self) -> None:
+        """This worker was declared dead: others do its work.  A step of it may be running."""
+        self._work.drop()
+        self._has_lost_work = True
+
+    def _forget_lost(self) -> None:
+        if self._has_lost_work:
+            self._has_lost_work = False
+            self.unpushed.take()
+            self.forget()
 
     # Messages.
 
@@ -182,6 +205,9 @@ class Store:
     ) -> list[Update]:
         """The message for each shard."""
         seen = int(self.replica.batch.samples if samples is None else samples)
+        if self._has_lost_work:
+            self._has_lost_work = False
+            seen = 0
         done = self._work.take_steps(steps)
         factor = self._rate() if rate is None else rate
         updates: list[Update] = []

@@ -38,8 +38,9 @@ class WorkSource:
     def __init__(self, replica: Replica, client: ShardClient) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
         self.steps = 0
+        self.has_lost_item = False  # Whether the item of the current step goes to another worker.
         self._client = client
-        client.drop_work, client.draw_again = self._drop, self._draw_again
+        client.draw_again = self._draw_again
         self._first_step = replica.cursor.step
         self._hand: deque[WorkItem] = deque()  # The next work items of this worker.
         self._ahead = 1  # How many work items it wants to have while it works.
@@ -51,11 +52,12 @@ class WorkSource:
         self.steps -= steps
         return steps
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Drop the work items: other workers do them."""
         self._hand.clear()
         self._drawn = None
         self.steps = 0
+        self.has_lost_item = True
 
     async def _draw_again(self) -> Request:
         await self._ask(1, now=True)
@@ -69,6 +71,7 @@ class WorkSource:
         must push what it has not pushed.
         """
         w = self.replica
+        self.has_lost_item = False
         if not w.learner.has_global_data:  # The user's loop has its own data.
             if w.cursor.advance():
                 self.steps += 1
@@ -80,6 +83,7 @@ class WorkSource:
             return await self._follow(before_waiting)
         if not self._hand and not await self._draw(before_waiting):
             return False
+        self.has_lost_item = False  # What was lost while it waited was not this item.
         item = self._hand.popleft()
         await self._tell(News.ITEM, item)
         w.cursor.seek(*item)

@@ -34,6 +34,7 @@ class Terms:
     microbatches: int | None = None
     pipeline: Order = "1f1b"
     checkpoint: Checkpoints | None = None
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if self.replacements < 0:
@@ -47,14 +48,14 @@ class Terms:
     @property
     def is_elastic(self) -> bool:
         """Whether the job goes on if a process dies.  A replica in stages cannot lose one."""
-        return self.strategy.needs.elastic and self.depth == 1
+        return (self.strategy.needs.elastic or self.elastic) and self.depth == 1
 
     def check_same(self, model: nn.Module, store: Store, rank: int, workers: int) -> None:
         """Raise ValueError if the ranks of the job do not train the same task in the same way."""
         if workers == 1:
             return
         given: dict[str, object] = {"nonfinite": self.nonfinite, "ordered": self.ordered, "stages": self.stages}
-        given["checkpoint"] = self.checkpoint
+        given |= {"checkpoint": self.checkpoint, "elastic": self.elastic}
         if self.depth > 1:
             given |= {"microbatches": self.microbatches, "pipeline": self.pipeline}
             given |= {"evaluate": self.task.evaluate, "the steps between evaluations": self.task.evaluate_every}

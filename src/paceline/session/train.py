@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from paceline.checked import check_arguments, checked_seconds, instance_of
 from paceline.checkpoint import Checkpoints
+from paceline.elastic import Members
 from paceline.engines.job import Job
 from paceline.engines.meeting import loopback_listener, reach_store
 from paceline.engines.place import Place, detect
@@ -36,6 +37,7 @@ from paceline.op import drive
 from paceline.pipeline.processes import Order, StageLearner, staged
 from paceline.pipeline.stand_in import check_stages, split_for
 from paceline.run import Run
+from paceline.session.enduring import check_device, check_elastic
 from paceline.session.process_learner import ProcessLearner
 from paceline.session.returned import return_model, take_model
 from paceline.session.same_model import check_like_first, check_same_model
@@ -48,6 +50,7 @@ from paceline.task import Task, Trainee
 from paceline.trace import Trace
 from paceline.transport.endpoint import SILENT_S
 from paceline.transport.job_key import JobKey
+from paceline.transport.progress import VARIABLE, hung_s
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import untie
 from paceline.worker.run import WorkerRun
@@ -63,6 +66,7 @@ def train(
     timeout_s: float | str = 1800.0,
     replacements: int = 3,
     silent_s: float | str = SILENT_S,
+    elastic: bool = False,
     stages: int | Sequence[str] = 1,
     microbatches: int | None = None,
     pipeline: Order = "1f1b",
@@ -74,7 +78,7 @@ def train(
 
     Where workers do not wait for each other (on a parameter server) the others go on if one is killed, and up to
     `replacements` killed workers are started again.  A worker that was silent for `silent_s` seconds, because it was
-    stopped or is cut off, counts as dead.
+    stopped or is cut off, counts as dead.  With `elastic` the same goes for synchronous methods.
 
     With several `stages` (see `split`) each worker is that many processes.  Its minibatches pass through them in
     `microbatches`, by default four a stage, in the order of `pipeline`.  `monitor` watches the run while it goes.
@@ -87,7 +91,7 @@ def train(
     timeout_s = checked_seconds("train", "timeout_s", timeout_s)
     silent_s = checked_seconds("train", "silent_s", silent_s)
     terms = Terms(task, strategy, nonfinite, ordered, timeout_s, replacements, silent_s, stages, microbatches, pipeline)
-    terms = replace(terms, checkpoint=checkpoint)
+    terms = replace(terms, checkpoint=checkpoint, elastic=elastic)
     _check(terms)
     watching = Watching(monitor, progress)
     place = detect()
@@ -117,6 +121,7 @@ def _check(terms: Terms) -> None:
     """Raise ValueError for what does not go together; what depends on the hosts is checked in each worker."""
     check(terms.strategy, Offers.of_task("train", terms.task))
     check_checkpoint(terms)
+    check_elastic(terms)
     check_stages("train", terms.strategy, terms.stages, terms.microbatches)
     if terms.depth > 1 and terms.task.is_controlled:
         raise ValueError(
@@ -147,6 +152,7 @@ def _work(
     strategy = terms.strategy
     model = task.build()
     device = next(model.parameters()).device
+    check_device(terms, device)
     if is_forked and device.type != "cpu":
         raise ValueError(
             f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for "
@@ -164,6 +170,7 @@ def _work(
         takes_nonfinite=terms.nonfinite == "pass",
         launcher_pipe=launcher_pipe,
         forks_servers=is_forked,
+        elastic=terms.elastic,
         on_met=partial(terms.check_same, model) if not is_forked else lambda store, rank, workers: None,
     )
     with job:
@@ -176,7 +183,10 @@ def _work(
         run = WorkerRun(
             strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=trainee.plan, trainee=trainee
         )
-        run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
+        if job.elastic is not None:
+            Members(run, job.elastic, on_change=trainee.take_place)
+        else:
+            run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
         _train(terms, job, learner, run, watching)
         job.endpoint.missed_end = run.missed_end
         model = learner.whole()
@@ -194,8 +204,9 @@ def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | Stage
     if terms.depth > 1:
         learner = staged(job, terms.task, terms.strategy, model, terms.stages, terms.microbatches, terms.pipeline)
     else:
-        learner = ProcessLearner(Trainee(terms.task, model, job.endpoint.rank, job.workers), job.endpoint)
-    if terms.strategy.needs.elastic:
+        endpoint = job.endpoint if job.elastic is None else job.elastic
+        learner = ProcessLearner(Trainee(terms.task, model, endpoint.rank, job.workers), endpoint)
+    if terms.is_elastic:
         check_like_first(job.rank, learner.trainee.flat, _store_of_stage(job, learner))
     elif len(learner.endpoint.ranks) > 1:
         check_same_model(learner.endpoint, learner.trainee.flat, job.store)
@@ -219,24 +230,29 @@ def _train(
     timetable = learner.trainee.timetable
     endpoint = learner.endpoint
 
+    def is_first() -> bool:
+        """Whether this process is of the first replica: all its stages assemble its model."""
+        if terms.elastic:
+            return endpoint.rank == endpoint.ranks[0]
+        return job.rank < terms.depth
+
     def evaluate(k: int) -> None:
         values = learner.evaluated(run.replica.published)
-        if job.rank == 0:
+        if job.rank == 0 or terms.elastic:
             endpoint.trace.evaluation(endpoint.now(), timetable.samples_before(k), values)
 
-    is_first = job.rank < terms.depth  # All stages of the first replica assemble its model.
     with watching.worker(job, run, learner.trainee, terms.depth) as watch, saving_of(terms, job, run) as saving:
 
         def on_step(k: int) -> None:
-            if watching.progress is not None and job.rank == 0:
+            if watching.progress is not None and (job.rank == 0 or (terms.elastic and is_first())):
                 watching.progress(k)
-            if is_first and task.is_evaluation_due(k, timetable):
+            if is_first() and task.is_evaluation_due(k, timetable):
                 evaluate(k)
             if saving is not None:
                 saving.step(k)
             watch.step(k)
 
-        if is_first or watch.is_on or saving is not None:
+        if is_first() or terms.elastic or watch.is_on or saving is not None:
             run.on_step = on_step
         buffers = None
         if len(endpoint.ranks) > 1 and terms.strategy.needs.keeps_own_buffers:
@@ -245,7 +261,7 @@ def _train(
         drive(run.run())
         if buffers is not None and not run.missed_end:
             buffers.take_mean()
-        if task.evaluate is not None and is_first and not run.missed_end:
+        if task.evaluate is not None and is_first() and not run.missed_end:
             evaluate(timetable.total_steps)
         if saving is not None:
             saving.finish(timetable.total_steps)
@@ -282,6 +298,7 @@ class _ForkedWorkers:
                 self._report_path,
                 replacements=self._terms.replacements if self._is_elastic else None,
                 has_joined=lambda rank: bool(self._shared[rank]),
+                hung_s=lambda rank, pid: hung_s(self._progress_path(rank), pid),
                 every_tick=self._tick,
                 with_traceback=True,
             )
@@ -312,6 +329,7 @@ class _ForkedWorkers:
     def _child(self, rank: int, parent: int) -> None:
         die_with_parent(parent)
         os.close(self._pipe[1])
+        os.environ[VARIABLE] = str(self._progress_path(rank))
         torch.set_num_threads(1)  # The parent's thread pool has no threads in a forked process.
         try:
             self._work(rank)
@@ -324,7 +342,7 @@ class _ForkedWorkers:
         def report(k: int) -> None:
             self._shared[-1] = k
 
-        self._watching.leave(report if rank == 0 else None)
+        self._watching.leave(report if rank == 0 or self._terms.elastic else None)
         outcome = _work(
             self._terms,
             self._watching,
@@ -337,6 +355,9 @@ class _ForkedWorkers:
         # Of elastic workers rank 0 may be killed, and then another rank's model is as good.
         if outcome.is_complete and (rank == 0 or self._is_elastic):
             return_model(outcome.run.model, self._folder, rank)
+
+    def _progress_path(self, rank: int) -> Path:
+        return self._folder / f"progress-{rank}"
 
     def _report_path(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.json"

@@ -134,6 +134,7 @@ class Processes:
     nonfinite: NonFinite = "skip"
     timeout: float | str = "30min"
     replacements: int = 3
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < seconds(self.timeout) < inf:

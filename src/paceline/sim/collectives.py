@@ -14,6 +14,7 @@ from paceline import costs
 from paceline.errors import ClusterError
 from paceline.sim.buffers import FEW, Snapshot, check_unchanged, snapshot
 from paceline.sim.machines import Machines
+from paceline.sim.network import Network
 from paceline.sim.simulator import SimOp, Simulator
 
 
@@ -40,10 +41,13 @@ class Rendezvous:
 class Group:
     """Ranks that run collectives with each other."""
 
-    def __init__(self, simulator: Simulator, machines: Machines, ranks: tuple[int, ...], *, strict: bool) -> None:
+    def __init__(
+        self, simulator: Simulator, machines: Machines, network: Network, ranks: tuple[int, ...], *, strict: bool
+    ) -> None:
         self.ranks = ranks
         self._simulator = simulator
         self._machines = machines
+        self._network = network
         self._strict = strict
         self._slowest_link = machines.cluster.slowest(ranks)
         self._begun = dict.fromkeys(ranks, 0)
@@ -98,7 +102,8 @@ class Group:
         algorithm = self._machines.cluster.collective
         cost = costs.COLLECTIVES[meeting.kind](algorithm, len(ranks), nbytes, self._slowest_link)
         total = sum(cost.nbytes(i) for i in range(len(ranks))) if self._machines.has_bus else 0
-        stop = self._machines.meet(ranks, simulator.now, cost.seconds, total)
+        seconds = self._network.collective_end(ranks, simulator.now, cost.seconds) - simulator.now
+        stop = self._machines.meet(ranks, simulator.now, seconds, total)
         root = ranks.index(meeting.signature[2]) if meeting.kind in ("broadcast", "reduce") else 0
         for i, r in enumerate(ranks):
             participant = meeting.participants[r]

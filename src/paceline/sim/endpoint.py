@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.endpoint import Endpoint, SharedVector, WriteCounts, check_summable
+from paceline.endpoint import Endpoint, Retry, SharedVector, WriteCounts, check_summable
 from paceline.op import Op
 from paceline.protocol.messages import Message
 from paceline.sim.buffers import check_unchanged
@@ -18,6 +19,8 @@ from paceline.sim.world import Receiver, World
 from paceline.trace import Trace
 
 T = TypeVar("T")
+
+SHORTEST_S = 1e-9  # The shortest time above 0 that a rank waits for a message.
 
 
 class SimEndpoint:
@@ -44,7 +47,7 @@ class SimEndpoint:
         return self._simulator.trace
 
     def now(self) -> float:
-        return self._simulator.now
+        return self.world.clock(self.rank)
 
     def group(self, ranks: Sequence[int]) -> SimEndpoint:
         if self.rank not in ranks:
@@ -63,6 +66,7 @@ class SimEndpoint:
         *,
         kind: str = "exchange",
         is_single: bool = False,
+        retry: Retry | None = None,
     ) -> Op[T]:
         channel = SimEndpoint(self.world, self.rank, self.ranks, channel=self._group.open_channel(self.rank))
         return self._simulator.spawn(self.rank, routine(channel), kind)
@@ -119,9 +123,8 @@ class SimEndpoint:
         sent.src = rank
         # The check comes before the receiver gets the snapshot, because the receiver may write to it.
         simulator.at(stop, self._sent, op, given, snapshot)
-        arrival = stop + world.machines.link(rank, dst).latency
-        for _ in range(world.copies()):
-            simulator.at(arrival, world.arrive, dst, sent, stop)
+        for arrival in world.network.arrivals(rank, dst, stop, world.machines.link(rank, dst).latency):
+            simulator.at(arrival, world.arrive, dst, copy.copy(sent), stop)
         return op
 
     def _sent(self, op: SimOp[None], given: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
@@ -144,7 +147,9 @@ class SimEndpoint:
                 return op
         self.world.receivers[self.rank].append(receiver)
         if timeout is not None:
-            simulator.at(simulator.now + timeout, self._time_out, receiver, timeout)
+            # Some time passes always, also where a rank's own clock is rounded differently.
+            wait_s = max(timeout, SHORTEST_S) if timeout > 0 else 0.0
+            simulator.at(simulator.now + wait_s, self._time_out, receiver, timeout)
         return op
 
     def _time_out(self, receiver: Receiver, timeout: float) -> None:

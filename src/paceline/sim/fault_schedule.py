@@ -45,6 +45,10 @@ class FaultSchedule:
             self._simulator.at(time, self._die, rank)
         for rank, time in faults.suspicions:
             self._simulator.at(time, self._world.suspect, rank)
+        for pause in faults.pauses:
+            self._simulator.at(pause.start, self._world.pause, pause)
+        for jump in faults.clock_jumps:
+            self._simulator.at(jump.time, self._world.jump, jump, is_background=True)
 
     def _join(self, run: WorkerRun) -> None:
         if not self._world.layout.servers:
@@ -69,6 +73,7 @@ class FaultSchedule:
 
     def _begin(self, run: WorkerRun) -> None:
         self._simulator.begin(run.rank, self._role(run), self._simulator.now)
+        self._world.started(run.rank)
 
     def _is_running(self) -> bool:
         """Whether any worker still runs."""
@@ -78,7 +83,7 @@ class FaultSchedule:
 def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int) -> None:
     """Refuse faults that this strategy cannot survive, and ranks that do not exist."""
     name = type(strategy).__name__
-    if stages > 1 and (faults.deaths or faults.joins or faults.suspicions):
+    if stages > 1 and (faults.changes_members or faults.pauses or faults.clock_jumps):
         raise ValueError(
             f"simulate({faults}) with stages={stages}: a replica in stages cannot lose a process or get a new one; "
             "give stages=1, or only faults of messages"
@@ -93,3 +98,7 @@ def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int) 
     for rank in (*faults.deaths, *(rank for rank, _ in faults.suspicions)):
         if rank not in ranks:
             raise ValueError(f"simulate({faults}): rank {rank} is not a worker; the workers are {ranks}")
+    size = layout.size + len(faults.joins)
+    for rank in faults.ranks():
+        if not 0 <= rank < size:
+            raise ValueError(f"simulate({faults}): there is no rank {rank}; workers and servers are 0 to {size - 1}")

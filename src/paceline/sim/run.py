@@ -62,7 +62,7 @@ def simulate(
     strategy = instance_of("simulate", "strategy", strategy, Strategy)
     is_unbroken = resume is None and stop_at is None
     offers = Offers.of_task("simulate", task)
-    check(strategy, replace(offers, fixed_workers=not faults.has_any, unbroken=is_unbroken))
+    check(strategy, replace(offers, fixed_workers=not faults.needs_elastic, unbroken=is_unbroken))
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "
@@ -132,6 +132,10 @@ class Simulation:
         self.simulator = Simulator(layout.name)
         self.world = World(self.simulator, cluster, layout, strict=strict, faults=faults)
         ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
+        self.shards = [
+            Shard(SimEndpoint(self.world, rank), grace_s=10.0, takes_nonfinite=nonfinite == "pass")
+            for rank in layout.server_ranks
+        ]
         self._watches: dict[int, Watch] = {}
         self._buffers: dict[int, torch.Tensor] = {}  # Of each worker that has computed its last gradient.
         self.workers = [self._worker(rank, copy.deepcopy(model)) for rank in ranks]
@@ -157,7 +161,10 @@ class Simulation:
         runs = [(worker.run, worker.trainee) for worker in self.workers]
         self._watches = watches(monitors, self.simulator, self.cluster.workers, runs)
         FaultSchedule(self.world, [w.run for w in self.workers], self._run_worker).start()
-        self.simulator.run(self._roles())
+        roles = self._roles()
+        for rank in roles:
+            self.simulator.at(0.0, self.world.started, rank)
+        self.simulator.run(roles)
         first = self._first_alive()
         if first is not self.workers[0]:
             self._end()
@@ -175,14 +182,14 @@ class Simulation:
         roles: dict[int, Coroutine[Op[Any], Any, Any]] = {
             rank: self._run_worker(self.workers[rank].run) for rank in layout.worker_ranks
         }
-        for rank in layout.server_ranks:
-            endpoint = SimEndpoint(self.world, rank)
-            shard = Shard(endpoint, grace_s=10.0, takes_nonfinite=self.nonfinite == "pass")
-            roles[rank] = self.strategy.server(shard)
+        for shard in self.shards:
+            roles[shard.endpoint.rank] = self.strategy.server(shard)
         return roles
 
     async def _run_worker(self, run: WorkerRun) -> None:
         has_finished = await run.run()
+        if run.missed_end:  # What it still waits for does not come.
+            self.simulator.at(self.simulator.now, self.simulator.kill, run.rank)
         if has_finished and run is self.workers[0].run:
             self._end()
 

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from math import inf
 from typing import Any, TypeVar
 
 from paceline.errors import ClusterError
@@ -18,6 +19,9 @@ from paceline.op import Op, Ready
 from paceline.trace import Trace
 
 T = TypeVar("T")
+Event = tuple[float, int, Callable[..., object], tuple[Any, ...]]  # When, in which order, and what.
+
+QUIET_S = 60.0  # Seconds without any event but those in the background after which nothing more can happen.
 
 
 class SimOp(Op[T]):
@@ -57,10 +61,14 @@ class Simulator:
     def __init__(self, name_of: Callable[[int], str] = "rank {}".format) -> None:
         self.now = 0.0
         self.waits = 0
+        self.limit_s = inf  # A run that lasts longer is an error.
         self.trace = Trace()
         self.name_of = name_of
-        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._heap: list[Event] = []
+        self._background: list[Event] = []  # Events that go on as long as a role runs.
+        self._last_event = 0.0  # The time of the last event that was not in the background.
         self._serial = 0
+        self._paused: dict[int, list[tuple[Process, Any, BaseException | None]]] = {}
         self._processes: dict[int, Process] = {}
         self._unawaited: set[SimOp[Any]] = set()
 
@@ -70,10 +78,10 @@ class Simulator:
         self._unawaited.add(op)
         return op
 
-    def at(self, time: float, action: Callable[..., object], *args: Any) -> None:
-        """Schedule a function call."""
+    def at(self, time: float, action: Callable[..., object], *args: Any, is_background: bool = False) -> None:
+        """Schedule a function call.  Events in the background, such as heartbeats, do not keep a run alive."""
         self._serial += 1
-        heappush(self._heap, (time, self._serial, action, args))
+        heappush(self._background if is_background else self._heap, (time, self._serial, action, args))
 
     def finish(self, op: SimOp[Any], value: Any = None, error: BaseException | None = None) -> None:
         """End an Op, and resume the process that awaits it."""
@@ -95,16 +103,31 @@ class Simulator:
         """Run every rank's coroutine to its end."""
         for rank, coroutine in roles.items():
             self.begin(rank, coroutine)  # All ranks start before any time passes.
-        heap = self._heap
         try:
             with gc_frozen():
-                while heap:
-                    self.now, _, action, args = heappop(heap)
-                    action(*args)
+                self._run_events()
             self._check_end()
         finally:
             for process in self._processes.values():
                 process.coroutine.close()
+
+    def _run_events(self) -> None:
+        heap = self._heap
+        background = self._background
+        while heap or self._is_background_due():
+            is_background = bool(background) and (not heap or background[0] < heap[0])
+            self.now, _, action, args = heappop(background if is_background else heap)
+            if self.now > self.limit_s:
+                raise ClusterError(
+                    f"no end by virtual time {self.limit_s:g} s:\n" + "\n".join(self._waiting() or ["  nobody waits"])
+                )
+            if not is_background:
+                self._last_event = self.now
+            action(*args)
+
+    def _is_background_due(self) -> bool:
+        """Whether an event in the background may still lead to others, for instance a suspicion."""
+        return bool(self._background and self._processes) and self.now - self._last_event < QUIET_S
 
     def begin(self, rank: int, coroutine: Coroutine[Op[Any], Any, Any], time: float = 0.0) -> None:
         """Start a rank's role at a time.  No process awaits a role."""
@@ -126,9 +149,26 @@ class Simulator:
         self._unawaited -= {op for op in self._unawaited if op.rank == rank}
         return bool(dying)
 
+    # Pauses.
+
+    def is_paused(self, rank: int) -> bool:
+        return rank in self._paused
+
+    def pause(self, rank: int) -> None:
+        """Run nothing of a rank until it is woken."""
+        self._paused.setdefault(rank, [])
+
+    def wake(self, rank: int) -> None:
+        """Run what a paused rank has missed, in order."""
+        for missed in self._paused.pop(rank, ()):
+            self._resume(*missed)
+
     def _resume(self, process: Process, value: Any, error: BaseException | None) -> None:
         """Run a process until it awaits an Op that has not ended."""
         if process.is_dead:
+            return
+        if self._paused and process.op.rank in self._paused:
+            self._paused[process.op.rank].append((process, value, error))
             return
         send = process.coroutine.send
         try:
@@ -167,17 +207,20 @@ class Simulator:
                 op.error.add_note(f"in '{op!r}' on {self.name_of(op.rank)}, which was never awaited")
                 raise op.error
         if self._processes:
-            waiting = [
-                f"  {self.name_of(p.op.rank)} waits for {p.waits_for!r}"
-                for p in self._processes.values()
-                if p.waits_for and not p.waits_for.done
-            ]
             raise ClusterError(
-                f"deadlock at virtual time {self.now:g} s: nothing more can happen, but\n" + "\n".join(sorted(waiting))
+                f"deadlock at virtual time {self.now:g} s: nothing more can happen, but\n" + "\n".join(self._waiting())
             )
         if self._unawaited:
             forgotten = sorted({f"  {self.name_of(op.rank)}: {op!r}" for op in self._unawaited})
             raise RuntimeError("started but never awaited:\n" + "\n".join(forgotten[:20]))
+
+    def _waiting(self) -> list[str]:
+        """What each process waits for, a line each."""
+        return sorted(
+            f"  {self.name_of(p.op.rank)} waits for {p.waits_for!r}"
+            for p in self._processes.values()
+            if p.waits_for and not p.waits_for.done
+        )
 
 
 @contextmanager

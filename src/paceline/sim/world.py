@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from random import Random
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from paceline.endpoint import Layout
-from paceline.protocol.messages import Message, PeerDied, PeerSuspected
+from paceline.protocol.messages import Event, Message, PeerDied, PeerSuspected
 from paceline.sim.cluster import Cluster
 from paceline.sim.collectives import Group
-from paceline.sim.faults import Faults
+from paceline.sim.faults import ClockJump, Faults, Pause
+from paceline.sim.heartbeats import Heartbeats
 from paceline.sim.machines import Machines
+from paceline.sim.network import Network
 from paceline.sim.simulator import SimOp, Simulator
 
 
@@ -51,15 +53,45 @@ class World:
         self.receivers: list[list[Receiver]] = [[] for _ in range(size)]
         self.dead: dict[int, float] = {}  # The time of each death, by rank.
         self.members_ever = list(layout.worker_ranks)  # Every worker that ever started.
+        self.network = Network(faults, cluster.seed)
+        self.on_message: Callable[[int, Message], None] | None = None  # Called with each message that is delivered.
         # By group and number: the values of shared vectors, and what their members have counted.
         self.shared: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._chance = Random(f"{cluster.seed}/faults")
+        self._heartbeats = None if faults.silent_s is None else Heartbeats(self, faults.silent_s)
+        self._clock_offsets = [0.0] * size
+        self._paused_until = [0.0] * size
+        self._may_end_without = bool(faults.changes_members or faults.pauses or faults.cuts)
 
     def group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._groups:
-            self._groups[ranks] = Group(self.simulator, self.machines, ranks, strict=self.strict)
+            self._groups[ranks] = Group(self.simulator, self.machines, self.network, ranks, strict=self.strict)
         return self._groups[ranks]
+
+    def clock(self, rank: int) -> float:
+        """The time that the clock of a rank shows."""
+        return self.simulator.now + self._clock_offsets[rank]
+
+    def jump(self, jump: ClockJump) -> None:
+        self._clock_offsets[jump.rank] += jump.seconds
+
+    def pause(self, pause: Pause) -> None:
+        """Stop a rank, which continues by itself."""
+        if pause.rank in self.dead:
+            return
+        until = self.simulator.now + pause.seconds
+        self.simulator.pause(pause.rank)
+        self._paused_until[pause.rank] = max(until, self._paused_until[pause.rank])
+        self.simulator.at(until, self._wake, pause.rank)
+
+    def _wake(self, rank: int) -> None:
+        if self.simulator.now >= self._paused_until[rank]:
+            self.simulator.wake(rank)
+
+    def started(self, rank: int) -> None:
+        """A rank has started its role."""
+        if self._heartbeats is not None:
+            self._heartbeats.start(rank)
 
     def has_ended(self, rank: int) -> bool:
         return rank not in self.dead and not self.simulator.is_running(rank)
@@ -82,20 +114,12 @@ class World:
 
     def _report_lost(self, dst: int, lost: int) -> None:
         """Tell a rank, after the notice time, that another one no longer answers."""
-        self.simulator.at(self.simulator.now + self.faults.notice, self._deliver_lost, dst, lost)
+        if self.faults.notice is not None:
+            self.simulator.at(self.simulator.now + self.faults.notice, self._deliver_lost, dst, lost)
 
     def _deliver_lost(self, dst: int, lost: int) -> None:
         if dst not in self.dead:
             self.deliver(dst, PeerDied(src=lost))
-
-    def copies(self) -> int:
-        """How many copies of a message arrive: 1, or 0 or 2 by a fault of the network."""
-        faults = self.faults
-        if not faults.is_lossy:
-            return 1
-        if self._chance.random() < faults.lost:
-            return 0
-        return 2 if self._chance.random() < faults.doubled else 1
 
     def arrive(self, dst: int, message: Message, sent: float) -> None:
         """Deliver a message, unless its sender died before the last byte was sent, or its receiver is dead."""
@@ -112,10 +136,13 @@ class World:
 
     def deliver(self, dst: int, message: Message) -> None:
         """Give a message to the first receiver that accepts it, or put it into the inbox."""
-        may_be_late = self.faults.suspicions or self.faults.joins
-        if may_be_late and dst in self.layout.server_ranks and message.src >= 0 and self.has_ended(dst):
+        servers = self.layout.server_ranks
+        is_of_worker = message.src not in servers and not isinstance(message, Event)
+        if self._may_end_without and dst in servers and is_of_worker and self.has_ended(dst):
             # A worker that joined, or came back, finds that the server has finished.
             return self.deliver(message.src, PeerDied(src=dst))
+        if self.on_message is not None:
+            self.on_message(dst, message)
         receivers = self.receivers[dst]
         for i, receiver in enumerate(receivers):
             if receiver.wants(message):

@@ -133,6 +133,11 @@ class DeltaExchange:
         self.in_flight: Op[Tensor] = Ready("pull", self.base)
         self.exchanges = 0
         self._delta = store.send_buffer()
+        store.forget = self._forget
+
+    def _forget(self) -> None:
+        """Go back to `base`: other workers do what this one has done since then."""
+        self.w.params.copy_(self.w.learner.flat.round(self.base))
 
     async def exchange(self) -> None:
         """Push the delta since `base` and continue from the shards' model, or with a pipeline from the one before."""

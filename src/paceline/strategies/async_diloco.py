@@ -100,6 +100,11 @@ class OuterExchange:
         self.weight: float | None = None  # The samples of a push; it follows a smaller push slowly.
         self.memory = Slot(**outer.memory(self.effect))
         self.in_flight: Op[Tensor] | None = None
+        store.forget = self._forget
+
+    def _forget(self) -> None:
+        """Go back to the last push: other workers do what this one has done since then."""
+        self.w.params.copy_(self.base + self.offset if self.in_flight is None else self.snapshot)
 
     def push(self) -> None:
         """Push the delta since `base`, and do not wait for the answer."""

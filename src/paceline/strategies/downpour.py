@@ -52,6 +52,7 @@ class Downpour(ServerStrategy):
         store = self.store(w)
         w.params.copy_(await store.pull())
         total = torch.zeros_like(w.params)  # The sum of the gradients since the last push.
+        store.forget = partial(total.fill_, 0.0)
         exchange = partial(self._exchange, w, store, total)
         steps = 0
         while await store.next(before_waiting=exchange):

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from paceline import costs as network
 from paceline.collectives import sum_by_groups
-from paceline.endpoint import Endpoint, Layout, SharedVector, check_summable
+from paceline.endpoint import Endpoint, Layout, Retry, SharedVector, check_summable
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op, Ready, Routine, drive
 from paceline.protocol.messages import Message
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.journal import Journal
+from paceline.transport.progress import Progress
 from paceline.transport.shared_memory import SharedMemory
 from paceline.transport.shared_vector import HostVectors, shared_vector
 from paceline.transport.torch_collectives import TorchCollectives
@@ -48,11 +49,20 @@ ANY_LINK = network.Link(bandwidth=1.0, latency=0.0)  # The bytes of a collective
 class Clock:
     """Seconds since a moment that all ranks of a job agree on."""
 
-    def __init__(self, epoch: float) -> None:
+    def __init__(self, epoch: float, progress: Progress | None = None) -> None:
+        """Who looks at the clock makes `progress`."""
         self._offset = time.time() - time.monotonic() - epoch
+        self._progress = progress
 
     def now(self) -> float:
+        if self._progress is not None:
+            self._progress.note()
         return time.monotonic() + self._offset
+
+    def rest(self) -> None:
+        """What follows is no progress, and need be none."""
+        if self._progress is not None:
+            self._progress.rest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,7 @@ class Recorded(Op[T]):
     def finish(self) -> None:
         with self._finishing:
             if self._inner is not None:
+                self._endpoint.clock.rest()
                 self._value = self._inner.wait()
                 self._inner = None
                 endpoint = self._endpoint
@@ -184,6 +195,7 @@ class ProcessEndpoint:
         *,
         kind: str = "exchange",
         is_single: bool = False,
+        retry: Retry | None = None,
     ) -> Op[T]:
         if self._comm_thread is None or self._comm_thread.is_current():
             # It continues when it is awaited, and so in one order on every rank.
@@ -327,6 +339,7 @@ class ProcessEndpoint:
         return recorded
 
     def close(self) -> None:
+        self.clock.rest()
         for group in self._groups.values():
             group.close()
         if self._comm_thread is not None:

@@ -50,14 +50,15 @@ class FailureDetector:
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for `check`."""
-        return self.check_s is not None and now - self._last_check >= self.check_s
+        return self.check_s is not None and not 0 <= now - self._last_check < self.check_s
 
     def check(self, now: float) -> list[int]:
         """The ranks that are suspected since this check.  Report all heartbeats that have arrived before."""
         if self.silent_s is None or self.check_s is None:
             return []
-        if now - self._last_check > 2 * self.check_s:
-            # This process was stopped or busy itself, and others may have sent heartbeats that it has not received yet.
+        if not 0 <= now - self._last_check <= 2 * self.check_s:
+            # This process was stopped or busy itself, and others may have sent heartbeats that it has not received yet;
+            # or its clock has jumped.
             self._heartbeats = dict.fromkeys(self._heartbeats, now)
         self._last_check = now
         suspected = [rank for rank, last in self._heartbeats.items() if now - last > self.silent_s]

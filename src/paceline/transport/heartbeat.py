@@ -26,10 +26,12 @@ class HeartbeatSender(threading.Thread):
         self._sockets.extend(sockets)
 
     def run(self) -> None:
-        while not self._stopped.wait(self._every_s):
+        while True:  # The first one is sent at once: a rank that was never heard of is not missed.
             for socket in list(self._sockets):
                 with suppress(zmq.Again):
                     socket.send(self._frame, zmq.NOBLOCK)
+            if self._stopped.wait(self._every_s):
+                break
         for socket in self._sockets:
             socket.close(linger=0)
 

@@ -8,6 +8,7 @@ waits: there is no thread.
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from paceline.errors import ClusterError, DifferentCollectives, ExchangeFailed, 
 from paceline.op import Op
 from paceline.transport.arena import Arena
 from paceline.transport.memory import NO_BYTES, mapped
-from paceline.transport.mesh import CODES, HostPeer, Kind, Mesh, Notice
+from paceline.transport.mesh import CODES, WATCH_S, HostPeer, Kind, Mesh, Notice, Watch
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class HostGroup:
         *,
         slot_nbytes: Callable[[int, Notice], int],
         timeout_s: float,
+        watch: Watch | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
@@ -71,6 +73,7 @@ class HostGroup:
         self.finished = 0  # All collectives up to this number are finished.
         self._slot_nbytes = slot_nbytes
         self._timeout_s = timeout_s
+        self._watch = watch
         self._mesh = Mesh(peers, timeout_s=timeout_s)
         self._number = 0
         self._pending: dict[int, Collective[Any]] = {}
@@ -152,6 +155,7 @@ class HostGroup:
 
     def _finish(self, number: int) -> None:
         """Continue until collective `number` and all before it are finished."""
+        deadline = time.monotonic() + self._timeout_s
         while number in self._pending:
             if self._broken is not None:
                 raise self._broken
@@ -162,11 +166,25 @@ class HostGroup:
             missing = first.missing()
             if any(index in self._mesh.lost for index in missing):
                 raise self._peer_lost(first.notice)
-            if not self._mesh.receive(self._timeout_s):
+            if self._receive(missing, first.notice):
+                deadline = time.monotonic() + self._timeout_s
+            elif time.monotonic() > deadline:
                 names = " and ".join(f"rank {self.ranks[index]}" for index in missing)
                 self._broken = ExchangeFailed(
                     f"rank {self.rank} waited {self._timeout_s:.1f} s for {names} in {first.notice}"
                 )
+
+    def _receive(self, missing: Sequence[int], notice: Notice) -> bool:
+        """Wait for a notice; False if none has come.  It looks now and then whether a missing rank is dead."""
+        if self._watch is None:
+            return self._mesh.receive(self._timeout_s)
+        if self._mesh.receive(min(WATCH_S, self._timeout_s)):
+            return True
+        for index in missing:
+            if (why := self._watch([self.ranks[index]])) is not None:
+                self._mesh.lost.append(index)
+                raise self._peer_lost(notice, why)
+        return False
 
     def _progress(self) -> None:
         while self._mesh.inbox:
@@ -214,9 +232,9 @@ class HostGroup:
             raise self._broken
         op.slots[index] = slot
 
-    def _peer_lost(self, notice: Notice) -> ClusterError:
+    def _peer_lost(self, notice: Notice, why: str = "") -> ClusterError:
         rank = self.ranks[self._mesh.lost[0]]
-        self._broken = PeerLost(rank, str(notice))
+        self._broken = PeerLost(rank, str(notice), why)
         # Peers will now miss this rank too, but should name the rank that was lost first.
         self.send(dict.fromkeys(self.others, Notice(Kind.lost, rank=rank)))
         return self._broken

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
@@ -29,6 +29,12 @@ from paceline.errors import ClusterError
 
 # How long to poll before sleeping, if every rank has a core: to wake a sleeping process takes about as long.
 SPIN_S = 50e-6
+
+LOOK_S = 0.005  # Between two looks for a rank that may never come.
+WATCH_S = 0.1  # How often a rank that waits asks which of the others is dead.
+
+Watch = Callable[[Sequence[int]], str | None]
+"""Which of some ranks is dead, and why; None if all of them are alive."""
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -196,7 +202,8 @@ class Mesh:
             notice = Notice(*fields)
             if notice.kind == Kind.lost:
                 # The sender has given up because of another peer, which must therefore come first in `lost`.
-                self._lose(next(other for other in self.peers.values() if other.rank == notice.rank))
+                for other in [other for other in self.peers.values() if other.rank == notice.rank]:
+                    self._lose(other)  # There is none if this rank itself was taken for dead.
                 self._mark_lost(peer)
             else:
                 self.inbox.append((peer.index, notice, file if notice.kind == Kind.arena else None))
@@ -205,8 +212,13 @@ class Mesh:
         return bool(data)
 
 
-def connect_peers(store: Store, rank: int, ranks: Sequence[int], *, timeout_s: float) -> list[HostPeer]:
-    """Connect to the ranks that come earlier in `ranks`, and accept those that come later."""
+def connect_peers(
+    store: Store, rank: int, ranks: Sequence[int], *, timeout_s: float, watch: Watch | None = None
+) -> list[HostPeer]:
+    """Connect to the ranks that come earlier in `ranks`, and accept those that come later.
+
+    `watch` is asked meanwhile whether one of those that are missing is dead.
+    """
     deadline = time.monotonic() + timeout_s
     # Other users of the host can see the name in /proc/net/unix, but not the token.
     name = secrets.token_hex(16)
@@ -220,15 +232,25 @@ def connect_peers(store: Store, rank: int, ranks: Sequence[int], *, timeout_s: f
         store.set(f"mesh/{rank}", name + token.hex())
         try:
             for other in ranks[: ranks.index(rank)]:
-                store.wait([f"mesh/{other}"], timedelta(seconds=remaining(deadline)))
+                if watch is None:
+                    store.wait([f"mesh/{other}"], timedelta(seconds=remaining(deadline)))
+                while not store.check([f"mesh/{other}"]) and time.monotonic() < deadline:
+                    _check_alive(watch, missing)
+                    time.sleep(LOOK_S)
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 opened.append(connection)
                 _say_hello(connection, store.get(f"mesh/{other}").decode(), ranks.index(rank))
                 peers.append(HostPeer(ranks.index(other), other, connection))
                 missing.remove(other)
             while missing:
-                listener.settimeout(remaining(deadline))
-                connection, _ = listener.accept()
+                listener.settimeout(remaining(deadline) if watch is None else min(WATCH_S, remaining(deadline)))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    _check_alive(watch, missing)
+                    if time.monotonic() < deadline:
+                        continue
+                    raise
                 connection.settimeout(remaining(deadline))
                 opened.append(connection)
                 index = _hear_hello(connection, token)
@@ -248,6 +270,11 @@ def connect_peers(store: Store, rank: int, ranks: Sequence[int], *, timeout_s: f
                 if connection not in kept:
                     connection.close()
     return peers
+
+
+def _check_alive(watch: Watch | None, ranks: Sequence[int]) -> None:
+    if watch is not None and (why := watch(ranks)) is not None:
+        raise RuntimeError(why)
 
 
 def _say_hello(connection: socket.socket, published: str, index: int) -> None:

@@ -19,7 +19,7 @@ from paceline.endpoint import check_summable
 from paceline.op import Op, Ready
 from paceline.transport.host_group import Collective, HostGroup, Steps
 from paceline.transport.memory import aligned
-from paceline.transport.mesh import HostPeer, Kind, Notice, connect_peers
+from paceline.transport.mesh import HostPeer, Kind, Notice, Watch, connect_peers
 from paceline.transport.relay import RelayedSum, SumLayout
 
 NO_EXTRAS = torch.empty(0, dtype=torch.float64)
@@ -28,21 +28,35 @@ NO_EXTRAS = torch.empty(0, dtype=torch.float64)
 class SharedMemory:
     """One rank's collectives in a group on one host.  The caller's thread does all the work, as it starts and waits."""
 
-    def __init__(self, rank: int, ranks: Sequence[int], peers: Sequence[HostPeer], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        peers: Sequence[HostPeer],
+        *,
+        timeout_s: float,
+        watch: Watch | None = None,
+    ) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self._sums = SumLayout(len(ranks))
-        self._group = HostGroup(rank, ranks, peers, slot_nbytes=self._slot_nbytes, timeout_s=timeout_s)
+        self._group = HostGroup(rank, ranks, peers, slot_nbytes=self._slot_nbytes, timeout_s=timeout_s, watch=watch)
 
     @classmethod
-    def connect(cls, store: Store, rank: int, ranks: Sequence[int], *, timeout_s: float) -> SharedMemory:
-        """Connect to the other `ranks`, found in the store; its keys must be this group's own (a PrefixStore)."""
+    def connect(
+        cls, store: Store, rank: int, ranks: Sequence[int], *, timeout_s: float, watch: Watch | None = None
+    ) -> SharedMemory:
+        """Connect to the other `ranks`, found in the store; its keys must be this group's own (a PrefixStore).
+
+        With a `watch`, a rank that it calls dead is lost, whether or not its connections are open.
+        """
         if rank not in ranks or len(set(ranks)) < len(ranks) or timeout_s <= 0:
             raise ValueError(
                 f"SharedMemory.connect(rank={rank}, ranks={list(ranks)}, timeout_s={timeout_s}): "
                 "the rank must be one of the ranks, no rank may occur twice, and the timeout must be above 0"
             )
-        return cls(rank, ranks, connect_peers(store, rank, ranks, timeout_s=timeout_s), timeout_s=timeout_s)
+        peers = connect_peers(store, rank, ranks, timeout_s=timeout_s, watch=watch)
+        return cls(rank, ranks, peers, timeout_s=timeout_s, watch=watch)
 
     def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Op[Tensor]:
         """The sum over the group, in place.  `extras`, a few float64 numbers, are summed in the same collective."""

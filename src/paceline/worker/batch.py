@@ -37,7 +37,7 @@ class BatchRecord:
         self.skipped = 0  # Steps that were skipped because of a NaN.
         self.votes = 0  # Means and syncs that this worker has asked for.
         self.fault: str | None = None  # Which rank has which parameter with a NaN in the current gradient.
-        self._rank = rank
+        self.rank = rank
         self._cursor = cursor
         self._is_own_fault = False
         self._since_mean = 0.0
@@ -127,7 +127,7 @@ class BatchRecord:
     def note_fault(self, first_nonfinite: Callable[[], str | None]) -> None:
         """Note a NaN in this worker's own gradient; `first_nonfinite` names the parameter, or returns None."""
         if self.nonfinite != "pass" and self.fault is None and (name := first_nonfinite()) is not None:
-            self.note_own_fault(f"rank {self._rank} has NaN or infinity in the gradient of '{name}'")
+            self.note_own_fault(f"rank {self.rank} has NaN or infinity in the gradient of '{name}'")
 
     def note_own_fault(self, fault: str) -> None:
         if self.nonfinite != "pass" and self.fault is None:

@@ -41,7 +41,7 @@ class Rates:
         self._is_fixed = schedule is None and scaling is None and not is_adjusted
         self._position = position
         self._samples = samples
-        self._workers = workers
+        self.workers = workers
         self._method: Strategy | None = None
 
     def follow(self, method: Strategy) -> None:
@@ -100,8 +100,8 @@ class Rates:
         if self._method is None:
             return float(samples), float(samples)
         return (
-            self._method.samples_of_step(samples, self._workers),
-            self._method.samples_of_rate(samples, self._workers),
+            self._method.samples_of_step(samples, self.workers),
+            self._method.samples_of_rate(samples, self.workers),
         )
 
     def _scheduled(self, step: int, gain: float) -> float:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline import collectives
 from paceline.codecs.codec import Codec, CodecState
-from paceline.collectives import Groups, SyncVote
+from paceline.collectives import Groups, SyncVote, retried
 from paceline.endpoint import Endpoint
 from paceline.op import Op, Ready
 from paceline.state import ResizeRule, Slot, StateStore, same
@@ -140,7 +141,7 @@ class Replica:
         rule: ResizeRule = same,
         version: int = 1,
         before_save: Callable[[], Awaitable[None]] | None = None,
-        **initial: object,
+        **initial: Any,
     ) -> Slot:
         """Declare a slot of state and get its values: what is in no slot is lost on resume (see `paceline.state`)."""
         return self._states.slot(name, rule=rule, version=version, before_save=before_save, **initial)
@@ -164,8 +165,8 @@ class Replica:
         state = codec.codec_state(partial(self._declare, name), self.params, key=self.rank)
         return state if self.workers > 1 else None
 
-    def _declare(self, prefix: str, name: str, /, **settings: object) -> Slot:
-        return self._states.slot(f"{prefix}.{name}", **settings)  # pyright: ignore[reportArgumentType]
+    def _declare(self, prefix: str, name: str, /, **settings: Any) -> Slot:
+        return self._states.slot(f"{prefix}.{name}", is_exchanged=True, **settings)
 
     # Means.
 
@@ -214,20 +215,12 @@ class Replica:
         start: int = 0,
         ends_if_empty: bool = False,
     ) -> Op[Tensor]:
-        async def exchange(endpoint: Endpoint) -> SyncVote:
-            if len(endpoint.ranks) == 1:
-                return vote
-            if codec_state is None:
-                total = await collectives.mean(endpoint, x, vote, groups=groups)
-            elif groups is not None:
-                total = await collectives.mean_by_groups(endpoint, x, vote, codec_state, groups)
-            else:
-                total = await collectives.mean_encoded(endpoint, x, vote, codec_state)
-            if parameters and total.weight and not total.complete:
-                total.reached = (await endpoint.all_reduce(torch.tensor(vote.reached, dtype=torch.float64))).tolist()
-            return total
-
-        in_flight = endpoint.run_collectives(exchange, is_single=collectives.is_single(endpoint, codec_state, groups))
+        exchange = partial(_exchange, x=x, vote=vote, parameters=parameters)
+        in_flight = endpoint.run_collectives(
+            partial(exchange, codec_state=codec_state, groups=groups),
+            is_single=collectives.is_single(endpoint, codec_state, groups),
+            retry=retried(vote, x, partial(exchange, codec_state=None, groups=None)),
+        )
         ended = self._end_mean(x, in_flight, vote, parameters, start, ends_if_empty=ends_if_empty)
         return endpoint.spawn(ended, kind="mean")
 
@@ -274,6 +267,29 @@ class Replica:
         weight = torch.tensor([self.batch.take_buffers_weight()], dtype=torch.float64)
         everyones = await self.endpoint.all_gather(torch.cat([weight, mine]))
         flat.set_buffers([e[1:] for e in everyones], [float(e[0]) for e in everyones])
+
+
+async def _exchange(
+    endpoint: Endpoint,
+    *,
+    x: Tensor,
+    vote: SyncVote,
+    codec_state: CodecState | None,
+    groups: Groups | None,
+    parameters: Sequence[int],
+) -> SyncVote:
+    """All that a mean sends: the vector, and which parameters were reached if not all of them were."""
+    if len(endpoint.ranks) == 1:
+        return vote
+    if codec_state is None:
+        total = await collectives.mean(endpoint, x, vote, groups=groups)
+    elif groups is not None:
+        total = await collectives.mean_by_groups(endpoint, x, vote, codec_state, groups)
+    else:
+        total = await collectives.mean_encoded(endpoint, x, vote, codec_state)
+    if parameters and total.weight and not total.complete:
+        total.reached = (await endpoint.all_reduce(torch.tensor(vote.reached, dtype=torch.float64))).tolist()
+    return total
 
 
 async def train_alone(w: Replica) -> None:

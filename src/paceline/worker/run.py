@@ -6,8 +6,8 @@ model, the position in the data, what the learner and the strategy declare.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -24,6 +24,18 @@ from paceline.worker.replica import Replica, take_published
 
 if TYPE_CHECKING:
     from paceline.task import Trainee
+
+
+class Interruptions(Protocol):
+    """What may stop a worker's role between two steps, and start it again from a state."""
+
+    def before(self, step: int) -> None:
+        """Called before every step; an exception stops the role there."""
+        ...
+
+    async def train(self, role: Callable[[], Awaitable[None]]) -> None:
+        """Run the role to the end of the run."""
+        ...
 
 
 class WorkerRun:
@@ -54,6 +66,7 @@ class WorkerRun:
         learner.bind_state(self.states)
         for method in reversed(strategy.methods):  # Each is checked now, and the first one begins.
             learner.follow(method)
+        self.interruptions: Interruptions | None = None  # Of the driver: workers may die and join.
         self._control: Control | None = None
         if trainee is not None and trainee.task.is_controlled:
             self._control = Control(
@@ -85,7 +98,10 @@ class WorkerRun:
         replica = self.replica
         flat = replica.learner.flat
         try:
-            await (self._train() if self._control is None else self._control.train())
+            if self.interruptions is not None:
+                await self.interruptions.train(self._train)
+            else:
+                await (self._train() if self._control is None else self._control.train())
         except MissedEnd:
             self.missed_end = True
         except Stopped:
@@ -136,6 +152,8 @@ class WorkerRun:
 
     def _step(self, step: int) -> None:
         self.states.check_complete()  # By now the strategy has declared all its slots.
+        if self.interruptions is not None:
+            self.interruptions.before(step)
         if self._control is not None:
             self._control.before(step)
             if self._control.trainee.is_trial:

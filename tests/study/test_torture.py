@@ -1,0 +1,181 @@
+"""Torture: plans by seed, bugs planted on purpose are found and made small, and bugs that it has found stay fixed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import paceline as pl
+from paceline.protocol.requests import Deduplicator, Verdict
+from paceline.protocol.roster import Change, Roster
+from paceline.server.gates import Bound
+from paceline.server.rules import Adagrad, Sgd
+from paceline.server.shard_state import ShardState
+from paceline.server.work_queue import WorkQueue
+from paceline.sim.faults import Cut, Faults, Pause
+from paceline.study.fault_plans import KINDS, as_python, drawn_faults, kinds_of
+from paceline.study.ordeal import Ordeal
+from paceline.study.smaller_plans import smallest
+from paceline.study.torture import torture
+
+SERVED = pl.ParameterServer(rule=Sgd(lr=0.05), servers=1)
+IN_STEP = pl.StaleSynchronous(lr=0.05, bound=1)
+
+
+def test_a_seed_gives_the_same_plan_and_the_same_end_every_time():
+    first, second = (torture(SERVED, [7, 8]) for _ in range(2))
+    assert (first.virtual_s, first.faults, first.failures) == (second.virtual_s, second.faults, second.failures)
+    plans = [drawn_faults(seed, SERVED, 4, 0.1, KINDS) for seed in range(300)]
+    assert plans[5] == drawn_faults(5, SERVED, 4, 0.1, KINDS) and len({str(plan) for plan in plans}) == 300
+    for name in ("deaths", "joins", "suspicions", "pauses", "lost", "doubled", "delayed", "cuts", "slow_links"):
+        assert sum(bool(getattr(plan, name)) for plan in plans) > 50, name
+
+
+def test_only_faults_that_a_method_can_take_are_drawn_and_others_are_refused():
+    assert "crash" not in kinds_of(pl.AllReduceSGD())
+    for seed in range(60):
+        assert not drawn_faults(seed, pl.AllReduceSGD(), 4, 0.1, kinds_of(pl.AllReduceSGD())).needs_elastic
+    with pytest.raises(ValueError, match="it cannot take crash; it can take pause, delay"):
+        torture("all-reduce-sgd", 1, faults=["crash", "pause"])
+    with pytest.raises(ValueError, match="there is no kind 'crush'; the kinds are crash, join"):
+        torture(SERVED, 1, faults=["crush"])
+
+
+@pytest.mark.parametrize("name", ["all-reduce-sgd", "block-momentum", "gossip", "asgd", "hogwild"])
+def test_methods_keep_their_promises(name: str):
+    tortured = torture(name, 4)
+    assert not tortured.failures and tortured.seeds == 4 and tortured.virtual_s > 0
+
+
+def test_what_torture_checks_is_what_undisturbed_runs_show():
+    """Samples are visible in the final model where every sample has the same effect at any time."""
+    synchronous, served, gossip = (Ordeal(s).promise for s in (pl.AllReduceSGD(), SERVED, pl.Gossip()))
+    assert synchronous.is_exact and synchronous.model is not None and synchronous.agrees
+    assert served.samples == 64 and served.model is not None and not served.is_exact
+    assert gossip.model is not None and gossip.model.eq(gossip.model[0]).all() and gossip.agrees
+    assert Ordeal(pl.AsyncMomentum(lr=0.05)).promise.model is None, "it depends on the order of updates"
+    assert Ordeal(pl.Strom(pl.codecs.Threshold(tau=0.01, limit=math.inf), lr=0.05)).promise.mass is not None
+
+
+# Bugs planted on purpose, one in each layer.  Each is found, and its plan made small.
+
+
+def applied_again(patch: pytest.MonkeyPatch) -> None:
+    """De-duplication: a request that is repeated counts as new."""
+    judge = Deduplicator.judge
+
+    def forgetful(self: Deduplicator, request: Any) -> Verdict:
+        verdict = judge(self, request)
+        return Verdict.NEW if verdict is Verdict.REPEATED else verdict
+
+    patch.setattr(Deduplicator, "judge", forgetful)
+
+
+def suspected_once(patch: pytest.MonkeyPatch) -> None:
+    """Roster: a worker that has come back is never suspected again."""
+    suspect = Roster.suspect
+
+    def trusting(self: Roster, rank: int, incarnation: int | None = None) -> list[Change]:
+        return [] if self.incarnation(rank) else suspect(self, rank, incarnation)
+
+    patch.setattr(Roster, "suspect", trusting)
+
+
+def one_too_far(patch: pytest.MonkeyPatch) -> None:
+    """Gate: a worker may be one more update ahead than the bound."""
+    patch.setattr(Bound, "may_go_on", lambda self, src, clocks: clocks[src] - min(clocks.values()) <= self.bound + 1)
+
+
+def lost_items(patch: pytest.MonkeyPatch) -> None:
+    """Work queue: of the items that a dead worker had leased, the last one is forgotten."""
+    lose = WorkQueue.lose
+
+    def careless(self: WorkQueue, worker: int) -> None:
+        if len(held := self._held.get(worker, ())) > 1:
+            held.pop()
+        lose(self, worker)
+
+    patch.setattr(WorkQueue, "lose", careless)
+
+
+def unapplied(patch: pytest.MonkeyPatch) -> None:
+    """Shard state: an update from a version that is 6 older, or more, counts as applied and is not."""
+    apply = ShardState.apply
+
+    async def picky(self: ShardState, rule: Any, push: Any, codec: Any, workers: int) -> bool:
+        if self.version - push.version >= 6:
+            push.update = push.update * 0.0
+        return await apply(self, rule, push, codec, workers)
+
+    patch.setattr(ShardState, "apply", picky)
+
+
+PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], pl.Strategy, range, set[str]]] = {
+    "de-duplication": (applied_again, SERVED, range(40), {"no update is applied twice"}),
+    "roster": (suspected_once, SERVED, range(70, 130), {"every run ends"}),
+    "gate": (one_too_far, IN_STEP, range(40), {"the staleness bound holds"}),
+    "work queue": (lost_items, SERVED, range(60), {"each sample is counted once"}),
+    "shard state": (unapplied, SERVED, range(40), {"each sample is counted once"}),
+}
+
+
+@pytest.mark.parametrize("layer", PLANTED)
+def test_a_bug_planted_on_purpose_is_found_and_made_small(layer: str, monkeypatch: pytest.MonkeyPatch):
+    plant, strategy, seeds, invariants = PLANTED[layer]
+    ordeal = Ordeal(strategy)  # Its promise is that of the code without the bug.
+    plant(monkeypatch)
+    for seed in seeds:
+        faults = drawn_faults(seed, strategy, 4, ordeal.promise.seconds, kinds_of(strategy))
+        if (found := ordeal.violation(seed, faults)) is not None:
+            break
+    else:
+        pytest.fail(f"no seed of {seeds} has found it")
+    assert not invariants or found.invariant in invariants
+
+    def fails(smaller: Faults) -> bool:
+        again = ordeal.violation(seed, smaller)
+        return again is not None and again.invariant == found.invariant
+
+    small = smallest(faults, fails, most_runs=25)
+    assert fails(small)
+    assert len(as_python(small)) <= len(as_python(faults))
+
+
+# Plans that torture has found, with what they have broken.
+
+FIXED: dict[str, tuple[pl.Strategy, int, Faults]] = {
+    "a late request for work took an item that no worker did": (
+        SERVED,
+        2,
+        Faults(delayed=0.1, delay_s=0.1094, pauses=[Pause(1, 0.0046, 0.1057)], retransmit_s=0.05),
+    ),
+    "items were done in another order than they were leased": (
+        SERVED,
+        15,
+        Faults(delayed=0.3, delay_s=0.088, silent_s=0.08, retransmit_s=0.05),
+    ),
+    "a late request for deferred work ended its sender": (
+        pl.ParameterServer(rule=Sgd(lr=0.05)),
+        3,
+        Faults(joins=[0.08], doubled=0.1, delayed=0.1, delay_s=0.02, silent_s=0.08, retransmit_s=0.05),
+    ),
+    "two requests under way at once took each other's replies": (
+        pl.ASGD(period=2, pipeline=True),
+        13,
+        Faults(lost=0.15, pauses=[Pause(1, 0.0403, 0.0378)], retransmit_s=0.05),
+    ),
+    "a worker that came back pushed what others had done": (
+        pl.Downpour(push=3, fetch=2, rule=Adagrad()),
+        0,
+        Faults(cuts=[Cut([0, 1, 3, 5], [2, 4], 0.03, 0.16, holds=True)], silent_s=0.08, retransmit_s=0.05),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FIXED)
+def test_what_torture_has_found_stays_fixed(what: str):
+    strategy, seed, faults = FIXED[what]
+    assert Ordeal(strategy).violation(seed, faults) is None
