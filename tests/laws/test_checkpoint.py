@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import re
-import signal
-import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +31,6 @@ from paceline.state import resized
 from paceline.worker.plan import Plan
 from tests.laws.every import RESUMABLE, Case
 from tests.laws.tasks import regression, same
-
-OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}  # On files, as audited.
 
 leaves = (
     st.none()
@@ -279,53 +273,6 @@ def test_a_time_is_kept_within_a_tenth_and_the_clock_is_hardly_looked_at(step_s:
     assert all(every_s - 1e-9 <= gap <= 1.1 * every_s + 2 * step_s for gap in gaps)
     assert len(due) >= 10 * every_s // (1.1 * every_s + 2 * step_s) - 1
     assert looks[0] <= 10 * 40 + 40
-
-
-def saved_once(folder: Path, step: int, value: float) -> None:
-    """A job of one worker saves a checkpoint, and keeps no other."""
-    store = Folder(folder)
-    store.claim()
-    saver = Saver(store, 1, rank=0, workers=1, store=None, timeout_s=5)
-    values = {"state": {"w": torch.full((5_000,), value), "step": step}, "more": {}}
-    manifest = Manifest(FORMAT, 0, "now", "0", "2", "AllReduceSGD", step, 1, Model())
-    saver.save(step, values, lambda number: replace(manifest, number=number))
-    saver.wait()
-    store.release()
-    assert saver.failure() is None
-
-
-def test_a_job_that_is_killed_before_any_operation_on_a_file_leaves_a_whole_checkpoint(tmp_path: Path):
-    """Each child saves once more, and dies by SIGKILL before its first operation, its second one, and so on."""
-    saved_once(tmp_path / "run", 1, 1.0)
-    for kill_before in itertools.count(1):
-        pid = os.fork()
-        if not pid:
-            try:
-                seen = itertools.count(1)
-
-                def dies(event: str, arguments: tuple[Any, ...]) -> None:
-                    is_ours = bool(arguments) and str(arguments[0]).startswith(str(tmp_path))
-                    if is_ours and event in OPERATIONS and next(seen) == kill_before:  # noqa: B023
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-                sys.addaudithook(dies)
-                torch.set_num_threads(1)  # Threads of a pool do not survive a fork.
-                saved_once(tmp_path / "run", kill_before + 1, kill_before + 1.0)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(7)
-        _, status = os.waitpid(pid, 0)
-        newest = Folder(tmp_path / "run").newest_sound()
-        assert newest is not None
-        [state] = newest.states()
-        assert equal(state["w"], torch.full((5_000,), float(newest.step)))
-        if status == 0:
-            assert newest.step == kill_before + 1
-            assert kill_before > 12, "a save has at least a dozen operations"
-            assert [p.name for p in (tmp_path / "run").glob("step-*")] == [newest.path.name], "nothing is left over"
-            return
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
 def test_links_and_names_of_other_folders_are_refused(tmp_path: Path):
