@@ -324,6 +324,13 @@ def resized_for(states: Sequence[Mapping[str, Any]], workers: int, rank: int) ->
 def _check_states(states: Sequence[Mapping[str, Any]]) -> None:
     for state in states:
         check_header(state, states[0]["strategy"])
+    of = {state.get("workers", len(states)) for state in states}
+    ranks = [state.get("rank", i) for i, state in enumerate(states)]
+    if of != {len(states)} or len(set(ranks)) != len(ranks):
+        raise ValueError(
+            f"resized: these are {len(states)} states, of the ranks {ranks} of {' and '.join(map(str, sorted(of)))} "
+            "workers: give the states of all workers of one run, each once"
+        )
     steps = [state["step"] for state in states]
     if len(set(steps)) > 1 and not all(state.get("own_step", False) for state in states):
         raise ValueError(f"resized: the states were saved at different steps, {steps}")

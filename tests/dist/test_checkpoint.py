@@ -20,6 +20,7 @@ from torch import nn
 import paceline as pl
 from paceline.checkpoint import Folder
 from paceline.errors import ClusterError
+from paceline.session.saving import ChangedSettings
 from tests.dist import forked
 
 pytestmark = pytest.mark.dist
@@ -270,6 +271,38 @@ def test_a_session_saves_and_resumes_when_the_user_says_so(tmp_path: Path):
     rest, has_resumed = trained(2, tmp_path)
     assert has_resumed
     assert same_model(whole, rest)
+
+
+def test_a_refused_checkpoint_leaves_the_session_as_it_was(tmp_path: Path):
+    def attached(strategy: pl.Strategy, width: int = 4) -> Any:
+        torch.manual_seed(0)
+        net = nn.Linear(6, width)
+        return net, pl.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), strategy)
+
+    def refused(strategy: pl.Strategy, said: str, width: int = 4) -> None:
+        net, session = attached(strategy, width)
+        with session:
+            before = [p.detach().clone() for p in net.parameters()]
+            with pytest.raises(ValueError, match=said):
+                session.resume(tmp_path / "run")
+            assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+    net, session = attached(pl.PeriodicAveraging(period=4))
+    with session:
+        net(torch.ones(2, 6)).sum().backward()
+        session.step()
+        session.save(tmp_path / "run", wait=True)
+    refused(pl.AllReduceSGD(), "saved under PeriodicAveraging, and this run uses AllReduceSGD")
+    refused(pl.PeriodicAveraging(period=4, codec=pl.codecs.OneBit()), "has no slot")
+    refused(pl.PeriodicAveraging(period=4), "of another model", width=5)
+    net, session = attached(pl.PeriodicAveraging(period=8))
+    with session, pytest.warns(ChangedSettings, match=r"saved under .*period=4.* and continues under .*period=8"):
+        assert session.resume(tmp_path / "run")
+    [path] = Folder(tmp_path / "run").complete()
+    content = bytearray((path / "worker-0.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "worker-0.safetensors").write_bytes(content)
+    refused(pl.PeriodicAveraging(period=4), "is not what was written")
 
 
 def test_the_exported_model_is_a_plain_state_dict(tmp_path: Path):

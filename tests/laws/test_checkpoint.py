@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from paceline import Checkpoints, Cluster, simulate
+import paceline
+from paceline import AllReduceSGD, Checkpoints, Cluster, simulate
 from paceline.checkpoint import BrokenCheckpoint, Checkpoint, Folder
 from paceline.checkpoint.cadence import Cadence
 from paceline.checkpoint.files import replacing, write_tensors
-from paceline.checkpoint.folder import UnusableCheckpoint
+from paceline.checkpoint.folder import LOCK, TakenFolder, UnusableCheckpoint
 from paceline.checkpoint.manifest import FORMAT, NAME, Manifest, Model
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.plain import DTYPES, flattened, restored
+from paceline.checkpoint.saver import Saver
 from paceline.state import resized
 from paceline.worker.plan import Plan
 from tests.laws.every import RESUMABLE, Case
@@ -270,3 +273,66 @@ def test_a_time_is_kept_within_a_tenth_and_the_clock_is_hardly_looked_at(step_s:
     assert all(every_s - 1e-9 <= gap <= 1.1 * every_s + 2 * step_s for gap in gaps)
     assert len(due) >= 10 * every_s // (1.1 * every_s + 2 * step_s) - 1
     assert looks[0] <= 10 * 40 + 40
+
+
+def test_links_and_names_of_other_folders_are_refused(tmp_path: Path):
+    path = written(tmp_path / "run", [{"w": torch.ones(3)}])
+    for name in ("worker-0.safetensors", "worker-0.json", NAME):
+        (path / name).rename(tmp_path / name)
+        (path / name).symlink_to(tmp_path / name)
+        with pytest.raises(BrokenCheckpoint, match=f"{name}: it is a link"):
+            Checkpoint(path).verify()
+        (path / name).unlink()
+        (tmp_path / name).rename(path / name)
+    found = json.loads((path / NAME).read_text())
+    found["files"]["../worker-0.json"] = found["files"].pop("worker-0.json")
+    (path / NAME).write_text(json.dumps(found))
+    with pytest.raises(BrokenCheckpoint, match=r"names the file '\.\./worker-0.json', which is not in its folder"):
+        Checkpoint(path)
+
+
+def test_a_link_to_another_folder_is_never_emptied(tmp_path: Path):
+    other = written(tmp_path / "other", [{}])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-000000000003").symlink_to(other)
+    store = Folder(tmp_path / "run")
+    store.keep(1, tmp_path / "run")
+    assert store.complete() == []
+    assert (other / NAME).exists()
+
+
+def test_a_job_whose_folder_was_taken_on_another_host_writes_no_more(tmp_path: Path):
+    """A lock may not be seen on other hosts; what is in its file is."""
+    store = Folder(tmp_path)
+    store.claim()
+    saver = Saver(store, 1, rank=0, workers=1, store=None, timeout_s=5)
+    (tmp_path / LOCK).write_text(json.dumps({"host": "elsewhere", "process": 7}))
+    manifest = Manifest(FORMAT, 0, "now", "0", "2", "AllReduceSGD", 3, 1, Model())
+    saver.save(3, {"state": {}, "more": {}}, lambda number: manifest)
+    saver.wait()
+    assert re.search(r"another job writes its checkpoints there now .*elsewhere", str(saver.failure()))
+    assert store.steps() == []
+    store.release()
+    with pytest.warns(TakenFolder, match="a job on elsewhere .process 7. has not released this folder"):
+        Folder(tmp_path).claim()
+
+
+def test_a_folder_that_is_read_only_is_refused_by_name():
+    with pytest.raises(ValueError, match="/proc/mine: checkpoints cannot be written there"):
+        Folder("/proc/mine").claim()
+
+
+def test_no_clock_on_the_wall_decides_anything():
+    """Clocks of the day jump: only the time that a manifest shows is of one."""
+    package = Path(paceline.__file__).parent / "checkpoint"
+    calls = [line.strip() for path in package.glob("*.py") for line in path.read_text().splitlines() if "time." in line]
+    wall = [line for line in calls if re.search(r"\btime\.(time|localtime|gmtime|strftime)|datetime\.", line)]
+    assert wall == ['return time.strftime("%Y-%m-%dT%H:%M:%S%z")']
+
+
+@pytest.mark.parametrize("wrong", ["one of four", "twice the same"])
+def test_states_that_are_not_those_of_all_workers_are_not_resized(wrong: str):
+    states = simulate(regression(steps=6, batch=8), AllReduceSGD(), Cluster(workers=2), stop_at=3).states
+    given = states[:1] if wrong == "one of four" else [states[0], states[0]]
+    with pytest.raises(ValueError, match="give the states of all workers of one run, each once"):
+        resized(given, 4)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.files import refuse_links
 from paceline.checkpoint.manifest import NAME, Manifest, read
 from paceline.checkpoint.part import BrokenCheckpoint, Reader
 from paceline.state import resized
@@ -22,6 +23,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        refuse_links(path / NAME, lambda why: BrokenCheckpoint(f"{path / NAME}: {why}"))
         try:
             self.manifest: Manifest = read(path)
         except FileNotFoundError:
@@ -99,6 +101,7 @@ class Checkpoint:
         path = self.path / name
         if name not in self.manifest.files:
             raise BrokenCheckpoint(f"{self.path / NAME}: it does not name {name}")
+        refuse_links(path, lambda why: BrokenCheckpoint(f"{path}: {why}"))
         try:
             data = path.read_bytes()
         except OSError as error:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedWriter
@@ -92,6 +93,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 file.write(data[start : start + PIECE])
 
 
+def refuse_links(path: Path, broken: Callable[[str], Exception]) -> None:
+    """Raise the error that `broken` makes if this is a link, a pipe, or another thing that is no file of its own."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return  # Reading says so.
+    if not stat.S_ISREG(mode):
+        raise broken("it is no file of its own" if not stat.S_ISLNK(mode) else "it is a link, and no file of its own")
+
+
 class TensorFile:
     """Reads the tensors of a safetensors file one by one."""
 
@@ -99,6 +110,7 @@ class TensorFile:
         """`broken` makes an error from what is wrong with the file."""
         self._path = path
         self._broken = broken
+        refuse_links(path, broken)
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size

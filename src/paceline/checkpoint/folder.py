@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.checkpoint.checkpoint import BrokenCheckpoint, Checkpoint
@@ -20,20 +22,26 @@ class UnusableCheckpoint(RuntimeWarning):
     """The newest checkpoint is broken, and an older one was taken."""
 
 
+class TakenFolder(RuntimeWarning):
+    """A job on another host may still write to this folder."""
+
+
 class Folder:
     """The checkpoints in a folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock: int | None = None
+        self._owner = ""  # What this job has written into the file of the lock.
 
     def at(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
         return self.path / f"step-{step:012d}"
 
     def steps(self) -> list[Path]:
-        """The folders of all checkpoints, complete or not."""
-        return sorted(p for p in self.path.glob("step-*") if p.is_dir()) if self.path.is_dir() else []
+        """The folders of all checkpoints, complete or not.  A link to elsewhere is none."""
+        found = self.path.glob("step-*") if self.path.is_dir() else ()
+        return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
     def complete(self) -> list[Path]:
         """The folders that have a manifest."""
@@ -99,12 +107,42 @@ class Folder:
                 f"{self.path}: another job writes its checkpoints there ({owner or 'of an unknown process'}); wait for "
                 "its end, or give each job a folder of its own"
             ) from None
+        self._warn_of_other_host(os.read(lock, 1000))
+        self._owner = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "job": secrets.token_hex(8)})
         os.ftruncate(lock, 0)
-        os.write(lock, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode())
+        os.pwrite(lock, self._owner.encode(), 0)
         self._lock = lock
+
+    def _warn_of_other_host(self, left: bytes) -> None:
+        """The lock of another host may not be seen here; what its job wrote into the file is."""
+        try:
+            owner = json.loads(left)
+            host = owner["host"]
+        except (ValueError, KeyError, TypeError):
+            return
+        if host != socket.gethostname():
+            text = (
+                f"{self.path}: a job on {host} (process {owner.get('process')}) has not released this folder; if it "
+                "still runs, it writes no more checkpoints here: give each job a folder of its own"
+            )
+            warnings.warn(TakenFolder(text), stacklevel=5)
+
+    def check_owner(self) -> None:
+        """Raise ValueError if another job has claimed the folder since, on a host that does not see this one's lock."""
+        if self._lock is None:
+            return
+        found = (self.path / LOCK).read_text()
+        if found != self._owner:
+            raise ValueError(
+                f"another job writes its checkpoints there now ({found or 'it has removed the lock'}); give each job a "
+                "folder of its own"
+            )
 
     def release(self) -> None:
         if self._lock is not None:
+            with suppress(OSError):
+                if os.pread(self._lock, 1000, 0).decode(errors="replace") == self._owner:
+                    os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 

@@ -87,6 +87,7 @@ class Manifest:
     step: int
     workers: int
     model: Model  # The whole of it, also of a model in stages.
+    settings: str = ""  # Of the strategy, as a call.
     stages: int = 1  # The processes of each worker, each of which has a stage of the model.
     files: dict[str, File] = field(default_factory=dict[str, File])
 

@@ -101,6 +101,7 @@ class Saver:
     def _lead(self, store: Store | None, step: int, values: Mapping[str, Any], describe: Describe) -> None:
         try:
             part = Part(0, values)
+            self.folder.check_owner()
             path = self.folder.open(step)
         except Exception as error:
             _tell(store, "first", {"error": _described(error)})
@@ -136,6 +137,7 @@ class Saver:
         ]
         if failures:
             raise CheckpointFailed("; ".join(failures))
+        self.folder.check_owner()
         replace(describe(self._number), files=files).write(path)
 
     def _follow(self, store: Store, values: Mapping[str, Any]) -> None:

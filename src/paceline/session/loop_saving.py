@@ -108,25 +108,28 @@ class LoopSaving:
         return self._resume(self._saving(Checkpoints(folder, keep=None)))
 
     def _resume(self, saving: Saving) -> bool:
-        more = saving.resume(self._load)
+        more = saving.resume(self._load, self._check_also)
         if more is None:
             return False
         for name, value in self._also.items():
-            if name not in more["also"]:
-                raise ValueError(
-                    f"Checkpoints(also={{{name!r}: ...}}): the checkpoint has no state of it, only of "
-                    f"{sorted(more['also']) or 'nothing'}; leave it out, or start in an empty folder"
-                )
             value.load_state_dict(more["also"][name])
-        if left := sorted(set(more["also"]) - set(self._also)):
-            raise ValueError(
-                f"the checkpoint has the states of {left}, which this run does not give: add them to "
-                "Checkpoints(also=...)"
-            )
         self._feed.place.load(more["place"])
         self.resumed = self._loop.replica.cursor.step
         self._last_step = self.resumed
         return True
+
+    def _check_also(self, more: dict[str, Any]) -> None:
+        saved = more["also"]
+        if missing := sorted(set(self._also) - set(saved)):
+            raise ValueError(
+                f"Checkpoints(also={{{missing[0]!r}: ...}}): the checkpoint has no state of it, only of "
+                f"{sorted(saved) or 'nothing'}; leave it out, or start in an empty folder"
+            )
+        if left := sorted(set(saved) - set(self._also)):
+            raise ValueError(
+                f"the checkpoint has the states of {left}, which this run does not give: add them to "
+                "Checkpoints(also=...)"
+            )
 
     # The end.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,12 +22,22 @@ from paceline.checkpoint.saver import CheckpointFailed, Saver, now
 from paceline.errors import ClusterError
 from paceline.op import drive
 from paceline.slot_values import Copies
+from paceline.strategy import Strategy
 from paceline.worker.run import WorkerRun
 
 PATIENCE_S = (
     120.0  # How long workers that do not wait for each other wait for a file of another one, which may be dead.
 )
 _opened = itertools.count()  # All ranks count the same, so it names the keys of each.
+
+
+class ChangedSettings(RuntimeWarning):
+    """A run continues by the same strategy with other settings."""
+
+
+def settings_of(strategy: Strategy) -> str:
+    """A strategy as a call, the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(strategy))
 
 
 class Saving:
@@ -122,8 +133,10 @@ class Saving:
             )
         return None
 
-    def resume(self, load: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
-        """Continue from the chosen checkpoint: `load` gets this worker's state.
+    def resume(
+        self, load: Callable[[dict[str, Any]], None], check: Callable[[dict[str, Any]], None] = lambda more: None
+    ) -> dict[str, Any] | None:
+        """Continue from the chosen checkpoint: `load` gets this worker's state.  Before, `check` may refuse the rest.
 
         What was saved beside the states is returned, that of the first worker for a worker that was not there.  None if
         there is no checkpoint.
@@ -139,10 +152,12 @@ class Saving:
             )
         try:
             self._check_stages(checkpoint)
+            more = checkpoint.part(self._source(checkpoint), self._stage)["more"]
+            check(more)
             load(checkpoint.state(self._worker, self._workers, self._stage))
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}") from error
-        more = checkpoint.part(self._source(checkpoint), self._stage)["more"]
+        self._warn_of_settings(checkpoint)
         self._from = None
         self._saved_at = checkpoint.step
         self._cadence.start(checkpoint.step)
@@ -154,6 +169,14 @@ class Saving:
             steps = [state["step"] for state in checkpoint.states()]
             return steps.index(min(steps))
         return self._worker if self._worker < checkpoint.manifest.workers else 0
+
+    def _warn_of_settings(self, checkpoint: Checkpoint) -> None:
+        saved, own = checkpoint.manifest.settings, settings_of(self._run.strategy)
+        if self._rank == 0 and saved and saved != own:
+            warnings.warn(
+                ChangedSettings(f"{checkpoint.path}: it was saved under {saved}, and continues under {own}"),
+                stacklevel=4,
+            )
 
     def _check_stages(self, checkpoint: Checkpoint) -> None:
         """Raise ValueError if the model was cut into other stages."""
@@ -212,6 +235,7 @@ class Saving:
             step=step,
             workers=self._workers,
             model=self._model,
+            settings=settings_of(self._run.strategy),
             stages=self._stages,
         )
         self._saved_at = step
