@@ -389,14 +389,14 @@ REFUSED: dict[str, Refused] = {
         lambda: attach(pl.AllReduceSGD(), loader=LOADER, epochs=2),
     ),
     # Stop, resume, faults.
-    "a stop of peers": Refused(
-        lambda: simulate(pl.Gossip(), stop_at=2),
-        ("Gossip", "stopped or resumed", "AllReduceSGD"),
+    "a stop with servers": Refused(
+        lambda: simulate(pl.ASGD(), stop_at=2),
+        ("ASGD", "stopped or resumed", "AllReduceSGD"),
         lambda: stopped(pl.AllReduceSGD()),
     ),
-    "states of peers": Refused(
-        lambda: load_after_attach(pl.Gossip()),
-        ("Gossip", "stopped or resumed", "PeriodicAveraging"),
+    "states with servers": Refused(
+        lambda: load_after_attach(pl.ASGD()),
+        ("ASGD", "stopped or resumed", "PeriodicAveraging"),
         lambda: load_after_attach(pl.PeriodicAveraging(2)),
     ),
     "a state of another strategy": Refused(

@@ -153,11 +153,11 @@ class Rogue:
         self._last_id = 0
 
     def say(self, message: Message) -> None:
-        """Send a message. A request without an id gets the next one."""
+        """Send a message. A request without an id gets the one after the highest so far."""
         message = copy.copy(message)
-        if isinstance(message, Numbered) and not message.request_id:
-            self._last_id += 1
-            message.request_id = self._last_id
+        if isinstance(message, Numbered):
+            message.request_id = message.request_id or self._last_id + 1
+            self._last_id = max(self._last_id, message.request_id)
         self.box.send(SERVER, message).wait()
 
     def ask(self, message: Message) -> Message:

@@ -77,11 +77,9 @@ def test_an_ended_job_leaves_no_thread_of_its_process_group(tmp_path):
 
 def test_a_store_whose_process_has_ended_is_an_error_of_the_job():
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with Job(Needs(collectives=False, messages=True), device=torch.device("cpu")) as job:
-        own = job.store
-        job.store = dist.TCPStore("127.0.0.1", master.port)
+    place = Place("test", 0, 1, lambda _, port=master.port: dist.TCPStore("127.0.0.1", port))
+    with Job(Needs(collectives=False, messages=True), device=torch.device("cpu"), place=place) as job:
         del master
         gc.collect()
         with pytest.raises(ClusterError, match="the job's store, in another process, cannot be reached"):
             job.endpoint.has_ended(1)
-        job.store = own

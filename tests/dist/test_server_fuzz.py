@@ -487,16 +487,19 @@ def test_the_server_continues_with_any_requests_waiting_at_a_gate(name: str):
     chance = Random(name)
     with serving(**WILD[name], rogues=(ROGUE, OTHER)) as (server, good, rogues):
         books, fuzzes = Books(server, rogues), [Fuzz(rogue, chance) for rogue in rogues]
-        for batch in range(SHARES[name]):
+        for _ in range(SHARES[name]):
             for _ in range(BATCH // 2 - 3):
                 for fuzz in fuzzes:
                     books.send(fuzz.rogue, *fuzz.wild())
-            for fuzz in fuzzes:  # No worker waits for an idle one.
-                for request in (Idle(request_id=1), Pull(request_id=LAST + batch), Idle(request_id=1)):
+            last: list[Request] = []
+            for fuzz in fuzzes:  # No worker waits for an idle one. An old Idle has no effect, so this is new.
+                idle, pull, idle_again = (fuzz.numbered(request) for request in (Idle(), Pull(), Idle()))
+                for request in (idle, pull, idle_again):
                     books.send(fuzz.rogue, Letter(fuzz.frames(request), ANY))
+                last.append(pull)
             good.exchange()
-            for rogue in rogues:
-                rogue.take(until=LAST + batch)
+            for rogue, pull in zip(rogues, last, strict=True):
+                rogue.take(until=pull.request_id)
             good.exchange()
             books.weigh()
         refused = server.shard.refused - server.silent

@@ -27,6 +27,7 @@ from paceline.protocol.messages import Away, Message, Refused, Wait
 from paceline.server import dispatcher, queues, shard
 from paceline.server.gates import Bound, RoundRobin
 from paceline.server.messages import (
+    Arrived,
     DrawWork,
     Exchange,
     Idle,
@@ -377,6 +378,19 @@ def test_a_worker_that_sends_a_request_and_becomes_idle_gets_a_reply(gate: Any):
         rogue.say(Idle())
         assert [rogue.hear().request_id for _ in range(2)] == [1, 2]
         assert server.refused == (0, 0)
+
+
+def test_a_worker_is_not_idle_after_an_older_message_that_it_is():
+    with serving(gate=RoundRobin()) as (server, good, (rogue,)):
+        good.exchange()
+        rogue.say(push(torch.zeros(NUMEL), request_id=2))
+        assert isinstance(rogue.hear(), Arrived)
+        for number, is_active in ((1, True), (3, False)):
+            rogue.say(Idle(request_id=number))
+            # A refused request shows that all messages before it have arrived, and wakes nobody.
+            assert isinstance(rogue.ask(Dance()), Refused)
+            assert (ROGUE in server.shard.clocks) is is_active
+        assert server.refused == (0, 2)
 
 
 def test_a_part_is_done_once_although_it_is_reported_often():

@@ -108,7 +108,7 @@ class Job(AbstractContextManager["Job"]):
                 )
                 self.elastic = self._generations.first()
             elif needs.elastic:
-                self.endpoint = self._elastic_endpoint(incarnation)
+                self.endpoint = self._elastic_endpoint(incarnation, needs)
             else:
                 self.endpoint = self._synchronous_endpoint(apart)
         except BaseException:
@@ -187,7 +187,7 @@ class Job(AbstractContextManager["Job"]):
             trace=Trace(keep=SPANS_KEPT),
         )
 
-    def _elastic_endpoint(self, incarnation: int) -> ProcessEndpoint:
+    def _elastic_endpoint(self, incarnation: int, needs: Needs) -> ProcessEndpoint:
         """The endpoint of a worker that uses messages alone, so that it may die and be replaced.
 
         A replacement gets a new rank among messages, which no other worker has seen before.  It can keep the old one if
@@ -204,7 +204,9 @@ class Job(AbstractContextManager["Job"]):
             vectors=HostVectors(self.store, self.workers) if self.hosts.is_one else None,
             trace=Trace(keep=SPANS_KEPT),
         )
-        if not self.layout.servers and self.workers > 1:
+        # Workers that share memory are refused on several hosts, whatever their mailboxes would need there.
+        can_run = self.hosts.is_one or not needs.shared_memory
+        if not self.layout.servers and self.workers > 1 and can_run:
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
             self.hosts.roll.gather("there", "")
         return endpoint

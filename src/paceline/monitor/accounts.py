@@ -16,7 +16,7 @@ from paceline.trace import Collective, Span
 
 Interval = tuple[float, float]
 
-COLLECTIVES = frozenset({"all_reduce", "all_gather", "all_to_all", "reduce", "broadcast", "common"})
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "all_to_all", "reduce", "broadcast"})
 ENCODING = frozenset({"encode", "decode"})
 SENDING = frozenset({"send", "read", "write"})  # Reads and writes are those of memory that workers share.
 RECEIVING = frozenset({"recv"})

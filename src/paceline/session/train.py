@@ -206,7 +206,7 @@ def _learner(terms: Terms, job: Job, model: nn.Module) -> ProcessLearner | Stage
     else:
         endpoint = job.endpoint if job.elastic is None else job.elastic
         learner = ProcessLearner(Trainee(terms.task, model, endpoint.rank, job.workers), endpoint)
-    if terms.is_elastic:
+    if terms.strategy.needs.elastic or terms.elastic:
         check_like_first(job.rank, learner.trainee.flat, _store_of_stage(job, learner))
     elif len(learner.endpoint.ranks) > 1:
         check_same_model(learner.endpoint, learner.trainee.flat, job.store)
