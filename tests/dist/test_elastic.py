@@ -150,8 +150,28 @@ def test_an_error_names_a_killed_server():
 
     with pytest.raises(pl.ClusterError, match=r"server|exit code 70"):
         pl.train(
-            counting(steps=300, batch=6, slow_s=0.01), pl.ParameterServer(servers=1), workers=2, progress=kill_a_server
+            counting(steps=300, batch=6, slow_s=0.01),
+            pl.ParameterServer(servers=1, durability="none"),
+            workers=2,
+            progress=kill_a_server,
         )
+
+
+def test_killed_shards_come_back_and_every_sample_is_applied_once_in_each():
+    killed = list[int]()
+
+    def kill_a_server(k: int) -> None:
+        servers = [pid for pid in _servers() if pid not in killed]
+        if k in (5, 12, 19, 26) and servers:
+            killed.append(servers[k % len(servers)])
+            os.kill(killed[-1], signal.SIGKILL)
+
+    task, before = counting(steps=40, batch=6, slow_s=0.005), set(os.listdir("/dev/shm"))
+    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=2)
+    run = pl.train(task, strategy, workers=2, progress=kill_a_server, timeout_s=60)
+    assert len(killed) >= 3
+    assert run.params.tolist() == [1.0] * task.samples
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("paceline-run-")]
 
 
 def _servers() -> list[int]:

@@ -19,7 +19,8 @@ from paceline.endpoint import Layout
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import Hosts, gather
 from paceline.engines.place import Place, detect
-from paceline.engines.server_process import ServerProcesses, ServerSettings
+from paceline.engines.server_process import ServerSettings
+from paceline.engines.servers import ServerProcesses
 from paceline.errors import ClusterError
 from paceline.needs import Needs
 from paceline.strategy import Strategy
@@ -67,6 +68,7 @@ class Job:
     ) -> None:
         self._is_elastic = needs.elastic
         self._stages = stages
+        self._returning: Sequence[int] = ()  # Servers that come back when they are killed.
         self._device = device
         self._ordered = ordered
         self.timeout_s = timeout_s
@@ -87,6 +89,8 @@ class Job:
             self._clock = Clock(epoch)
             self.hosts = Hosts(self.store, self.rank, self.workers)
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
+            if served is not None and served.durability != "none":
+                self._returning = self.layout.server_ranks
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
@@ -205,7 +209,15 @@ class Job:
         from paceline.transport.mailbox import Mailbox
 
         bind = self.hosts.address
-        return Mailbox(self.store, self.rank, self.layout.size, bind=bind, is_open=False, timeout_s=self.timeout_s)
+        return Mailbox(
+            self.store,
+            self.rank,
+            self.layout.size,
+            bind=bind,
+            is_open=False,
+            timeout_s=self.timeout_s,
+            returning=self._returning,
+        )
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
         """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
@@ -222,6 +234,7 @@ class Job:
             timeout_s=self.timeout_s,
             beat_s=None if has_servers else beat_s,
             silent_s=None if has_servers else self._silent_s,
+            returning=self._returning,
         )
         if has_servers:
             mailbox.beat(self.layout.server_ranks, every_s=beat_s)

@@ -6,12 +6,14 @@ receiver does what a request asks for once, however often it comes.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from paceline.errors import ClusterError
-from paceline.protocol.messages import Away, Message, PeerDied, Refused, Reply, Request, Wait, reply_to
+from paceline.op import Op
+from paceline.protocol.messages import Away, Message, PeerDied, Refused, Reply, Request, Returned, Wait, reply_to
 
 if TYPE_CHECKING:
     from paceline.endpoint import Endpoint
@@ -40,6 +42,8 @@ class Requests:
         self.endpoint = endpoint
         self.incarnation = 0
         self._last_id = 0
+        # What each rank was sent and has not answered, by its number: the request, or the probe for it.
+        self._open: dict[int, dict[int, Request]] = defaultdict(dict)
 
     def number(self, request: R) -> R:
         """Give a request its number."""
@@ -48,9 +52,21 @@ class Requests:
         request.incarnation = self.incarnation
         return request
 
+    async def send(self, rank: int, request: Request, *, probe: Request | None = None) -> None:
+        """Send a request, and send it, or the `probe`, again if its receiver was killed and is back."""
+        await self.begin(rank, request, probe=probe)
+
+    def begin(self, rank: int, request: Request, *, probe: Request | None = None) -> Op[None]:
+        self._open[rank][request.request_id] = request if probe is None else probe
+        return self.endpoint.send(rank, request)
+
+    def forget(self, rank: int, request: Request) -> None:
+        """The answer to a request is not wanted any longer."""
+        self._open[rank].pop(request.request_id, None)
+
     async def ask(self, rank: int, request: Request, *replies: type[M]) -> M:
         """Number a request, send it, and wait for a reply of one of these types."""
-        await self.endpoint.send(rank, self.number(request))
+        await self.send(rank, self.number(request))
         return await self.reply(rank, request, *replies)
 
     async def reply(self, rank: int, request: Request, *replies: type[M], probe: Request | None = None) -> M:
@@ -59,11 +75,17 @@ class Requests:
         While there is none, send the request again, or the `probe`: a small request that asks whether a large one has
         arrived.
         """
+        try:
+            return await self._reply(rank, request, replies, probe)
+        finally:
+            self.forget(rank, request)
+
+    async def _reply(self, rank: int, request: Request, replies: tuple[type[M], ...], probe: Request | None) -> M:
         endpoint, timeouts = self.endpoint, 0
         while True:
             try:
                 message = await endpoint.recv(
-                    src=rank, types=(*replies, Wait, Refused, PeerDied), timeout=endpoint.retransmit_s
+                    src=rank, types=(*replies, Wait, Refused, PeerDied, Returned), timeout=endpoint.retransmit_s
                 )
             except TimeoutError:
                 timeouts += 1
@@ -71,6 +93,10 @@ class Requests:
                 await endpoint.send(rank, request if probe is None else probe)
                 continue
             timeouts = 0
+            if isinstance(message, Returned):
+                for other, unanswered in [(r, u) for r, sent in self._open.items() for u in sent.values()]:
+                    await endpoint.send(other, unanswered)
+                continue
             check_reply(endpoint, message)
             # A request that was sent twice may be answered twice.
             if isinstance(message, replies) and (
@@ -151,6 +177,10 @@ class Deduplicator:
         """What a repeated request is answered by: the same as before, or that its sender is to wait."""
         return self._replies.get(request.src) or reply_to(request, Wait())
 
+    def last_reply(self, src: int) -> Reply | None:
+        """The reply to the newest request of a sender, if it is still kept."""
+        return self._replies.get(src)
+
     def kept_reply(self, request: Request) -> Reply | None:
         """The reply to this request, if it is still kept."""
         reply = self._replies.get(request.src)
@@ -169,6 +199,13 @@ class Deduplicator:
         """The sender needs no reply to its requests up to this number, also if they arrive later."""
         incarnation, newest = self._newest.get(src, (0, 0))
         self._newest[src] = incarnation, max(newest, request_id)
+
+    def snapshot(self) -> dict[int, tuple[int, int]]:
+        """The newest request of each sender, without the replies."""
+        return dict(self._newest)
+
+    def restore(self, saved: Mapping[int, tuple[int, int]]) -> None:
+        self._newest = dict(saved)
 
     def forget(self, src: int) -> None:
         """A sender is dead."""

@@ -31,7 +31,7 @@ class SimEndpoint:
         self.ranks = tuple(world.layout.worker_ranks if ranks is None else ranks)
         self.layout = world.layout
         self.hosts: Sequence[Sequence[int]] | None = None
-        self.retransmit_s = world.faults.retransmit_s if world.faults.is_lossy else None
+        self.retransmit_s = world.faults.retransmit_s if world.faults.loses else None
         self._simulator = world.simulator
         self._group = world.group(self.ranks)
         self._channel = channel  # The collectives of a channel are numbered separately.
@@ -114,8 +114,9 @@ class SimEndpoint:
         # The check comes before the receiver gets the snapshot, because the receiver may write to it.
         simulator.at(stop, self._sent, op, given, snapshot)
         arrival = stop + world.machines.link(rank, dst).latency
+        lives = world.lives[rank], world.lives[dst]
         for _ in range(world.copies()):
-            simulator.at(arrival, world.arrive, dst, sent, stop)
+            simulator.at(arrival, world.arrive, dst, sent, stop, lives)
         return op
 
     def _sent(self, op: SimOp[None], given: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
@@ -142,8 +143,9 @@ class SimEndpoint:
         return op
 
     def _time_out(self, receiver: Receiver, timeout: float) -> None:
-        if not receiver.op.done and self.rank not in self.world.dead:
-            self.world.receivers[self.rank].remove(receiver)
+        receivers = self.world.receivers[self.rank]
+        if receiver in receivers:  # Otherwise it has its message, or its rank was killed.
+            receivers.remove(receiver)
             self._simulator.finish(
                 receiver.op, error=TimeoutError(f"rank {self.rank} waited {timeout:g} s for {receiver.op!r}")
             )

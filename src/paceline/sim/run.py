@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from paceline.checked import check_arguments, instance_of
-from paceline.endpoint import Layout
+from paceline.endpoint import Endpoint, Layout
 from paceline.monitor.monitor import INSTEAD, Monitor, Monitors, Watch
 from paceline.monitor.watched import Facts
 from paceline.needs import Offers, check
@@ -19,7 +19,9 @@ from paceline.op import Op
 from paceline.pipeline.stand_in import check_stages, count
 from paceline.pipeline.timing import pipelined
 from paceline.run import Run
+from paceline.server.logged_endpoint import LoggedEndpoint
 from paceline.server.shard import Shard
+from paceline.server.shard_log import MemoryArea, ShardLog
 from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.fault_schedule import FaultSchedule, check_faults
@@ -30,6 +32,7 @@ from paceline.sim.watching import watches
 from paceline.sim.world import World
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Task, Trainee
+from paceline.trace import Trace
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import untie
 from paceline.worker.replica import Replica
@@ -62,7 +65,7 @@ def simulate(
     strategy = instance_of("simulate", "strategy", strategy, Strategy)
     is_unbroken = resume is None and stop_at is None
     offers = Offers.of_task("simulate", task)
-    check(strategy, replace(offers, fixed_workers=not faults.has_any, unbroken=is_unbroken))
+    check(strategy, replace(offers, fixed_workers=not faults.touches_workers, unbroken=is_unbroken))
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "
@@ -133,6 +136,7 @@ class Simulation:
         self.world = World(self.simulator, cluster, layout, strict=strict, faults=faults)
         ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
         self._watches: dict[int, Watch] = {}
+        self._areas: dict[int, dict[str, MemoryArea]] = {}  # The log of each server.
         self._buffers: dict[int, torch.Tensor] = {}  # Of each worker that has computed its last gradient.
         self.workers = [self._worker(rank, copy.deepcopy(model)) for rank in ranks]
 
@@ -155,7 +159,7 @@ class Simulation:
         """Run every rank to its end."""
         runs = [(worker.run, worker.trainee) for worker in self.workers]
         self._watches = watches(monitors, self.simulator, self.cluster.workers, runs)
-        FaultSchedule(self.world, [w.run for w in self.workers], self._run_worker).start()
+        FaultSchedule(self.world, [w.run for w in self.workers], self._run_worker, self._run_server).start()
         self.simulator.run(self._roles())
         first = self._first_alive()
         if first is not self.workers[0]:
@@ -175,10 +179,22 @@ class Simulation:
             rank: self._run_worker(self.workers[rank].run) for rank in layout.worker_ranks
         }
         for rank in layout.server_ranks:
-            endpoint = SimEndpoint(self.world, rank)
-            shard = Shard(endpoint, grace_s=10.0, takes_nonfinite=self.nonfinite == "pass")
-            roles[rank] = self.strategy.server(shard)
+            roles[rank] = self._run_server(rank)
         return roles
+
+    def _run_server(self, rank: int) -> Coroutine[Op[Any], Any, Any]:
+        """A server's role; if another process of it was killed, from that one's log."""
+        endpoint: Endpoint = SimEndpoint(self.world, rank)
+        if self.world.faults.server_deaths:
+            endpoint = self._logged(endpoint)
+        return self.strategy.server(Shard(endpoint, grace_s=10.0, takes_nonfinite=self.nonfinite == "pass"))
+
+    def _logged(self, endpoint: Endpoint) -> Endpoint:
+        areas = self._areas.setdefault(endpoint.rank, {})
+        log = ShardLog(lambda name: areas.setdefault(name, MemoryArea()))
+        peers = partial(self.world.waiting_for, endpoint.rank)
+        logged = LoggedEndpoint(endpoint, log, on_failure=lambda why: None, peers=peers, trace=Trace())
+        return cast("Endpoint", logged)
 
     async def _run_worker(self, run: WorkerRun) -> None:
         has_finished = await run.run()

@@ -85,7 +85,7 @@ class Authenticator(threading.Thread):
                 rank = int(self._store.get(KEYS + key.hex()))
                 if 0 <= rank < self._size and self._store.check([f"mail/{rank}"]):
                     self._peers[rank] = PeerAddress.of(self._store, rank)
-                    self._admitted[key] = str(rank).encode()
+                    self._admitted[key] = f"{rank} {self._peers[rank].pid}".encode()
         except RuntimeError as error:  # The store's; status 300 lets the peer try again.
             status, reason = b"300", f"its key could not be looked up in the store: {error}"
         if key in self._admitted:
