@@ -15,22 +15,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "paceline-run-"
-SHARED = Path("/dev/shm")  # In memory, and not removed with a process.
 LOCK = "in-use"
 
 
-def in_memory() -> Path:
-    """Where a folder is in memory; the usual place on a system that has none."""
-    return SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
-
-
 @contextmanager
-def run_folder(parent: Path | None = None) -> Generator[Path]:
-    """A new folder for this launcher, in the usual place or in `parent`.  Those of dead launchers are removed first."""
-    parent = Path(tempfile.gettempdir()) if parent is None else parent
-    remove_abandoned(parent)
+def run_folder() -> Generator[Path]:
+    """A new folder for this launcher.  Those of dead launchers are removed first."""
+    remove_abandoned(Path(tempfile.gettempdir()))
     # Not a TemporaryDirectory: every forked worker would remove it at its exit.
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     # The file gets its name once it is locked: before that the folder must not look abandoned.
     part = folder / f"{LOCK}.part"
     lock = os.open(part, os.O_CREAT | os.O_RDWR, 0o600)
