@@ -13,16 +13,14 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from paceline import registry
 from paceline.endpoint import Layout
-from paceline.engines.folder import in_memory, run_folder
 from paceline.engines.processes import fresh_random_state, set_name
-from paceline.engines.server_process import Life, ServerSettings, run, store_of
+from paceline.engines.server_process import LOG_FILES, Life, ServerSettings, run, store_of
 from paceline.strategy import Strategy
 from paceline.transport.connections import GONE
 
@@ -36,10 +34,8 @@ def keep(strategy: Strategy, ranks: Sequence[int], settings: ServerSettings) -> 
     """Run the servers of these ranks to their end; the exit code."""
     set_name(NAME)
     signal.signal(signal.SIGTERM, _stop)
-    is_durable = strategy.durability != "none"
     try:
-        with run_folder(in_memory()) if is_durable else nullcontext() as folder:
-            return _Servers(strategy, settings, folder).run(ranks)
+        return _Servers(strategy, settings).run(ranks)
     except _Stopped:
         return 0
 
@@ -65,18 +61,20 @@ class _Server:
 class _Servers:
     """The servers of a host, as their keeper sees them."""
 
-    def __init__(self, strategy: Strategy, settings: ServerSettings, folder: Path | None) -> None:
+    def __init__(self, strategy: Strategy, settings: ServerSettings) -> None:
         self._strategy = strategy
         self._settings = settings
-        self._folder = folder
+        self._is_durable = strategy.durability != "none"
+        self._logs: dict[int, dict[str, int]] = {}
         self._layout = Layout(*settings.layout)
         self._running: dict[int, _Server] = {}  # By pidfd.
 
     def run(self, ranks: Sequence[int]) -> int:
         try:
             for rank in ranks:
-                if self._folder is not None:
-                    (self._folder / str(rank)).mkdir()
+                if self._is_durable:
+                    # Memory without a name: nothing of it is left, however the job ends.
+                    self._logs[rank] = {name: os.memfd_create(f"paceline-{name}") for name in LOG_FILES}
                 self._start(rank, [])
             while self._running:
                 ready, _, _ = select.select([0, *self._running], [], [])
@@ -93,8 +91,7 @@ class _Servers:
                 os.waitpid(server.pid, 0)
 
     def _start(self, rank: int, started: list[float]) -> None:
-        folder = None if self._folder is None else self._folder / str(rank)
-        life = Life(len(started), os.getpid(), folder)
+        life = Life(len(started), os.getpid(), self._logs.get(rank))
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -118,7 +115,7 @@ class _Servers:
         name = self._layout.name(server.rank)
         if not code:
             return 0
-        if code < 0 and self._folder is not None and not _is_hopeless(server.started):
+        if code < 0 and self._is_durable and not _is_hopeless(server.started):
             print(
                 f"paceline: {name} was killed by {_signal(code)}; it continues from its log",
                 file=sys.stderr,

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from paceline.errors import ClusterError
 from paceline.op import drive
 from paceline.server.logged_endpoint import LoggedEndpoint
 from paceline.server.shard import Shard
-from paceline.server.shard_log import ShardLog, folder_area
+from paceline.server.shard_log import FileArea, ShardLog
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.endpoint import SPANS_KEPT, Clock, ProcessEndpoint
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
 
 NAME = "paceline-server"
-GIVEN_UP = "given-up"  # The file that is in the folder of a server in the place of its log.
+GIVEN_UP = "given up"  # The file that is not empty once the others could not be written.
+LOG_FILES = ("snapshot-0", "snapshot-1", "log-0", "log-1", GIVEN_UP)
 GRACE_S = 60.0  # How long shards wait for the replacement of a dead worker.
 
 
@@ -85,11 +85,11 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Life:
-    """Which process of a server this is: its number from 0, its keeper, and the folder of its log, if it has one."""
+    """Which process of a server this is: its number from 0, its keeper, and the files of its log, if it has one."""
 
     number: int
     keeper: int
-    folder: Path | None
+    log: Mapping[str, int] | None
 
 
 def _address(store: dist.Store) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings, life: Life) 
         timeout_s=settings.timeout_s,
         is_open=is_elastic,
         silent_s=settings.silent_s if is_elastic else None,
-        returning=[] if life.folder is None else [other for other in layout.server_ranks if other != rank],
+        returning=[] if life.log is None else [other for other in layout.server_ranks if other != rank],
         replaces=life.number > 0,
     )
     with closing(mailbox):
@@ -154,7 +154,7 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings, life: Life) 
         endpoint: Endpoint = ProcessEndpoint(
             view.rank, view.layout, Clock(settings.epoch), open_mailbox=lambda: mail, trace=trace
         )
-        if life.folder is not None:
+        if life.log is not None:
             endpoint = _logged(endpoint, life, store, layout, view)
         shard = Shard(endpoint, grace_s=settings.grace_s, takes_nonfinite=settings.takes_nonfinite)
         if life.number and is_elastic and isinstance(endpoint, LoggedEndpoint):
@@ -166,22 +166,21 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings, life: Life) 
 
 def _logged(endpoint: Endpoint, life: Life, store: dist.Store, layout: Layout, view: StageView) -> Endpoint:
     """The same endpoint with a log.  If an earlier process of this rank was killed, its log comes first."""
-    folder = life.folder
-    assert folder is not None
+    files = life.log
+    assert files is not None
     name = view.layout.name(view.rank)
 
     def give_up(why: str) -> None:
-        for path in folder.iterdir():
-            path.rename(folder / GIVEN_UP)
+        os.ftruncate(files[GIVEN_UP], 1)
         print(
             f"paceline: {name} cannot write its log ({why}).  The job goes on, and ends if this server is killed",
             file=sys.stderr,
             flush=True,
         )
 
-    if (folder / GIVEN_UP).exists():
+    if os.fstat(files[GIVEN_UP]).st_size:
         raise ClusterError(f"{name} was killed, and its log could not be written: what it held is lost")
-    log = ShardLog(folder_area(folder))
+    log = ShardLog(lambda area: FileArea(area, files[area]))
     logged = LoggedEndpoint(endpoint, log, on_failure=give_up, peers=lambda: _peers(store, layout, view))
     return cast("Endpoint", logged)
 

@@ -13,7 +13,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -64,9 +63,10 @@ class MemoryArea:
 class FileArea:
     """A file that is mapped: what was stored in it is in the system's memory, whatever becomes of this process."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, name: str, file: int) -> None:
+        """`file` is the descriptor of an open file."""
+        self.name = name
+        self._file = file
         self._map()
 
     def room(self, nbytes: int) -> memoryview:
@@ -75,7 +75,7 @@ class FileArea:
                 # Memory that was only mapped, and is not there when it is written to, would kill the process.
                 os.posix_fallocate(self._file, 0, max(FIRST_NBYTES, 2 * len(self._view), nbytes))
             except OSError as error:
-                raise LogFailed(error.errno, error.strerror, str(self.path)) from None
+                raise LogFailed(error.errno, error.strerror, self.name) from None
             self._map()
         return self._view
 
@@ -152,10 +152,6 @@ class ShardLog:
     def close(self) -> None:
         for area in (*self._snapshots, *self._logs):
             area.close()
-
-
-def folder_area(folder: Path) -> Callable[[str], Area]:
-    return lambda name: FileArea(folder / name)
 
 
 def _write(area: Area, at: int, generation: int, description: Any, tensors: Tensors) -> int:
