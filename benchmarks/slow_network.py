@@ -13,6 +13,7 @@ import contextlib
 import copy
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -133,6 +134,7 @@ class Workers:
         self.folder = tempfile.TemporaryDirectory()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
+        key = secrets.token_hex(32)
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(f"{self.folder.name}/orders")
@@ -145,7 +147,12 @@ class Workers:
                         # Its own session, so that everything that a method has started ends with it.
                         self.processes.append(
                             subprocess.Popen(
-                                command, stdin=subprocess.DEVNULL, stdout=err, stderr=err, start_new_session=True
+                                command,
+                                stdin=subprocess.DEVNULL,
+                                stdout=err,
+                                stderr=err,
+                                env={**os.environ, "PACELINE_JOB_KEY": key},
+                                start_new_session=True,
                             )
                         )
                 connections = [Connection(listener.accept()[0].detach()) for _ in places]

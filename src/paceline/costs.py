@@ -98,18 +98,12 @@ def reduce(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
     return Cost(seconds, lambda i: nbytes if i else 0)
 
 
-def shared_vector(algorithm: Algorithm, members: int, nbytes: int, link: Link) -> Cost:
-    """Shared memory: one rank sends its address to the others."""
-    return Cost(link.latency, lambda _: 0)
-
-
 COLLECTIVES = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "all_to_all": all_to_all,
     "reduce": reduce,
     "broadcast": broadcast,
-    "common": shared_vector,
 }
 
 

@@ -50,7 +50,7 @@ class Layout:
 
     def name(self, rank: int) -> str:
         """How messages name a rank.  Ranks from `size` on are workers that joined later."""
-        number = self.numbers[rank] if self.numbers else rank
+        number = self.numbers[rank] if rank < len(self.numbers) else rank
         return f"server {rank - self.workers} (rank {number})" if rank in self.server_ranks else f"worker {rank}"
 
 
@@ -90,6 +90,7 @@ class SharedVector(Protocol):
     """
 
     writes: WriteCounts  # The strategy counts its writes; what counts as one is its decision.
+    steps: memoryview  # By member: the step that it comes to next, for a worker that takes its place.
 
     @property
     def values(self) -> Tensor:
@@ -189,8 +190,11 @@ class Endpoint(Protocol):
         """Whether a send buffer may still be read by its receiver: if so, do not write to it."""
         ...
 
-    def shared_vector(self, first: Tensor) -> Op[SharedVector]:
-        """Shared memory of the group, on one host, with the first member's values.  All members must call it."""
+    def shared_vector(self, first: Tensor, member: int | None = None) -> Op[SharedVector]:
+        """Shared memory of the group, on one host, with the values of one member.  All members must call it.
+
+        A rank that joins later takes the place of a `member` that has died.
+        """
         ...
 
     def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Op[Tensor]:

@@ -33,6 +33,7 @@ class Needs:
     optimizer: bool = True  # Workers step by their own optimizer; otherwise a server's rule takes the steps.
     global_data: bool = False  # Any worker can read any part of any minibatch; a user's own loop cannot do that.
     length: Sequence[Length] = ()  # What must be known about the run before it starts.
+    rests: bool = False  # Workers without a common order can bring all messages to rest, so that the run is saved.
 
     @property
     def elastic(self) -> bool:
@@ -41,8 +42,13 @@ class Needs:
 
     @property
     def ordered(self) -> bool:
-        """The result does not depend on timing, so a run can be stopped, saved and resumed."""
+        """The result does not depend on timing."""
         return self.collectives and not (self.servers or self.messages or self.shared_memory)
+
+    @property
+    def resumable(self) -> bool:
+        """A run can be stopped, saved and resumed."""
+        return self.ordered or self.rests
 
     @property
     def keeps_own_buffers(self) -> bool:
@@ -154,7 +160,7 @@ def _unmet_by_driver(needs: Needs, offers: Offers) -> Iterator[Unmet]:
 
 def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
     """What the strategy needs and the caller asked to do without."""
-    if needs.elastic and not needs.servers and not offers.equal_start:
+    if needs.elastic and not (needs.servers or needs.shared_memory) and not offers.equal_start:
         yield Unmet(
             "the same initial parameters on every rank (it has no server that could send them)",
             "initial='broadcast'",
@@ -166,7 +172,7 @@ def _unmet_by_request(needs: Needs, offers: Offers) -> Iterator[Unmet]:
             "a run with faults",
             "use a method with servers or peers, such as ParameterServer or Gossip, or run it without faults",
         )
-    if not needs.ordered and not offers.unbroken:
+    if not needs.resumable and not offers.unbroken:
         yield Unmet(
             "a run without a stop (messages in flight are in no saved state)",
             "a run that is stopped or resumed",

@@ -67,6 +67,12 @@ def per_worker(values: Sequence[Values], resize: Resize) -> Values:
     return mean_of(values, resize.weights)
 
 
+@resize_rule("own position")
+def own_position(values: Sequence[Values], resize: Resize) -> Values:
+    """Each worker stands at a step of its own; all continue at the first of these, so no minibatch is left out."""
+    return {**mean_of(values, resize.weights), "step": resize.step}
+
+
 @resize_rule("residual")
 def residual(values: Sequence[Values], resize: Resize) -> Values:
     """Each worker has still to deliver its values, as its share of a mean; the next mean delivers as much as before."""

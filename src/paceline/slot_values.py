@@ -4,17 +4,48 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from paceline.stripes import stripe_of
 
+KEPT_FROM = 1 << 16  # Bytes.
+
 
 def copied(value: Any) -> Any:
     """A deep copy."""
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+class Copies:
+    """Deep copies whose large tensors are in memory that is kept from one copy to the next.
+
+    New memory costs several times as much as the copy.  Each copy takes the place of the one before.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], Tensor] = {}
+
+    def of(self, value: Any, *path: Any) -> Any:
+        """A copy of a value, whose name and keys are the `path`."""
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if type(value) is dict:
+            return {key: self.of(v, *path, key) for key, v in cast("dict[Any, Any]", value).items()}
+        if type(value) in (list, tuple):
+            items = cast("list[Any]", value)
+            return type(value)(self.of(v, *path, i) for i, v in enumerate(items))
+        return copy.deepcopy(value)
+
+    def _tensor(self, value: Tensor, path: tuple[Any, ...]) -> Tensor:
+        if value.nbytes < KEPT_FROM or value.layout is not torch.strided:
+            return value.detach().clone()
+        kept = self._kept.get(path)
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (value.shape, value.dtype, value.device):
+            kept = self._kept[path] = torch.empty_like(value, requires_grad=False)
+        return kept.copy_(value.detach())
 
 
 def slice_of(name: object, values: Sequence[Any], index: int, count: int, unit: int) -> Any:

@@ -22,13 +22,14 @@ from paceline.resize import (
     ResizeRule,
     Values,
     name_of,
+    own_position,
     per_worker,
     residual,
     resize_rule,
     same,
     shard,
 )
-from paceline.slot_values import copied
+from paceline.slot_values import Copies, copied
 
 __all__ = [
     "Resize",
@@ -38,6 +39,7 @@ __all__ = [
     "Values",
     "check_header",
     "copied",
+    "own_position",
     "per_worker",
     "resharded",
     "residual",
@@ -75,6 +77,7 @@ class _Entry:
     load: Callable[[Values], None] | None = None  # None: the slot was filled when it was declared.
     check: Callable[[Values], None] | None = None  # Raises if the values do not fit.
     before_save: Callable[[], Awaitable[None]] | None = None
+    is_live: bool = True  # Whether the values that are read go on to change.
 
 
 class StateStore:
@@ -96,6 +99,7 @@ class StateStore:
         self._saved: dict[str, Any] = {}  # Slots of a loaded state that have not been declared yet.
         self._has_loaded = False
         self._prefix = ""
+        self.settle: Callable[[], Awaitable[None]] | None = None  # Awaited before the slots are.
 
     def slot(
         self,
@@ -117,7 +121,7 @@ class StateStore:
             slot = Slot(**_restored(full, self._take(full, version), initial))
         else:
             slot = Slot(**{key: copied(value) for key, value in initial.items()})
-        self._entries[full] = _Entry(name_of(rule), version, lambda: copied(vars(slot)), before_save=before_save)
+        self._entries[full] = _Entry(name_of(rule), version, lambda: vars(slot), before_save=before_save)
         return slot
 
     def bind(
@@ -130,13 +134,15 @@ class StateStore:
         check: Callable[[Values], None] | None = None,
         rule: ResizeRule = same,
         version: int = 1,
+        is_live: bool = False,
     ) -> None:
         """Declare a slot whose values live elsewhere: in a model, an optimizer, a generator of random numbers.
 
-        `check` raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
+        `save` gives a copy of them; or, if it `is_live`, the values themselves, of which a copy is saved.  `check`
+        raises ValueError for values that do not fit.  All slots are checked before the first is loaded.
         """
         full = self._new_name(name)
-        entry = _Entry(name_of(rule), version, save, load, check)
+        entry = _Entry(name_of(rule), version, save, load, check, is_live=is_live)
         if self._has_loaded:
             _check_fits(full, self._saved, entry)
             load(copied(self._saved.pop(full)["values"]))
@@ -159,15 +165,29 @@ class StateStore:
             self._entries = {name: entry for name, entry in self._entries.items() if not name.startswith(inner)}
 
     async def before_save(self) -> None:
-        """Await what is still in flight, so that the slots hold all of the state."""
+        """Await what is still in flight, so that the slots hold all of the state.  All workers do so."""
+        if self.settle is not None:
+            await self.settle()
+        await self.end_exchanges()
+
+    async def end_exchanges(self) -> None:
+        """Await this worker's own exchanges in flight."""
         for entry in self._entries.values():
             if entry.before_save is not None:
                 await entry.before_save()
 
-    def state_dict(self, *, strategy: str, step: int, **header: Any) -> dict[str, Any]:
-        """All slots, as plain dicts, lists, numbers, text and tensors.  They are copies."""
+    def state_dict(self, *, strategy: str, step: int, copies: Copies | None = None, **header: Any) -> dict[str, Any]:
+        """All slots, as plain dicts, lists, numbers, text and tensors.
+
+        They are copies: of their own, or those that `copies` keeps, which last until it makes new ones.
+        """
+        kept = Copies() if copies is None else copies
         slots = {
-            name: {"version": entry.version, "rule": entry.rule, "values": entry.save()}
+            name: {
+                "version": entry.version,
+                "rule": entry.rule,
+                "values": kept.of(entry.save(), name) if entry.is_live else entry.save(),
+            }
             for name, entry in self._entries.items()
         }
         return {"format": FORMAT, "strategy": strategy, "step": step, **header, "slots": slots}
@@ -279,16 +299,17 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     for state in states:
         check_header(state, states[0]["strategy"])
     steps = [state["step"] for state in states]
-    if len(set(steps)) > 1:
+    if len(set(steps)) > 1 and not all(state.get("own_step", False) for state in states):
         raise ValueError(f"resized: the states were saved at different steps, {steps}")
     _check_same_slots(states)
     if workers == len(states):
         return [copied(dict(state)) for state in states]
     counted = [state for state in states if state["is_finite"]] or list(states)
-    resize = Resize(workers, [state["weight"] for state in counted], steps[0])
+    resize = Resize(workers, [state["weight"] for state in counted], min(steps))
     weight = sum(resize.weights) / workers
     new: list[dict[str, Any]] = [
-        {**states[0], "rank": rank, "workers": workers, "weight": weight, "slots": {}} for rank in range(workers)
+        {**states[0], "step": min(steps), "rank": rank, "workers": workers, "weight": weight, "slots": {}}
+        for rank in range(workers)
     ]
     for name in states[0]["slots"]:
         rule = states[0]["slots"][name]["rule"]

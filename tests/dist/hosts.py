@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import runpy
+import secrets
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from tests.dist import forked
 ROOT = Path(__file__).parents[2]
 PORT = 29511
 CLONE_NEWNET = 0x40000000
+KEY = secrets.token_hex(32)  # Of all jobs between hosts that this process starts.
 
 
 def why_not() -> str | None:
@@ -113,6 +115,7 @@ def _by_fork(
         "TORCHELASTIC_USE_AGENT_STORE": True,  # As under torchrun, none of the workers has the store.
         "OMP_NUM_THREADS": 1,
         "GLOO_SOCKET_IFNAME": "eth0",
+        "PACELINE_JOB_KEY": KEY,
     }
 
     def started(host: int, program: Callable[[], object], **place: int) -> BaseProcess:
@@ -162,7 +165,12 @@ def _by_torchrun(
     outs: list[Path],
     errs: list[Path],
 ) -> Iterator[list[Wait]]:
-    variables = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    variables = {
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "PACELINE_JOB_KEY": KEY,
+    }
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for i, (name, address) in enumerate(places):

@@ -32,7 +32,7 @@ from paceline.server import Shard, Store
 from paceline.server.gates import Free, Gate
 from paceline.server.messages import Arrived, Bye, Leave
 from paceline.server.rules import Push, Rule, Sgd
-from paceline.session.train import ProcessLearner
+from paceline.session.process_learner import ProcessLearner
 from paceline.state import StateStore
 from paceline.task import Trainee
 from paceline.trace import Trace

@@ -98,6 +98,37 @@ def test_another_number_of_workers_continues_by_the_rules_of_the_slots(tmp_path:
     assert torch.allclose(run.params, whole.params, rtol=1e-9, atol=1e-12)  # pyright: ignore
 
 
+def test_a_model_in_stages_continues_bit_for_bit_and_is_exported_as_a_whole(tmp_path: Path):
+    """Also with another number of workers; another number of stages is refused by name."""
+    strategy = pl.PeriodicAveraging(period=4, delay=2)
+    whole = pl.train(staged(), strategy, 2, stages=2, ordered=True)
+    saved = pl.Checkpoints(tmp_path / "run", every="3 steps")
+    with pytest.raises(ClusterError):
+        pl.train(staged(stop_at=30), strategy, 2, stages=2, ordered=True, checkpoint=saved)
+    rest = pl.train(staged(), strategy, 2, stages=2, ordered=True, checkpoint=saved)
+    assert same_model(rest.model, whole.model)
+    newest = Folder(tmp_path / "run").newest()
+    assert newest is not None
+    exported = newest.model()
+    assert list(exported) == list(whole.model.state_dict())
+    assert all(torch.equal(exported[name], value) for name, value in whole.model.state_dict().items())
+    with pytest.raises(ClusterError, match="a model in 2 stages, and this run has 1: give train\\(stages=2\\)"):
+        pl.train(staged(), strategy, 2, checkpoint=saved)
+    longer = pl.train(staged(epochs=5), strategy, 1, stages=2, checkpoint=saved)
+    assert sum(p.rank == 0 for p in longer.trace.points) == 7
+
+
+def staged(stop_at: int | None = None, *, epochs: int = 4) -> pl.Task:
+    """A task with a model that can be cut, and dropout and momentum in both halves."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 1)
+        )
+
+    return pl.Task(**(vars_of(task(stop_at, epochs=epochs)) | {"model": net}))
+
+
 def vars_of(t: pl.Task) -> dict[str, Any]:
     names = ("model", "loss", "data", "batch", "optimizer", "epochs", "schedule")
     return {name: getattr(t, name) for name in names}
@@ -114,7 +145,6 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path):
     ("strategy", "given", "said"),
     [
         (pl.ParameterServer(), {}, "messages in flight are in no saved state"),
-        (pl.AllReduceSGD(), {"stages": 2}, "a model in stages cannot be saved"),
         (pl.AllReduceSGD(), {"checkpoint": pl.Checkpoints("x", also={"s": nn.Linear(1, 1)})}, "also"),
     ],
 )

@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,59 @@ def test_workers_do_not_wait_for_a_stopped_worker(strategy: pl.Strategy, victim:
     assert all({p.step for p in run.trace.points if p.rank == rank} == set(range(150)) for rank in others)
     if isinstance(strategy, pl.Strom):
         assert all(visits(task, run.params)[rank] == [1.0] * 150 for rank in others)
+
+
+@contextmanager
+def woken(task: pl.Task, pauses: dict[int, tuple[int, float]], folder: Path) -> Iterator[pl.Task]:
+    """The same task, but each of these workers stops in one of its gradients, once, for so many seconds."""
+    done, over = 0, threading.Event()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal done
+        rank = int(multiprocessing.current_process().name.removeprefix("worker-"))
+        if rank in pauses and pauses[rank][0] == done:
+            (folder / f"stopped-{rank}").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        done += 1
+        return task.loss(model, batch)
+
+    def wake(rank: int, seconds: float) -> None:
+        file = folder / f"stopped-{rank}"
+        while not (file.exists() and file.read_text()):
+            if over.wait(0.01):
+                return
+        over.wait(seconds)
+        os.kill(int(file.read_text()), signal.SIGCONT)
+
+    threads = [threading.Thread(target=wake, args=(rank, seconds)) for rank, (_, seconds) in pauses.items()]
+    for thread in threads:
+        thread.start()
+    try:
+        yield replace(task, loss=loss)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+# The last one: each is stopped while another one is, so that all suspect each other.
+PAUSES = [{1: (30, 1.0)}, {0: (30, 1.0), 1: (60, 1.0), 2: (90, 1.0)}]
+
+
+@pytest.mark.parametrize("pauses", PAUSES, ids=["one", "all"])
+@pytest.mark.parametrize("strategy", [pl.Strom(None, lr=1.0), pl.Gossip()], ids=["strom", "gossip"])
+def test_a_worker_that_was_silent_too_long_comes_back(
+    strategy: pl.Strategy, pauses: dict[int, tuple[int, float]], tmp_path: Path
+):
+    """Nobody leaves, and what it has missed is sent again: each gradient counts once."""
+    task = counting(150, BATCH, slow_s=0.01)
+    with woken(task, pauses, tmp_path) as stopped:
+        run = pl.train(stopped, strategy, WORKERS, replacements=0, silent_s=0.4)
+    assert all({p.step for p in run.trace.points if p.rank == rank} == set(range(150)) for rank in range(WORKERS))
+    if isinstance(strategy, pl.Strom):
+        assert run.params.tolist() == [1.0] * task.samples
+    else:
+        assert torch.allclose(run.params, torch.full((task.samples,), 1 / WORKERS), atol=1e-5)
 
 
 def test_in_a_users_own_loop(tmp_path: Path):

@@ -25,7 +25,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 from paceline.errors import ClusterError
 from paceline.op import drive
 from paceline.protocol.messages import Message
-from paceline.transport import mailbox, outbox
+from paceline.transport import mailbox, outbox, strangers
+from paceline.transport.authenticator import PeerAddress
 from paceline.transport.connections import COPY_BELOW, UNREAD
 from paceline.transport.mailbox import Mailbox
 from paceline.transport.wire import DTYPES
@@ -400,6 +401,53 @@ def test_other_protocols_on_its_port_do_not_stop_the_mailbox(pair: list[Mailbox]
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(said)
         assert_serves(*pair)
+
+
+def test_of_connections_that_say_nothing_the_oldest_are_closed_and_ranks_are_served(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(strangers, "MOST", 8)
+    with job(3, is_far=True) as (a, b, c):
+        assert_serves(a, b)
+        host, port = a.address.removeprefix("tcp://").split(":")
+        files = open_files()
+        silent = [socket.create_connection((host, int(port))) for _ in range(20)]
+        silent[-1].sendall(b"\xff")  # Not enough to be anyone's.
+        until(lambda: a.refused >= 12)
+        until(lambda: open_files() <= files + 20 + 9)
+        assert_serves(a, b)  # It was connected before,
+        assert_serves(a, c)  # and this rank was not.
+        for one in silent:
+            one.close()
+
+
+def test_what_ranks_send_is_not_on_the_wire_in_plain():
+    """A canary passes through a proxy between two ranks, and is not in the bytes that the proxy has seen."""
+    canary = torch.tensor(list(b"canary in a coal mine, 32 bytes!") * 1000, dtype=torch.uint8)
+    seen = bytearray()
+    store = HashStore()
+    with job(2, store, is_far=True) as (a, b), socket.create_server(("127.0.0.1", 0)) as proxy:
+        real = PeerAddress.of(store, 0)
+        host, port = a.address.removeprefix("tcp://").split(":")
+        store.set("mail/0", str(real._replace(address=f"tcp://127.0.0.1:{proxy.getsockname()[1]}")))
+
+        def forward(source: socket.socket, sink: socket.socket) -> None:
+            while part := source.recv(65536):
+                seen.extend(part)
+                sink.sendall(part)
+
+        def serve() -> None:
+            outer = proxy.accept()[0]
+            inner = socket.create_connection((host, int(port)))
+            with outer, inner, ThreadPoolExecutor(2) as threads:
+                list(threads.map(forward, (outer, inner), (inner, outer)))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        b.send(0, Note(text="a secret word", values=(canary,))).wait()
+        came = a.recv().wait()
+        assert isinstance(came, Note) and torch.equal(came.tensors()[0], canary)
+    thread.join(DEADLINE_S)
+    assert len(seen) > 32_000
+    assert b"canary" not in seen and b"secret" not in seen and b"note" not in seen
 
 
 # Malformed messages of ranks that were admitted

@@ -394,6 +394,7 @@ STRATEGIES: dict[str, Case] = {
     "gossip, seldom": Case(Gossip(RandomPairs(), period=2), None),
 }
 ALONE = {name: case for name, case in STRATEGIES.items() if case.alone is not None}
+RESUMABLE = {name: case for name, case in STRATEGIES.items() if case.strategy.needs.resumable}
 ORDERED = {name: case for name, case in STRATEGIES.items() if case.strategy.needs.ordered}
 
 ENDPOINTS: dict[str, Ranks] = {

@@ -26,7 +26,7 @@ from paceline.checkpoint.part import Part
 from paceline.checkpoint.plain import DTYPES, flattened, restored
 from paceline.state import resized
 from paceline.worker.plan import Plan
-from tests.laws.every import ORDERED, Case
+from tests.laws.every import RESUMABLE, Case
 from tests.laws.tasks import regression, same
 
 leaves = (
@@ -67,7 +67,8 @@ def written(folder: Path, states: list[dict[str, Any]], *, step: int = 3, number
     folder.mkdir(exist_ok=True)
     path = store.open(step)
     parts = [
-        Part(rank, {"state": state, "more": {}, "published": None, "frozen": {}}) for rank, state in enumerate(states)
+        Part(rank, {"state": state, "more": {}, "published": None, "frozen": {}, "trained": [], "buffers": []})
+        for rank, state in enumerate(states)
     ]
     files: dict[str, Any] = {}
     for part in parts:
@@ -103,7 +104,7 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path):
     assert found["scalar"].item() == 2.5
 
 
-@pytest.mark.parametrize("case", ORDERED.values(), ids=ORDERED)
+@pytest.mark.parametrize("case", RESUMABLE.values(), ids=RESUMABLE)
 def test_a_state_of_every_method_comes_back_from_the_disk(case: Case, tmp_path: Path):
     states = simulate(regression(steps=9, batch=8), case.strategy, Cluster(workers=3), stop_at=5).states
     found = Checkpoint(written(tmp_path / "run", states))

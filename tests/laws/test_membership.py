@@ -28,7 +28,10 @@ from paceline import (
     Task,
     simulate,
 )
+from paceline.endpoint import Layout
 from paceline.server.gates import RoundRobin
+from paceline.server.membership import Membership
+from paceline.server.messages import Join, Leave
 from paceline.server.rules import Sgd
 from tests.laws.tasks import close, quadratic, regression, values
 
@@ -243,3 +246,21 @@ def test_no_worker_waits_for_one_that_dies_after_it_has_left(before_s: float):
     whole = simulate(counting(), strategy, cluster(0))
     run = simulate(counting(), strategy, cluster(0), faults=Faults({1: whole.seconds - before_s}))
     assert run.seconds < whole.seconds + 0.1
+
+
+def test_a_replacement_that_joins_before_the_death_is_noticed_is_not_awaited_again():
+    """Otherwise the shard would outlive its workers by the time that it waits for a replacement."""
+    members = Membership(range(2), grace_s=60.0)
+    join = Join(0)
+    join.src = 3
+    members.admit(join)
+    members.lose(0, 0, is_dead=True, now=1.0)
+    for rank in (1, 3):
+        leave = Leave(False)
+        leave.src = rank
+        members.leave(leave)
+    assert not members.is_needed
+
+
+def test_a_part_of_a_job_names_workers_that_joined_later():
+    assert Layout(2, 1, numbers=(0, 1, 2)).name(4) == "worker 4"

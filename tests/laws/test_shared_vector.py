@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from paceline import (
     Cluster,
     ClusterError,
     EAWild,
+    Faults,
     Hogwild,
     LogNormal,
     Task,
@@ -25,9 +27,9 @@ from paceline import (
     simulate,
     train,
 )
-from paceline.collectives import barrier
 from paceline.endpoint import Layout, WriteCounts
 from paceline.families.centre import InMemory
+from paceline.families.company import Company
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.simulator import Simulator
 from paceline.sim.world import World
@@ -179,10 +181,10 @@ class OnCopies(Hogwild):
     """Hogwild as it runs on a device other than the CPU."""
 
     async def worker(self, w: Replica) -> None:
-        shared = await w.endpoint.shared_vector(w.params)
-        await train_on_copies(w, shared)
-        await barrier(w.endpoint)
-        w.params.copy_(shared.values)
+        company = await Company.of(w)
+        await train_on_copies(w, company)
+        await company.wait_for_all()
+        w.params.copy_(company.vector.values)
 
 
 def test_steps_on_copies_equal_steps_in_place():
@@ -198,7 +200,7 @@ def test_writes_through_a_buffer_on_the_host_equal_direct_writes():
     endpoint = ProcessEndpoint(0, Layout(1), Clock(0.0))
     start, change, towards = numbers(7, seed=1), numbers(7, seed=2), numbers(7, seed=3)
     counts = WriteCounts(torch.zeros(1, dtype=torch.int64), 0)
-    staged = StagedSharedVector(endpoint, start.clone(), counts, torch.empty_like(start))
+    staged = StagedSharedVector(endpoint, start.clone(), counts, memoryview(bytes(8)), torch.empty_like(start))
     staged.add(change).wait()
     staged.draw(towards, 0.25).wait()
     assert same(staged.read(torch.empty_like(start)).wait(), (start + change).lerp(towards, 0.25))
@@ -301,10 +303,61 @@ def test_real_processes_learn_in_shared_memory(strategy: Any):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", [Hogwild(), EAWild(group=2)], ids=["hogwild", "a group of ea-wild"])
-def test_a_worker_that_is_killed_does_not_leave_the_others_waiting(strategy: Any, tmp_path: Path):
+def test_a_worker_of_a_group_that_is_killed_does_not_leave_the_others_waiting(tmp_path: Path):
     task = mortal(walk(numbers(16, 3)), tmp_path / "flag", lambda n: n == 3, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"rank 1 \(process \d+\) was killed by SIGKILL"):
-        train(task, strategy, workers=4, timeout_s=30)
+        train(task, EAWild(group=2), workers=4, timeout_s=30)
     assert time.monotonic() - began < 20
+
+
+# Workers that die and join.
+
+
+@pytest.mark.parametrize("strategy", [Hogwild(), EAWild()], ids=["hogwild", "ea-wild"])
+def test_a_replacement_continues_where_the_dead_worker_was(strategy: Any):
+    """Whenever it dies: the minibatch that it was at is computed again, and no other."""
+    task = walk(torch.eye(32, dtype=torch.float64) * numbers(32, seed=1), steps=8)
+    for seed in range(12):
+        chance = Random(seed)
+        died = chance.uniform(0.01, 7.0)
+        faults = Faults({1: died}, joins=[died + chance.uniform(0.0, 0.4)])
+        run = simulate(task, strategy, instant(3, compute=LogNormal(1.0, 0.3), seed=seed), faults=faults)
+        steps = sorted(p.step for p in run.trace.points if p.rank in (1, 3) and p.loss is not None)
+        assert steps == list(range(8)), seed
+        if isinstance(strategy, Hogwild):
+            assert close(run.params, after_all_steps(task, 3)), seed
+
+
+class Rows(nn.Module):
+    """Every sample has a row of its own, and a step adds one to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 1, sparse=True)
+        nn.init.zeros_(self.table.weight)
+
+
+ROWS = 360
+
+
+def each_row(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    time.sleep(0.01)
+    return -model.table(batch[0]).sum()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("victim", [0, 1])  # The first one may have made the memory.
+def test_when_a_worker_of_hogwild_is_killed_its_replacement_takes_its_place(victim: int, tmp_path: Path):
+    task = Task(Rows, each_row, [torch.arange(ROWS)], 6, lambda p: torch.optim.SGD(p, lr=1.0), steps=60)
+    deadly = mortal(task, tmp_path / "flag", lambda n: n == 10, signal.SIGKILL, victim)
+    assert train(deadly, Hogwild(), workers=3, replacements=1).params.tolist() == [1.0] * ROWS
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [Hogwild(), EAWild()], ids=["hogwild", "ea-wild"])
+def test_without_a_replacement_the_others_go_on(strategy: Any, tmp_path: Path):
+    task = mortal(walk(numbers(16, 3), steps=40), tmp_path / "flag", lambda n: n == 3, signal.SIGKILL)
+    run = train(task, strategy, workers=3, replacements=0)
+    steps = [[p.step for p in run.trace.points if p.rank == rank and p.loss is not None] for rank in range(3)]
+    assert steps == [list(range(40)), [], list(range(40))], "the trace of a killed worker is lost with it"

@@ -40,22 +40,22 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.manifest.files.values())
 
-    def part(self, worker: int) -> dict[str, Any]:
-        """What a worker has saved: its `state`, and what belongs to its driver."""
-        found = self._reader.part(worker)
+    def part(self, worker: int, stage: int = 0) -> dict[str, Any]:
+        """What a worker has saved, for a stage of its model: its `state`, and what belongs to its driver."""
+        found = self._reader.part(worker * self.manifest.stages + stage)
         if not isinstance(found, dict) or "state" not in found:
             raise BrokenCheckpoint(f"{self.path}: the part of worker {worker} has no state")
         return found
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self, stage: int = 0) -> list[dict[str, Any]]:
         """The states of all workers."""
-        return [self.part(worker)["state"] for worker in range(self.manifest.workers)]
+        return [self.part(worker, stage)["state"] for worker in range(self.manifest.workers)]
 
-    def state(self, worker: int, workers: int) -> dict[str, Any]:
+    def state(self, worker: int, workers: int, stage: int = 0) -> dict[str, Any]:
         """The state of one worker of so many; with another number than was saved, by the rules of its slots."""
         if workers == self.manifest.workers:
-            return self.part(worker)["state"]
-        return resized(self.states(), workers)[worker]
+            return self.part(worker, stage)["state"]
+        return resized(self.states(stage), workers)[worker]
 
     def verify(self) -> None:
         """Read all of it, and compare every tree and tensor with its hash."""
@@ -68,23 +68,28 @@ class Checkpoint:
             if size != file.nbytes:
                 raise BrokenCheckpoint(f"{path}: it has {size:,} bytes, and {file.nbytes:,} were written")
         for worker in range(self.manifest.workers):
-            self.part(worker)
+            for stage in range(self.manifest.stages):
+                self.part(worker, stage)
 
     def model(self) -> dict[str, Tensor]:
         """The model's state_dict, with the parameters to evaluate: the mean of the workers', if they differ."""
-        first = self.part(0)
-        states = [first["state"]] if self.manifest.workers == 1 else resized(self.states(), 1)
+        found: dict[str, Tensor] = {}
+        for stage in range(self.manifest.stages):
+            found |= self._model_of(stage)
+        return {name: found[of] for name, of in self.manifest.model.names}
+
+    def _model_of(self, stage: int) -> dict[str, Tensor]:
+        first = self.part(0, stage)
+        states = [first["state"]] if self.manifest.workers == 1 else resized(self.states(stage), 1)
         values = states[0]["slots"]["model"]["values"]
         vector: Tensor = values["params"] if first["published"] is None else first["published"]
-        model = self.manifest.model
-        shapes = [torch.Size(layout.shape) for layout in model.parameters]
-        parts = vector.split([shape.numel() for shape in shapes])
+        layouts = {layout.name: layout for layout in self.manifest.model.parameters}
+        trained = [layouts[name] for name in first["trained"]]
+        parts = vector.split([torch.Size(layout.shape).numel() for layout in trained])
         found: dict[str, Tensor] = dict(first["frozen"])
-        for layout, shape, part in zip(model.parameters, shapes, parts, strict=True):
-            found[layout.name] = part.reshape(shape).to(getattr(torch, layout.dtype))
-        for layout, buffer in zip(model.buffers, values["buffers"], strict=True):
-            found[layout.name] = buffer
-        return {name: found[of] for name, of in model.names}
+        for layout, part in zip(trained, parts, strict=True):
+            found[layout.name] = part.reshape(layout.shape).to(getattr(torch, layout.dtype))
+        return found | dict(zip(first["buffers"], values["buffers"], strict=True))
 
     @cached_property
     def _reader(self) -> Reader:

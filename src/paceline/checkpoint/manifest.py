@@ -86,7 +86,8 @@ class Manifest:
     strategy: str
     step: int
     workers: int
-    model: Model
+    model: Model  # The whole of it, also of a model in stages.
+    stages: int = 1  # The processes of each worker, each of which has a stage of the model.
     files: dict[str, File] = field(default_factory=dict[str, File])
 
     def write(self, folder: Path) -> None:

@@ -48,14 +48,31 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
 
-    def save(self, step: int, values: Mapping[str, Any], describe: Describe) -> None:
-        """Begin to write these values, which must not change any more, once the checkpoint before is written."""
+    def save(self, step: int, values: Mapping[str, Any], describe: Describe, key: str | None = None) -> None:
+        """Begin to write these values, which must not change any more, once the checkpoint before is written.
+
+        `key` is the name of this checkpoint, the same on all workers; by default it is their number in this process.
+        """
         self.wait()
-        self._saves += 1
-        work = (step, dict(values), describe, self._saves)
+        work = (step, dict(values), describe, self._store_of(key))
         # No daemon: at the end of a script the interpreter waits until the files are written.
         self._thread = threading.Thread(target=self._run, args=work, name="checkpoint")
         self._thread.start()
+
+    def give_up(self, step: int, why: str, key: str) -> None:
+        """This worker cannot take part in a checkpoint: tell the others."""
+        self.wait()
+        store = self._store_of(key)
+        _tell(store, f"files/{self._rank}" if self._rank else "first", {"error": why})
+        if self._rank == 0:
+            self._failure = self._failed(step, why)
+
+    def _store_of(self, key: str | None) -> Store | None:
+        self._saves += 1
+        return None if self._store is None else PrefixStore(f"checkpoint/{key or self._saves}", self._store)
+
+    def _failed(self, step: int, why: str) -> str:
+        return f"the checkpoint of step {step} in {self.folder.path} was not written: {why}"
 
     def wait(self) -> None:
         """Wait until this worker's files are written; on the first worker, until the checkpoint is complete."""
@@ -71,16 +88,15 @@ class Saver:
 
     # In the thread.
 
-    def _run(self, step: int, values: Mapping[str, Any], describe: Describe, count: int) -> None:
-        store = None if self._store is None else PrefixStore(f"checkpoint/{count}", self._store)
+    def _run(self, step: int, values: Mapping[str, Any], describe: Describe, store: Store | None) -> None:
         try:
             if self._rank == 0:
                 self._lead(store, step, values, describe)
             else:
                 assert store is not None
-                self._follow(store, step, values)
+                self._follow(store, values)
         except Exception as error:  # It is told to the run at its next step.
-            self._failure = f"the checkpoint of step {step} in {self.folder.path} was not written: {_described(error)}"
+            self._failure = self._failed(step, _described(error))
 
     def _lead(self, store: Store | None, step: int, values: Mapping[str, Any], describe: Describe) -> None:
         try:
@@ -89,7 +105,7 @@ class Saver:
         except Exception as error:
             _tell(store, "first", {"error": _described(error)})
             raise
-        _tell(store, "first", {digest: asdict(place) for digest, place in part.places.items()})
+        _tell(store, "first", {"step": step, "places": {d: asdict(place) for d, place in part.places.items()}})
         try:
             self._complete(store, part, path, describe)
         except Exception:
@@ -122,14 +138,14 @@ class Saver:
             raise CheckpointFailed("; ".join(failures))
         replace(describe(self._number), files=files).write(path)
 
-    def _follow(self, store: Store, step: int, values: Mapping[str, Any]) -> None:
+    def _follow(self, store: Store, values: Mapping[str, Any]) -> None:
         try:
             part = Part(self._rank, values)
             first = json.loads(awaited(store, "first", self._timeout_s))
             if "error" in first:
                 return  # The first worker says it.
-            known = {digest: Place(**place) for digest, place in first.items()}
-            files = part.write(self.folder.at(step), known)
+            known = {digest: Place(**place) for digest, place in first["places"].items()}
+            files = part.write(self.folder.at(first["step"]), known)  # Its own step may be another one.
         except Exception as error:
             _tell(store, f"files/{self._rank}", {"error": _described(error)})
             raise

@@ -35,7 +35,8 @@ def show(folder: Path) -> None:
         m = found.manifest
         numel = sum(_numel(layout.shape) for layout in m.model.parameters)
         sizes = (f"{numel:,}", f"{found.nbytes / 1e6:,.1f}")
-        table.add_row(path.name, f"{m.step:,}", m.written, m.strategy, str(m.workers), *sizes, m.paceline, m.torch)
+        workers = str(m.workers) if m.stages == 1 else f"{m.workers} of {m.stages} stages"
+        table.add_row(path.name, f"{m.step:,}", m.written, m.strategy, workers, *sizes, m.paceline, m.torch)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 

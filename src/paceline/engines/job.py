@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from paceline.endpoint import Layout
 from paceline.engines.groups import Groups
-from paceline.engines.hosts import Hosts, gather
+from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
+from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerSettings
 from paceline.engines.servers import ServerProcesses
@@ -28,6 +29,7 @@ from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
 from paceline.transport.shared_memory import SharedMemory
+from paceline.transport.shared_vector import HostVectors
 
 if TYPE_CHECKING:
     from paceline.transport.mailbox import Mailbox
@@ -76,9 +78,8 @@ class Job:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._servers: ServerProcesses | None = None
         self._groups = Groups(device, timeout_s=timeout_s)
-        self._prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_joined)}"
-        if launcher_pipe is None and LAUNCHER_PIPE in os.environ:
-            launcher_pipe = int(os.environ[LAUNCHER_PIPE])
+        self._prefix = f"paceline/{os.environ.get(ATTEMPT, '0')}/{next(_joined)}"
+        launcher_pipe = _launchers_pipe() if launcher_pipe is None else launcher_pipe
         self.endpoint: ProcessEndpoint
         self.comm_thread: CommThread | None = None
         try:
@@ -87,7 +88,7 @@ class Job:
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self._clock = Clock(epoch)
-            self.hosts = Hosts(self.store, self.rank, self.workers)
+            self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.durability != "none":
                 self._returning = self.layout.server_ranks
@@ -116,19 +117,19 @@ class Job:
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
             path = str(Path(self._folder.name, "store"))
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
-        self.rank = place.rank
-        self.workers = place.world
+        self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store = dist.PrefixStore(self._prefix, self._base)
+        self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
-        pids = gather(self.store, self.rank, self.workers, "pid", str(pid))
+        pids = self.hosts.roll.gather("pid", str(pid))
         return ServerSettings.of(
             self.layout,
             self._base,
             self._prefix,
             epoch=epoch,
-            bind=self.hosts.address,
+            key=self._key,
+            bind=mailbox_address(self.hosts, self._key),
             timeout_s=self.timeout_s,
             silent_s=self._silent_s,
             workers={rank: int(pids[rank]) for rank in self.hosts.ranks[self.hosts.own]},
@@ -190,11 +191,12 @@ class Job:
             self._clock,
             open_mailbox=lambda: self._open_elastic_mailbox(rank),
             membership=Membership(self._members_ever, self._has_ended),
+            vectors=HostVectors(self.store, self.workers) if self.hosts.is_one else None,
             trace=Trace(keep=SPANS_KEPT),
         )
         if not self.layout.servers and self.workers > 1:
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
-            gather(self.store, self.rank, self.workers, "there", "")
+            self.hosts.roll.gather("there", "")
         return endpoint
 
     def _has_ended(self, rank: int) -> bool:
@@ -208,13 +210,12 @@ class Job:
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
-        bind = self.hosts.address
+        address = mailbox_address(self.hosts, self._key)
         return Mailbox(
             self.store,
             self.rank,
             self.layout.size,
-            bind=bind,
-            is_open=False,
+            bind=address,
             timeout_s=self.timeout_s,
             returning=self._returning,
         )
@@ -229,7 +230,7 @@ class Job:
             self.store,
             rank,
             self.layout.size,
-            bind=self.hosts.address,
+            bind=mailbox_address(self.hosts, self._key),
             is_open=True,
             timeout_s=self.timeout_s,
             beat_s=None if has_servers else beat_s,
@@ -287,7 +288,7 @@ class Job:
                 self._servers.wait()
             self._servers.close()
         if hasattr(self, "endpoint"):
-            if not failed and not self.layout.servers and self._is_elastic:
+            if not (failed or self.endpoint.missed_end or self.layout.servers) and self._is_elastic:
                 with suppress(RuntimeError):  # The process that serves the store may have ended before.
                     self.store.set(f"ended/{self.endpoint.rank}", "")
             self.endpoint.close()
@@ -302,6 +303,10 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _launchers_pipe() -> int | None:
+    return int(os.environ[LAUNCHER_PIPE]) if LAUNCHER_PIPE in os.environ else None
 
 
 def _servers(served: Strategy | None, hosts: int, stages: int) -> int:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from paceline import registry
@@ -23,6 +23,7 @@ from paceline.engines.processes import fresh_random_state, set_name
 from paceline.engines.server_process import LOG_FILES, Life, ServerSettings, run, store_of
 from paceline.strategy import Strategy
 from paceline.transport.connections import GONE
+from paceline.transport.job_key import JobKey
 
 SETTINGS = "PACELINE_SERVER"  # The variable with the settings of a keeper that is a fresh interpreter.
 NAME = "paceline-keeper"
@@ -145,7 +146,15 @@ def main() -> None:
     plain: Mapping[str, object] = json.loads(os.environ.pop(SETTINGS))
     sys.path[:] = plain["path"]  # pyright: ignore  # A strategy may be in a module beside the user's script.
     strategy = registry.from_plain(plain["strategy"])  # pyright: ignore
-    sys.exit(keep(strategy, plain["ranks"], ServerSettings(**plain["settings"])))  # pyright: ignore
+    settings = ServerSettings(**plain["settings"])  # pyright: ignore
+    if plain["key_file"] is not None:
+        settings = replace(settings, key=_read_key(plain["key_file"]))  # pyright: ignore
+    sys.exit(keep(strategy, plain["ranks"], settings))  # pyright: ignore
+
+
+def _read_key(file: int) -> JobKey:
+    with open(file) as opened:
+        return JobKey.of_text(opened.read(), "the pipe of the keeper of servers")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,15 @@ import torch
 
 from paceline.engines.entry import run_forked
 from paceline.engines.folder import run_folder
+from paceline.engines.hosts import note_lost
 from paceline.engines.job import LAUNCHER_PIPE
-from paceline.engines.meeting import loopback_listener, serve_store
+from paceline.engines.joining import KEY_FILE, given_key, write_key
+from paceline.engines.meeting import loopback_listener, reach_store, serve_store
 from paceline.engines.output import LineRelay
-from paceline.engines.processes import die_with_parent, set_name
+from paceline.engines.store_process import check_store, poll, start_store, stop_store
 from paceline.engines.supervisor import Stopped, Supervisor, Worker, WorkersFailed, print_notice
 from paceline.errors import ClusterError
+from paceline.transport.job_key import JobKey
 
 STOP_S = 30.0  # How long workers may take to end after SIGTERM.
 # What a worker needs: torch imports the first with the first optimizer.
@@ -86,6 +89,10 @@ class _Launch:
             self._run(folder, listener, restarts)
 
     def _run(self, folder: Path, listener: socket, restarts: int) -> None:
+        self._key_file: Path | None = None
+        if given_key() is None:
+            self._key_file = folder / "job-key"
+            write_key(JobKey.fresh(), self._key_file)
         pipe = os.pipe()  # Servers of replaceable workers run as long as it is open, whichever worker started them.
         self._folder = folder
         self._pipe = pipe
@@ -93,7 +100,7 @@ class _Launch:
         store: Worker | None = None
         try:
             if _can_fork():
-                store = _start_store(listener)
+                store = start_store(listener)
                 listener.close()
                 for module in WARM:
                     import_module(module)
@@ -109,9 +116,8 @@ class _Launch:
         finally:
             os.close(pipe[0])
             os.close(pipe[1])
-            if store is not None and store.poll() is None:
-                store.signal(signal.SIGKILL)
-                os.waitpid(store.pid, 0)
+            if store is not None:
+                stop_store(store)
 
     def _attempt(self, attempt: int, restarts: int, store: Worker | None) -> None:
         start = self._fork if _can_fork() else self._start_interpreter
@@ -121,7 +127,8 @@ class _Launch:
             lambda rank: self._report_path(rank, attempt),
             replacements=self._replacements,
             on_replacement=_print_replacement,
-            every_tick=lambda: _check_store(store),
+            on_loss=lambda rank: note_lost(reach_store(self._port), attempt, rank),
+            every_tick=lambda: check_store(store),
             stop_s=STOP_S,
             output=self._output,
         )
@@ -151,6 +158,8 @@ class _Launch:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_ERROR_FILE": self._report_path(rank, attempt),
         }
+        if self._key_file is not None:
+            values[KEY_FILE] = self._key_file
         if self._threads is not None:
             values["OMP_NUM_THREADS"] = self._threads
         if self._replacements is not None:
@@ -179,7 +188,7 @@ class _Launch:
         finally:
             _close(ends)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        return Worker(pid, lambda: _poll(pid), leads_group=True)
+        return Worker(pid, lambda: poll(pid), leads_group=True)
 
     def _start_interpreter(self, rank: int, environment: dict[str, str]) -> Worker:
         kind = "module" if self._is_module else "script"
@@ -207,39 +216,6 @@ def _can_fork() -> bool:
 def _close(ends: tuple[int, int] | None) -> None:
     for end in ends or ():
         os.close(end)
-
-
-def _poll(pid: int) -> int | None:
-    try:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:  # It was waited for before.
-        return 0
-    return os.waitstatus_to_exitcode(status) if ended else None
-
-
-def _start_store(listener: socket) -> Worker:
-    """A process that serves the job's store.  The store has threads; a process with threads must not be forked."""
-    launcher = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            die_with_parent(launcher)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            set_name("paceline-store")
-            _serving = serve_store(listener)
-            while True:
-                signal.pause()
-        finally:
-            os._exit(1)
-    return Worker(pid, lambda: _poll(pid))
-
-
-def _check_store(store: Worker | None) -> None:
-    code = None if store is None else store.poll()
-    if store is not None and code is not None:
-        raise ClusterError(f"the process of the job's store ({store.pid}) ended with exit code {code}")
 
 
 def _print_replacement(rank: int, code: int) -> None:

@@ -17,11 +17,11 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from paceline.engines.master import store_at_master
 from paceline.errors import ClusterError
 
 CREDENTIALS = struct.Struct("iII")  # Process, user and group of a unix socket's other end.
@@ -36,13 +36,9 @@ def meet_alone(timeout_s: float) -> dist.Store:
     return _once(("alone",), lambda: serve_store(loopback_listener()))
 
 
-def meet_at_master(rank: int, world: int, timeout_s: float) -> dist.Store:
+def meet_at_master(rank: int, world: int, is_one_host: bool, timeout_s: float) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, served by rank 0 or by the launcher."""
-    limit = timedelta(seconds=timeout_s)
-    return _once(
-        ("master", rank, world),
-        lambda: next(iter(dist.rendezvous("env://", rank=rank, world_size=world, timeout=limit)))[0],
-    )
+    return _once(("master", rank, world), lambda: store_at_master(rank, world, timeout_s, is_one_host=is_one_host))
 
 
 def meet_on_this_host(job_id: str, rank: int, world: int, timeout_s: float) -> dist.Store:
@@ -71,6 +67,11 @@ def serve_store(listener: socket.socket) -> dist.TCPStore:
     """A store served by this process through `listener`, which it takes; torch would listen on every interface."""
     port = listener.getsockname()[1]
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def reach_store(port: int) -> dist.TCPStore:
+    """A store that another process of this host serves."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
 def _once(key: tuple[object, ...], meet: Callable[[], dist.Store]) -> dist.Store:

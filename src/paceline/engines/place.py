@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from paceline.engines.launchers import Announced, Environ, Variable, all_announced
 from paceline.engines.meeting import meet_alone, meet_at_master, meet_on_this_host
+from paceline.transport.job_key import JobKey
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Place:
     meet: Callable[[float], dist.Store]
     local_rank: int | None = None  # None: the engine does not say it.
     local_world: int | None = None
+    key: JobKey | None = None  # The job's key, if the engine has made one.
 
 
 def detect(environ: Environ = os.environ) -> Place | None:
@@ -59,7 +61,7 @@ def _place(chosen: Announced, world: int, sources: Sequence[Announced], environ:
     local_world = next((one.local_world for one in sources if one.local_world is not None), None)
     job_id = next((one.job_id for one in sources if one.job_id is not None), None)
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        meet = partial(meet_at_master, rank, world)
+        meet = partial(meet_at_master, rank, world, local_world == world)
     elif world == 1:
         meet = meet_alone
     elif job_id is not None and local_world == world:

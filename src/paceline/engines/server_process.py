@@ -23,6 +23,7 @@ from paceline.server.shard_log import FileArea, ShardLog
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.endpoint import SPANS_KEPT, Clock, ProcessEndpoint
+from paceline.transport.job_key import JobKey, SignedStore
 from paceline.transport.stage_view import StageMailbox, StageView
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ServerSettings:
     layout: tuple[int, int]
     store: Mapping[str, Any]
     prefix: str
+    key: JobKey | None
     epoch: float
     bind: str
     timeout_s: float
@@ -57,6 +59,7 @@ class ServerSettings:
         store: dist.Store,
         prefix: str,
         *,
+        key: JobKey | None,
         epoch: float,
         bind: str,
         timeout_s: float,
@@ -71,6 +74,7 @@ class ServerSettings:
             layout=(layout.workers, layout.servers),
             store=_address(store),
             prefix=prefix,
+            key=key,
             epoch=epoch,
             bind=bind,
             timeout_s=timeout_s,
@@ -121,7 +125,8 @@ def store_of(settings: ServerSettings) -> dist.Store:
     """The job's part of its store."""
     address = settings.store
     base = dist.FileStore(address["file"]) if "file" in address else dist.TCPStore(*address["tcp"], is_master=False)
-    return dist.PrefixStore(settings.prefix, base)
+    store = dist.PrefixStore(settings.prefix, base)
+    return store if settings.key is None else SignedStore(store, settings.key, settings.prefix)
 
 
 def _serve(strategy: Strategy, rank: int, settings: ServerSettings, life: Life) -> None:

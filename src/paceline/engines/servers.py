@@ -25,6 +25,7 @@ from paceline.engines.keeper import FAILED, SETTINGS, keep
 from paceline.engines.processes import fresh_random_state, threads
 from paceline.engines.server_process import ServerSettings
 from paceline.strategy import Strategy
+from paceline.transport.job_key import JobKey
 
 STOP_S = 5.0  # How long a keeper may take to end its servers and to remove their logs.
 
@@ -92,17 +93,21 @@ def _start_interpreter(
         "strategy": registry.to_plain(strategy),
         "path": sys.path,
         "ranks": list(ranks),
-        "settings": dataclasses.asdict(settings),
+        "settings": dataclasses.asdict(dataclasses.replace(settings, key=None)),
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", SETTINGS: json.dumps(plain)}
+    key_file = None if settings.key is None else _readable(settings.key)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", SETTINGS: json.dumps(plain | {"key_file": key_file})}
     # Its own session: a signal to the worker's process group (Ctrl-C, a launcher's SIGTERM) is for the worker, and a
     # server that ended before its worker would look like the cause.
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline.engines.keeper"],
         stdin=subprocess.PIPE if launcher_pipe is None else launcher_pipe,
         env=environment,
+        pass_fds=() if key_file is None else (key_file,),
         start_new_session=True,
     )
+    if key_file is not None:
+        os.close(key_file)
 
     def kill() -> None:
         with suppress(ProcessLookupError):
@@ -113,6 +118,14 @@ def _start_interpreter(
             process.stdin.close()
 
     return Keeper(process.wait, process.terminate, kill, release)
+
+
+def _readable(key: JobKey) -> int:
+    """A pipe from which the key can be read once: unlike a variable, no other process can see it."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as opened:
+        opened.write(key.text())
+    return reading
 
 
 def _fork(strategy: Strategy, ranks: Sequence[int], settings: ServerSettings, launcher_pipe: int | None) -> Keeper:

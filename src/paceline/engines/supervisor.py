@@ -105,8 +105,8 @@ class Supervisor:
     """Workers 0 to `workers` - 1, each started by `start(rank)`, which reports its error to `report_path(rank)`.
 
     With a number of `replacements` a killed worker is no failure: so many are started again.  After that the others go
-    on without it, if it had joined them (`has_joined`).  `every_tick` is called about ten times a second.  `output`
-    prints what the workers write.
+    on without it, if it had joined them (`has_joined`), and `on_loss` is called.  `every_tick` is called about ten
+    times a second.  `output` prints what the workers write.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Supervisor:
         replacements: int | None = None,
         has_joined: Callable[[int], bool] = lambda rank: True,
         on_replacement: Callable[[int, int], None] = lambda rank, code: None,
+        on_loss: Callable[[int], None] = lambda rank: None,
         every_tick: Callable[[], None] = lambda: None,
         stop_s: float = 0.0,
         with_traceback: bool = False,
@@ -129,6 +130,7 @@ class Supervisor:
         self._replacements = replacements
         self._has_joined = has_joined
         self._on_replacement = on_replacement
+        self._on_loss = on_loss
         self._every_tick = every_tick
         self._stop_s = stop_s
         self._with_traceback = with_traceback
@@ -160,6 +162,8 @@ class Supervisor:
                     self._report_path(rank).unlink(missing_ok=True)  # The next one has not failed.
                     self._on_replacement(rank, code)
                     self._running[rank] = self._start(rank)
+                else:
+                    self._on_loss(rank)
             self._every_tick()
 
     def _wait(self) -> None:

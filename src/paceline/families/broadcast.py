@@ -19,6 +19,8 @@ from torch import Tensor
 from paceline.families.peers import Peers, Service
 from paceline.protocol.messages import Message, Number, Rank, Rate, Version
 
+# A worker keeps what a silent peer has missed, up to so many bytes; then that peer cannot come back.
+KEPT_NBYTES = 2**28
 # After so many messages of a sender, send an acknowledgement of its own.  Usually this worker's own messages carry it.
 ACK_EVERY = 16
 
@@ -27,7 +29,7 @@ class LogMessage(Message):
     """Message `number` of its sender, sent at `step`.
 
     The sender has the receiver's messages up to `acked`.  All workers have the sender's own messages up to `stable`.
-    `rate` is the factor with which the data counts.
+    `rate` is the factor with which the data counts.  `era` is the sender's when it first sent the message.
     """
 
     data: Tensor
@@ -36,6 +38,7 @@ class LogMessage(Message):
     stable: Number = 0
     step: Version = 0
     rate: Rate = 1.0
+    era: Number = 0
 
 
 class LogAck(Message):
@@ -60,10 +63,11 @@ class LogRelay(Message):
 
 
 class Entry(NamedTuple):
-    """The content of a message."""
+    """The content of a message, and its era."""
 
     data: Tensor
     rate: float
+    era: int = 0
 
 
 class Numbers:
@@ -121,10 +125,13 @@ class BroadcastLog(Service):
         """Send data to all peers.  The tensor belongs to the log from now on."""
         self._count += 1
         members = self._peers.members
-        if not members:
+        if not members and not self._peers.suspected:
             return
-        self._sent[self._count] = Entry(data, rate)
-        stable = min(self._acked.get(rank, 0) for rank in members)
+        self._sent[self._count] = Entry(data, rate, self._peers.era)
+        if self._peers.suspected and sum(entry.data.nbytes for entry in self._sent.values()) > KEPT_NBYTES:
+            for rank in self._peers.suspected:
+                self._peers.give_up(rank)
+        stable = min((self._acked.get(rank, 0) for rank in (*members, *self._peers.suspected)), default=self._count)
         for number in [number for number in self._sent if number <= stable]:
             del self._sent[number]
         await self._peers.flush()  # At most one broadcast is being sent.
@@ -136,8 +143,8 @@ class BroadcastLog(Service):
         acked = self._received.get(dst, NONE).upto
         stable = min(self._sent) - 1
         step = self._peers.replica.cursor.step
-        data, rate = self._sent[number]
-        await self._peers.send(dst, LogMessage(data, number, acked, stable, step, rate))
+        data, rate, era = self._sent[number]
+        await self._peers.send(dst, LogMessage(data, number, acked, stable, step, rate, era=era))
 
     def step_of(self, rank: int) -> int:
         """The step at which a peer has sent its last message."""
@@ -197,7 +204,7 @@ class BroadcastLog(Service):
     async def _receive(self, sender: int, number: int, entry: Entry) -> None:
         if self._has(sender, number):
             return
-        await self._deliver(*entry)
+        await self._deliver(entry.data, entry.rate)
         self._kept.setdefault(sender, {})[number] = entry
         self._received.setdefault(sender, Numbers()).add(number)
         if not self._peers.is_member(sender):  # Other peers may need it, and cannot request it from its sender.
@@ -214,11 +221,19 @@ class BroadcastLog(Service):
         if sender == self._peers.rank and number in self._sent:
             await self._send(dst, number)
         elif number in self._kept.get(sender, {}):
-            data, rate = self._kept[sender][number]
+            data, rate, _ = self._kept[sender][number]
             await self._peers.send(dst, LogRelay(data, sender, number, rate))
 
     async def peer_died(self, rank: int) -> None:
         self._acked.pop(rank, None)
+
+    async def peer_suspected(self, rank: int) -> None:
+        """It may come back, and then it asks for what it has missed."""
+
+    async def peer_returned(self, rank: int) -> None:
+        """Each shows the other its last message, so that both see what they have missed."""
+        if self._count in self._sent:
+            await self._send(rank, self._count)
 
     def snapshot(self) -> list[Tensor]:
         """Which messages are in the model."""

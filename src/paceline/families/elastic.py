@@ -104,6 +104,17 @@ class Elastic:
         )
 
 
+def groups_of(workers: int, size: int) -> int:
+    """How many groups of this size the workers make."""
+    if workers % size:
+        fitting = [str(n) for n in range(1, workers + 1) if not workers % n]
+        raise ValueError(
+            f"EAWild(group={size}): {workers} workers make {workers // size} groups and leave {workers % size} over; "
+            f"the number of workers must be a multiple of {size}, or the group one of {', '.join(fitting)}"
+        )
+    return workers // size
+
+
 @dataclass(frozen=True, kw_only=True)
 class ElasticServer(Elastic, ServerStrategy):
     """Before every step whose number is a multiple of `period`, a worker pulls the centre from the shards, and pushes

@@ -11,7 +11,8 @@ overlap.  Workers never wait for each other in a circle:
 - Each offer has a priority, a hash of its number.  A worker with an open offer that receives another offer refuses it
   ("busy") if its priority is the lower one, and otherwise answers it later.  So along a chain of waiting workers
   priorities fall, and no chain is a circle.  Each offer has a new priority, so no worker is refused for ever.
-- If a peer dies, offers to it are void.
+- If a peer dies, offers to it are void.  If it is only silent, it may have taken its part already: the offer is set
+  aside, and repeated when the peer is back.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class PairOffer(Request):
 
     copy: Tensor
     answered: Number = 0
+    era: Number = 0
 
 
 class PairShare(Reply):
@@ -70,6 +72,7 @@ class Pairing(Service):
         self._offer: PairOffer | None = None  # that offer,
         self._sent_at = 0.0  # and when it was sent last.
         self._held: list[PairOffer] = []  # Offers to be answered after the open one.
+        self._aside: dict[int, PairOffer] = {}  # Offers to silent peers, which these may have answered.
         peers.add(self)
 
     async def offer(self, data_shard: int | None) -> None:
@@ -83,24 +86,34 @@ class Pairing(Service):
                 await self.retransmit()
             return
         partner = None if data_shard is None else self._peers.with_data_shard(data_shard)
-        if partner is None:
+        if partner is None or partner in self._aside:
             return
         if self._copy is None or self._endpoint.in_use(self._copy):
             self._copy = self._endpoint.send_buffer(self._vector)
         self._copy.copy_(self._vector)
         self._partner = partner
-        self._offer = self._requests.number(PairOffer(self._copy))
+        self._offer = self._requests.number(PairOffer(self._copy, era=self._peers.era))
         await self.retransmit()
 
     async def wait(self) -> None:
-        """Wait until no offer of this worker is open."""
-        await self._peers.wait_until(lambda: self._partner is None)
+        """Wait until no offer of this worker to a member is open."""
+        await self._peers.wait_until(
+            lambda: self._partner is None and not any(self._peers.is_member(rank) for rank in self._aside)
+        )
 
     async def retransmit(self) -> None:
+        for rank in self._aside:
+            if self._peers.is_member(rank):
+                await self._repeat(rank)
         if self._partner is not None and self._offer is not None:
             self._sent_at = self._endpoint.now()
             self._offer = replace(self._offer, answered=self._seen.newest(self._partner))
             await self._peers.send(self._partner, self._offer)
+
+    async def _repeat(self, rank: int) -> None:
+        """Ask for the answer to an offer that was set aside."""
+        self._aside[rank] = replace(self._aside[rank], answered=self._seen.newest(rank))
+        await self._peers.send(rank, self._aside[rank])
 
     async def handle(self, message: Message) -> None:
         src = message.src
@@ -118,27 +131,51 @@ class Pairing(Service):
                 if self._is_answer(message):
                     self._vector.add_(message.share.to(self._vector.device))
                     await self._close()
+                elif self._is_late_answer(message):
+                    self._vector.add_(message.share.to(self._vector.device))
+                    del self._aside[src]
             case PairBusy():
                 if self._is_answer(message):
                     await self._close()
+                elif self._is_late_answer(message):
+                    del self._aside[src]
             case _:
                 pass
 
     async def peer_died(self, rank: int) -> None:
         self._held = [offer for offer in self._held if offer.src != rank]
         self._seen.forget(rank)
+        self._aside.pop(rank, None)
         if self._partner == rank:
             await self._close()
+
+    async def peer_suspected(self, rank: int) -> None:
+        self._held = [offer for offer in self._held if offer.src != rank]
+        if self._partner == rank and self._offer is not None:
+            self._aside[rank] = replace(self._offer, copy=self._offer.copy.clone())
+            await self._close()
+
+    async def peer_returned(self, rank: int) -> None:
+        if rank in self._aside:
+            await self._repeat(rank)
 
     def _is_answer(self, reply: Reply) -> bool:
         """Whether a reply answers the open offer."""
         return self._offer is not None and self._partner == reply.src and self._offer.request_id == reply.request_id
+
+    def _is_late_answer(self, reply: Reply) -> bool:
+        """Whether a reply answers an offer that was set aside."""
+        aside = self._aside.get(reply.src)
+        return aside is not None and aside.request_id == reply.request_id
 
     async def _answer(self, offer: PairOffer) -> None:
         src, mine = offer.src, self._offer
         if self._seen.judge(offer) is not Verdict.NEW:  # The reply may have been lost.
             if (reply := self._seen.kept_reply(offer)) is not None:
                 await self._peers.send(src, reply)
+        elif (aside := self._aside.get(src)) is not None and offer.answered < aside.request_id:
+            self._noted(offer, PairShare(self._give(aside.copy, offer), aside.request_id))  # They have crossed.
+            del self._aside[src]
         elif mine is None:
             await self._peers.send(src, self._noted(offer, PairShare(self._give(self._vector, offer))))
         elif self._partner == src and offer.answered < mine.request_id:

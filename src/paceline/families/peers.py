@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from typing import ClassVar
 
 from torch import Tensor
 
 from paceline.op import Op
-from paceline.protocol.messages import Count, Message, PeerDied, PeerSuspected, Version
+from paceline.protocol.messages import Count, Message, PeerDied, PeerReturned, PeerSuspected, Version
 from paceline.protocol.roster import Roster, State
 from paceline.strategy import MissedEnd
 from paceline.worker.replica import Replica
@@ -50,7 +50,7 @@ class Model(Message):
 
 
 class NotAPeer(Message):
-    """The sender has declared the receiver dead and continues without it."""
+    """The sender continues without the receiver, which was silent for too long to get what it has missed."""
 
 
 class Service(ABC):
@@ -75,6 +75,18 @@ class Service(ABC):
     async def peer_died(self, rank: int) -> None:
         """A peer is no longer a member."""
 
+    async def peer_ended(self, rank: int) -> None:
+        """A peer has finished its work, and ended."""
+        await self.peer_died(rank)
+
+    async def peer_suspected(self, rank: int) -> None:
+        """A peer is silent, and no member for now.  It may come back as it was."""
+        await self.peer_died(rank)
+
+    async def peer_returned(self, rank: int) -> None:
+        """A suspected peer is a member again, with all that it knew before."""
+        await self.peer_joined(rank)
+
     async def retransmit(self) -> None:
         """A timeout has passed: send again what may have been lost."""
 
@@ -97,9 +109,12 @@ class Peers:
         first = self.endpoint.layout.worker_ranks
         self.has_model = self.rank in first
         self.has_finished = False  # This worker has no data left.  A peer that ends now does not end without it.
+        self.era = 0  # How many quiet points this worker has passed; see `QuietPoint`.
+        self.on_wait: Callable[[], Awaitable[None]] | None = None  # Called again and again while this worker waits.
         self._services: list[Service] = []
         self._sending: list[Op[None]] = []
         self._early: deque[tuple[Service, Message]] = deque()  # Messages that arrived before this worker had a model.
+        self._later: deque[Message] = deque()  # Messages of an era that has not begun here.
         self._roster = Roster(rank for rank in first if self.has_model and rank != self.rank)
         self._data_shards = {rank: rank for rank in self.members}
         self._welcomed: dict[int, bool] = {}  # Peers that have noted this new worker, and whether they have a model.
@@ -136,6 +151,8 @@ class Peers:
         due = self.endpoint.now() + (retransmit_s or 0.0)
         await self.flush()
         while not condition() and timeouts != 0:
+            if self.on_wait is not None:
+                await self.on_wait()
             await self._handle_next(None if retransmit_s is None else max(0.0, due - self.endpoint.now()))
             if retransmit_s is not None and self.endpoint.now() >= due:
                 timeouts = None if timeouts is None else timeouts - 1
@@ -148,11 +165,17 @@ class Peers:
         if self._early and self.has_model:
             await self._pass_on(*self._early.popleft())
             return True
-        try:
-            message = await self.endpoint.recv(timeout=timeout)
-        except TimeoutError:
-            return False
+        if self._later and era_of(self._later[0]) <= self.era:
+            message = self._later.popleft()
+        else:
+            try:
+                message = await self.endpoint.recv(timeout=timeout)
+            except TimeoutError:
+                return False
         if await self._is_about_members(message):
+            return True
+        if era_of(message) > self.era:
+            self._later.append(message)
             return True
         for service in self._services:
             if isinstance(message, service.types):
@@ -186,8 +209,17 @@ class Peers:
         """The ranks of all peers that are alive, without this worker."""
         return self._roster.members
 
+    @property
+    def suspected(self) -> list[int]:
+        """Peers that are silent.  Nobody waits for them, and they may come back."""
+        return self._roster.ranks_in(State.SUSPECTED)
+
     def is_member(self, rank: int) -> bool:
         return self._roster.is_member(rank)
+
+    def give_up(self, rank: int) -> None:
+        """A suspected peer cannot come back: what it has missed is no longer here."""
+        self._roster.leave(rank)
 
     def all_in(self, ranks: Container[int]) -> bool:
         """Whether these ranks include all members."""
@@ -200,7 +232,7 @@ class Peers:
         """The member that has this data shard; None if it is dead."""
         return next((rank for rank in self.members if self._data_shards[rank] == data_shard), None)
 
-    async def join(self) -> None:
+    async def join(self, *, takes_model: bool = True) -> None:
         """Start with the model of a peer, if this worker is new.  Return at once if it was there from the beginning."""
         if self.has_model:
             return
@@ -210,7 +242,11 @@ class Peers:
             await self.send(rank, PeerJoin(self.data_shard))
         await self.wait_until(lambda: self.all_in(self._welcomed))
         # Ask for a model only now: all peers know this worker, so each message is in the model or will be sent to it.
-        while self._model is None and (having := [rank for rank in self.members if self._welcomed.get(rank)]):
+        while (
+            takes_model
+            and self._model is None
+            and (having := [rank for rank in self.members if self._welcomed.get(rank)])
+        ):
             await self._ask_for_model(min(having))
         if self._model is not None:
             self.replica.params.copy_(self._model.params)
@@ -235,8 +271,12 @@ class Peers:
         if isinstance(message, (PeerDied, PeerSuspected)):
             await self._lose(message)
             return True
-        if self._roster.state(src) is State.SUSPECTED:
+        if self._roster.state(src) is State.LEFT:
             await self.send(src, NotAPeer())
+            return True
+        if self._roster.state(src) is State.SUSPECTED:
+            await self._take_back(src)
+        if isinstance(message, PeerReturned):
             return True
         match message:
             case NotAPeer():
@@ -257,13 +297,26 @@ class Peers:
         return True
 
     async def _lose(self, event: PeerDied | PeerSuspected) -> None:
+        rank = event.src
         if isinstance(event, PeerSuspected):
-            self._roster.suspect(event.src)
-        elif not self.has_finished and self.endpoint.has_ended(event.src):
-            await self._miss_end()
+            if self._roster.suspect(rank):
+                for service in self._services:
+                    await service.peer_suspected(rank)
+        elif self.endpoint.has_ended(rank):
+            if not self.has_finished:
+                await self._miss_end()
+            self._roster.die(rank)
+            for service in self._services:
+                await service.peer_ended(rank)
         else:
-            self._roster.die(event.src)
-        await self._report_death(event.src)
+            self._roster.die(rank)
+            await self._report_death(rank)
+
+    async def _take_back(self, rank: int) -> None:
+        """A suspected peer is alive.  It has not noticed the suspicion, and goes on as a slow worker does."""
+        self._roster.join(rank, self._roster.incarnation(rank))
+        for service in self._services:
+            await service.peer_returned(rank)
 
     async def _report_death(self, rank: int) -> None:
         for service in self._services:
@@ -277,7 +330,7 @@ class Peers:
     async def _add_member(self, new: int, data_shard: int) -> None:
         if self._roster.state(new) is State.DEAD:
             return
-        for rank in self.members:
+        for rank in (*self.members, *self.suspected):
             if self._data_shards[rank] == data_shard and rank != new:
                 self._roster.die(rank)  # It must be dead: the new worker replaces it.
                 await self._report_death(rank)
@@ -291,3 +344,8 @@ class Peers:
     async def _send_model(self, dst: int) -> None:
         state = [tensor.clone() for service in self._services for tensor in service.snapshot()]
         await self.send(dst, Model(self.replica.params.clone(), tuple(state), self.replica.cursor.step))
+
+
+def era_of(message: Message) -> int:
+    """The number of quiet points that its sender had passed; 0 for messages that mean the same in every era."""
+    return getattr(message, "era", 0)

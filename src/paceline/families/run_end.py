@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.families.broadcast import BroadcastLog
 from paceline.families.peers import Peers, Service
 from paceline.protocol.messages import Message, Number
+from paceline.strategy import MissedEnd
 
 RETRIES = 12  # Timeouts after which a worker leaves without the last acknowledgements.
 
@@ -63,6 +64,8 @@ class RunEnd(Service):
         self._asked: int | None = None  # the peer that computes the mean,
         self._mean: Tensor | None = None  # the mean,
         self._have_mean: set[int] = set()  # and the peers that have it.
+        self._is_agreeing = False
+        self._has_lost_end = False  # Whether a peer has ended before this worker had the mean.
         if log is not None:
             log.on_message_of_dead = self._report_to_all
         peers.add(self)
@@ -113,12 +116,16 @@ class RunEnd(Service):
 
     async def agree(self) -> None:
         """Set the model to the mean of all workers' models.  The member with the lowest rank computes it."""
+        self._is_agreeing = True
+        if self._has_lost_end and self._mean is None:
+            raise MissedEnd
         peers = self._peers
         params = peers.replica.params
         while self._mean is None and (first := min((peers.rank, *peers.members))) != peers.rank:
             await self._ask_for_mean(first)
         if self._mean is None:
-            await peers.wait_until(lambda: peers.all_in(self._models))
+            await peers.wait_until(lambda: self._mean is not None or peers.all_in(self._models))
+        if self._mean is None:
             models = {peers.rank: params, **{rank: self._models[rank] for rank in peers.members}}
             total = torch.zeros_like(params)
             for rank in sorted(models):
@@ -180,6 +187,13 @@ class RunEnd(Service):
     async def peer_joined(self, rank: int) -> None:
         await self._report(rank)
         await self._send_mean()
+
+    async def peer_ended(self, rank: int) -> None:
+        """It ends when all of its peers have all messages, and the mean: if this worker has not, it is none of them."""
+        self._has_lost_end |= self._mean is None
+        if rank not in self._complete or (self._is_agreeing and self._has_lost_end):
+            raise MissedEnd
+        await self.peer_died(rank)
 
     async def peer_died(self, rank: int) -> None:
         self._models.pop(rank, None)

@@ -167,6 +167,11 @@ class StageLearner(TaskLearner):
         self._names = [n for n, _ in pipeline.split.model.named_parameters(remove_duplicate=False)]
         self._bad: str | None = None
 
+    @property
+    def split_model(self) -> nn.Module | None:
+        """The whole model, of which this process has the values of one stage."""
+        return self.pipeline.split.model
+
     def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
         return Begun("gradient", lambda: self._gradient(replica, each))
 

@@ -145,6 +145,10 @@ class PeerSuspected(Event):
     """Rank `src` has sent no heartbeat for too long.  It may be alive."""
 
 
+class PeerReturned(Event):
+    """Rank `src` was suspected, and has sent a heartbeat."""
+
+
 def reply_to(request: Numbered, reply: Reply) -> Reply:
     """Give a reply the number and the incarnation of the request."""
     reply.request_id = request.request_id

@@ -28,6 +28,7 @@ class Membership:
         self.leaving: dict[int, Leave] = {}  # Workers that have left, and wait for the final value.
         self.all_done = False  # Whether all work is done.
         self._awaited: list[float] = []  # Until when the shard waits for each replacement.
+        self._ahead = 0  # How many have joined before the death of the worker that they replace was noticed.
 
     # Snapshots.
 
@@ -98,6 +99,8 @@ class Membership:
         self._note(changes)
         if not was_member and self._awaited:
             self._awaited.pop(0)
+        elif not was_member:
+            self._ahead += 1
         return changes
 
     def wake(self, rank: int) -> None:
@@ -117,7 +120,9 @@ class Membership:
         changes = self.roster.die(rank) if is_dead else self.roster.suspect(rank, incarnation)
         self._note(changes)
         loss = next((change for change in changes if change.is_loss), None)
-        if loss is not None and self.grace_s:
+        if loss is not None and self._ahead:
+            self._ahead -= 1
+        elif loss is not None and self.grace_s:
             self._awaited.append(now + self.grace_s)
         return loss
 

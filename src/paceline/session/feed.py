@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any, Generic, TypeVar, get_args
 
 import torch
@@ -27,7 +28,7 @@ from paceline.session.loading import (
     read_whole,
 )
 from paceline.session.loop import Loop
-from paceline.session.loop_place import LoopPlace
+from paceline.session.loop_place import LoopPlace, Visit
 from paceline.session.partition import Partition
 from paceline.session.reading import Part, PartLoader
 
@@ -45,11 +46,11 @@ class Feed:
         self.partition = Partition(rank, workers)
         self.workers = workers
         self._elastic = elastic
-        self._passes = 0
         self._is_whole = False  # Whether the last minibatch was read whole, to evaluate the model.
         # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
         self._to_skip = loop.replica.cursor.step * loop.accumulate
         self.place = LoopPlace(loop)
+        self._visit: Visit | None = None  # The pass that has begun last, if it is one to train.
         self.on_minibatch: Callable[[], None] = lambda: None  # The session's hook, before a minibatch is trained.
 
     @property
@@ -71,8 +72,9 @@ class Feed:
         else:
             parts = self._parts(loader, cutter, skip, whole)
         last = length_of(loader)
-        self._passes += 1
-        epoch = self._passes
+        self.place.begun += 1
+        self._visit = visit
+        epoch = self.place.begun
         self.loop.guard.whereabouts.passes = epoch
         has_trained = False
         try:
@@ -189,7 +191,7 @@ class Feed:
     def _end_exchanges(self) -> None:
         # An agreement uses collectives.  An exchange in flight on some ranks only would disturb them.
         if self.workers > 1:
-            drive(self.loop.run.states.before_save())
+            drive(self.loop.run.states.end_exchanges())
 
     def _guarded(self, parts: Generator[T]) -> Iterator[T]:
         doing = "reading session.shard" + ("" if self.is_training else " to evaluate")
@@ -203,7 +205,14 @@ class Feed:
 
     def _agreement(self) -> Agreement:
         if self._elastic:
-            return ByStore(self.job.store, self.partition.index, self._passes)
+            visit = self._visit
+            return ByStore(
+                self.job.store,
+                self.partition.index,
+                self.place.begun,
+                resumed=None if visit is None else visit.seed,
+                keep=id if visit is None else partial(setattr, visit, "seed"),
+            )
         return ByCollectives(self.loop.replica.endpoint)
 
 

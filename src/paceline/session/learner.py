@@ -86,6 +86,7 @@ class LoopLearner:
     has_global_data = False
     stage = 0
     stages = 1
+    split_model = None
 
     def __init__(self, flat: FlatModel, optimizer: SessionOptimizer, parts: TensorParallel | None = None) -> None:
         self.flat = flat

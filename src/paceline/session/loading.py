@@ -57,11 +57,18 @@ class ByCollectives:
 
 
 class ByStore:
-    """Agreement between ranks that may join and leave: the first rank that begins its `number`-th pass decides."""
+    """Agreement between ranks that may join and leave: the first rank that begins its `number`-th pass decides.
 
-    def __init__(self, store: Store, rank: int, number: int) -> None:
+    `resumed` is the seed of a pass that continues; `keep` is called with the seed that was agreed on.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, number: int, resumed: int | None = None, keep: Callable[[int], object] = id
+    ) -> None:
         self.store = store
         self.rank = rank
+        self.resumed = resumed
+        self.keep = keep
         self.prefix = f"pass/{number}"
 
     def check_same(self, digest: bytes) -> None:
@@ -71,7 +78,10 @@ class ByStore:
             raise _different_minibatch(self.rank, int(rank))
 
     def seed(self) -> int:
-        return int(self.store.compare_set(f"{self.prefix}/seed", "", str(int(_random_seed()))).decode())
+        seed = int(_random_seed()) if self.resumed is None else self.resumed
+        agreed = int(self.store.compare_set(f"{self.prefix}/seed", "", str(seed)).decode())
+        self.keep(agreed)
+        return agreed
 
 
 def _random_seed() -> Tensor:

@@ -30,6 +30,8 @@ class Visit:
     used: int  # The minibatches of this pass that have been yielded,
     step: int  # and the run's step when the last one was.
     random: dict[str, Any] | None = None  # To be set before the first minibatch of a resumed pass.
+    number: int = 0  # How many passes of any kind had begun before it.
+    seed: int | None = None  # By which it is shuffled, if the ranks agreed on one.
     after: dict[str, Any] | None = None  # The position of a PartLoader after the last minibatch,
     before: dict[str, Any] | None = None  # and before it.
 
@@ -40,6 +42,7 @@ class LoopPlace:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.passes = 0  # Those that have ended.
+        self.begun = 0  # Those that have begun, and those that evaluate.
         self._visits: list[Visit] = []  # Those that have begun.
         self._saved: Mapping[str, Any] | None = None  # The place at which the coming pass is resumed.
 
@@ -53,7 +56,8 @@ class LoopPlace:
         else:
             _set_random_numbers(saved["began"], loader)
             skip = int(saved["minibatch"])
-            visit = Visit(loader, saved["began"], skip, skip, step, saved["random"])
+            visit = Visit(loader, saved["began"], skip, skip, step, saved["random"], seed=saved["seed"])
+        visit.number = self.begun
         if isinstance(loader, PartLoader):
             visit.skip = 0
             if saved is not None and saved["loader"] is not None:
@@ -99,18 +103,21 @@ class LoopPlace:
             "began": None,
             "random": _random_numbers(None),
             "loader": None,
+            "begun": self.begun,
+            "seed": None,
         }
         for visit in self._visits:
             # In the loop's body, the last minibatch is used once the step with it was taken.
             is_used = before_next or self._loop.replica.cursor.step > visit.step
             place["minibatch"] = visit.used if is_used else visit.used - 1
-            place["began"] = visit.began
+            place |= {"began": visit.began, "begun": visit.number, "seed": visit.seed}
             place["loader"] = visit.after if is_used else visit.before
         return place
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """The next pass continues there."""
         self.passes = int(saved["passes"])
+        self.begun = int(saved["begun"])
         self._saved = saved
         if saved["began"] is None:
             _set_random_numbers(saved["random"], None)

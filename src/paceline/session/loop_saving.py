@@ -48,6 +48,7 @@ class LoopSaving:
         self._also = settings.also
         self._automatic = self._saving(settings)
         self._feed.on_minibatch = partial(self._before_minibatch, self._automatic)
+        self._loop.replica.cursor.on_rest = partial(self._at_rest, self._automatic)
         self._resume(self._automatic)
 
     def _saving(self, settings: Checkpoints) -> Saving:
@@ -89,6 +90,10 @@ class LoopSaving:
         self._last_step = step
         self._is_before_next = True
         automatic.step(step)
+
+    def _at_rest(self, automatic: Saving) -> None:
+        self._is_before_next = False
+        automatic.rest()
 
     def _more(self) -> dict[str, Any]:
         return {

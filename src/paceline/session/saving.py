@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import PrefixStore, Store
 
 from paceline import __version__
@@ -17,9 +18,14 @@ from paceline.checkpoint import BrokenCheckpoint, Checkpoint, Checkpoints, Folde
 from paceline.checkpoint.cadence import Cadence, awaited
 from paceline.checkpoint.manifest import FORMAT, Manifest, Model
 from paceline.checkpoint.saver import CheckpointFailed, Saver, now
+from paceline.errors import ClusterError
 from paceline.op import drive
+from paceline.slot_values import Copies
 from paceline.worker.run import WorkerRun
 
+PATIENCE_S = (
+    120.0  # How long workers that do not wait for each other wait for a file of another one, which may be dead.
+)
 _opened = itertools.count()  # All ranks count the same, so it names the keys of each.
 
 
@@ -39,21 +45,42 @@ class Saving:
         store: Store,
         timeout_s: float,
         more: Callable[[], Mapping[str, Any]] = dict,
+        whole: nn.Module | None = None,
+        stages: int = 1,
     ) -> None:
-        """`more` gives what is saved beside the run's own state."""
+        """`more` gives what is saved beside the run's own state.
+
+        `rank` and `workers` count processes.  Each worker is as many of them as its model has `stages`, and `whole` is
+        that model; with one stage it is the run's own.
+        """
         self._run = run
         self._rank = rank
-        self._workers = workers
+        self._stages = stages
+        self._workers = workers // stages
+        self._worker, self._stage = divmod(rank, stages)
         self._more = more
         self._settings = settings
         self._saved_at: int | None = None
+        self._has_ended = False
+        self._copies = Copies()
         shared = PrefixStore(f"saving/{next(_opened)}", store) if workers > 1 else None
         self._folder = Folder(settings.folder)
-        self._from = self._found(shared, timeout_s)
-        self._saver = Saver(self._folder, settings.keep, rank=rank, workers=workers, store=shared, timeout_s=timeout_s)
-        self._cadence = Cadence(settings, run.replica.plan, store=shared, is_first=rank == 0, timeout_s=timeout_s)
+        endpoint = run.replica.endpoint
+        # A worker that replaces a dead one has its state from another worker, and not from the disk.
+        is_replacement = endpoint.rank not in endpoint.layout.worker_ranks
+        self._from = self._replaced() if is_replacement else self._found(shared, timeout_s)
+        # Workers that do not wait for each other stand at no common step: the first one says when they are saved.
+        self._is_together = run.strategy.needs.ordered
+        wait_s = timeout_s if self._is_together else min(timeout_s, PATIENCE_S)
+        self._saver = Saver(self._folder, settings.keep, rank=rank, workers=workers, store=shared, timeout_s=wait_s)
+        told = shared if self._is_together else None
+        is_first = rank == 0 or not self._is_together
+        self._cadence = Cadence(settings, run.replica.plan, store=told, is_first=is_first, timeout_s=timeout_s)
         flat = run.replica.learner.flat
-        self._model = Model.of(flat.model, flat.names)
+        trained = flat.names if whole is None else [n for n, p in whole.named_parameters() if p.requires_grad]
+        self._model = Model.of(flat.model if whole is None else whole, trained)
+        self._trained = list(flat.names)
+        self._buffers = [name for name, _ in flat.model.named_buffers()]
 
     # Continue.
 
@@ -79,6 +106,10 @@ class Saving:
             self._folder.release()
             raise failure
         return chosen
+
+    def _replaced(self) -> None:
+        if self._rank == 0:
+            self._folder.claim()
 
     def _chosen(self) -> Checkpoint | None:
         self._folder.claim()
@@ -107,35 +138,70 @@ class Saving:
                 "empty one"
             )
         try:
-            load(checkpoint.state(self._rank, self._workers))
+            self._check_stages(checkpoint)
+            load(checkpoint.state(self._worker, self._workers, self._stage))
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}") from error
-        more = checkpoint.part(self._rank if self._rank < checkpoint.manifest.workers else 0)["more"]
+        more = checkpoint.part(self._source(checkpoint), self._stage)["more"]
         self._from = None
         self._saved_at = checkpoint.step
         self._cadence.start(checkpoint.step)
         return more
+
+    def _source(self, checkpoint: Checkpoint) -> int:
+        """The worker whose place in the data this one continues."""
+        if self._workers != checkpoint.manifest.workers and not self._is_together:
+            steps = [state["step"] for state in checkpoint.states()]
+            return steps.index(min(steps))
+        return self._worker if self._worker < checkpoint.manifest.workers else 0
+
+    def _check_stages(self, checkpoint: Checkpoint) -> None:
+        """Raise ValueError if the model was cut into other stages."""
+        if checkpoint.manifest.stages != self._stages:
+            raise ValueError(
+                f"it is a checkpoint of a model in {checkpoint.manifest.stages} stages, and this run has "
+                f"{self._stages}: give train(stages={checkpoint.manifest.stages}), or start anew from the export"
+            )
+        trained = checkpoint.part(0, self._stage)["trained"]
+        if self._stages > 1 and trained != self._trained:
+            raise ValueError(
+                f"stage {self._stage} of the saved model has the parameters {trained}, and that of this run "
+                f"{self._trained}: give train(stages=[...]) with the layers at which the saved stages begin"
+            )
 
     # Save.
 
     def step(self, step: int) -> None:
         """The run stands before this step: save it if that is due."""
         self._tell_failure()
-        if self._cadence.is_due(step) and step != self._saved_at:
+        rest = self._run.replica.cursor.rest
+        is_due = (self._is_together or self._rank == 0) and self._cadence.is_due(step) and step != self._saved_at
+        if is_due or (rest is not None and rest.is_asked):
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Save the run, which stands before this step."""
-        drive(self._run.states.before_save())
+        """Save the run, which stands before this step.
+
+        Without a common step, every worker but the first has its own.
+        """
         replica = self._run.replica
+        rest = replica.cursor.rest
+        try:
+            drive(self._run.states.before_save())
+        except ClusterError as error:
+            if rest is None:
+                raise
+            return self._saver.give_up(step, str(error), f"rest {rest.number}")
         flat = replica.learner.flat
         flat.refresh()
-        values: dict[str, Any] = {"state": self._run.state_dict(), "more": self._more()}
-        if self._rank == 0:
+        self._saver.wait()  # The memory of its copies is used again.
+        values: dict[str, Any] = {"state": self._run.state_dict(self._copies), "more": self._more()}
+        if self._worker == 0:
             published = replica.published
             trained = set(flat.names)
             frozen = {n: p.detach().cpu().clone() for n, p in flat.model.named_parameters() if n not in trained}
-            values |= {"published": None if published is None else published.clone(), "frozen": frozen}
+            values |= {"published": self._copies.of(published, "published"), "frozen": frozen}
+            values |= {"trained": self._trained, "buffers": self._buffers}
         manifest = Manifest(
             format=FORMAT,
             number=0,
@@ -146,9 +212,15 @@ class Saving:
             step=step,
             workers=self._workers,
             model=self._model,
+            stages=self._stages,
         )
         self._saved_at = step
-        self._saver.save(step, values, lambda number: replace(manifest, number=number))
+        key = None if rest is None else "end" if self._has_ended else f"rest {rest.number}"
+        self._saver.save(step, values, lambda number: replace(manifest, number=number), key)
+
+    def rest(self) -> None:
+        """Others save the run, and this worker has no data left."""
+        self.save(self._run.replica.cursor.step)
 
     def finish(self, end: int) -> None:
         """The run has ended, and its data before the step `end`: save it a last time, and wait until that is written.
@@ -157,7 +229,10 @@ class Saving:
         """
         cursor = self._run.replica.cursor
         cursor.step = min(cursor.step, end)
-        if cursor.step != self._saved_at:
+        self._has_ended = True
+        if self._run.missed_end:
+            self._saver.give_up(cursor.step, "this worker was believed dead, and missed the end", "end")
+        elif cursor.step != self._saved_at or not self._is_together:
             self.save(cursor.step)
         self.close()
         self._tell_failure()

@@ -225,7 +225,8 @@ class Session:
         run = self.loop.run
         before = self.state_dict()
         with self.loop.guard.during("in session.load_state_dict()"):
-            check_states(state, type(self.strategy).__name__, self._endpoint)
+            store = None if self.strategy.needs.collectives else self.job.store
+            check_states(state, type(self.strategy).__name__, self._endpoint, store)
         try:
             run.load_state_dict(state)
             self._watch.restart()
@@ -248,6 +249,7 @@ class Session:
             buffers = SharedBuffers(self.job.store, self.loop.replica, self.job.rank, self.job.workers)
         try:
             self.loop.on_end()
+            self.job.endpoint.missed_end = self.loop.run.missed_end
             if buffers is not None and not self.loop.run.missed_end:
                 buffers.take_mean()
             if self.workers > 1 and self.strategy.needs.ordered:

@@ -17,10 +17,6 @@ def check_checkpoint(terms: Terms) -> None:
     if terms.checkpoint is None:
         return
     check(terms.strategy, Offers("train(checkpoint=...)", unbroken=False))
-    if terms.depth > 1:
-        raise ValueError(
-            f"train(stages={terms.stages}, checkpoint=...): a model in stages cannot be saved; leave one of them out"
-        )
     if terms.checkpoint.also:
         raise ValueError(
             f"train(checkpoint=Checkpoints(also={sorted(terms.checkpoint.also)})): a Task has no schedulers of the "
@@ -35,8 +31,16 @@ def saving_of(terms: Terms, job: Job, run: WorkerRun) -> Generator[Saving | None
         yield None
         return
     saving = Saving(
-        terms.checkpoint, run, rank=job.rank, workers=job.workers, store=job.store, timeout_s=terms.timeout_s
+        terms.checkpoint,
+        run,
+        rank=job.rank,
+        workers=job.workers,
+        store=job.store,
+        timeout_s=terms.timeout_s,
+        whole=run.replica.learner.split_model,
+        stages=terms.depth,
     )
+    run.replica.cursor.on_rest = saving.rest
     try:
         saving.resume(run.load_state_dict)
         yield saving

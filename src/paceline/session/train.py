@@ -24,18 +24,19 @@ from torch import Tensor, nn
 
 from paceline.checked import check_arguments, checked_seconds, instance_of
 from paceline.checkpoint import Checkpoints
-from paceline.endpoint import Endpoint
 from paceline.engines.job import Job
+from paceline.engines.meeting import loopback_listener, reach_store
 from paceline.engines.place import Place, detect
 from paceline.engines.processes import die_with_parent
+from paceline.engines.store_process import check_store, start_store, stop_store
 from paceline.engines.supervisor import Supervisor, Worker, write_report
 from paceline.monitor.monitor import INSTEAD, Monitor
 from paceline.needs import Offers, check
-from paceline.op import Begun, Op, drive
+from paceline.op import drive
 from paceline.pipeline.processes import Order, StageLearner, staged
 from paceline.pipeline.stand_in import check_stages, split_for
 from paceline.run import Run
-from paceline.session.backward import BucketHooks, Each
+from paceline.session.process_learner import ProcessLearner
 from paceline.session.returned import return_model, take_model
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.shared_buffers import SharedBuffers
@@ -46,63 +47,10 @@ from paceline.strategy import Strategy
 from paceline.task import Task, Trainee
 from paceline.trace import Trace
 from paceline.transport.endpoint import SILENT_S
+from paceline.transport.job_key import JobKey
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import untie
-from paceline.worker.learner import TaskLearner
-from paceline.worker.replica import Replica
 from paceline.worker.run import WorkerRun
-
-
-class ProcessLearner(TaskLearner):
-    """Computes this process's gradients when they are awaited, and hands out each bucket as soon as it is complete."""
-
-    def __init__(self, trainee: Trainee, endpoint: Endpoint) -> None:
-        super().__init__(trainee)
-        self.endpoint = endpoint
-        self._each: Each | None = None
-        self._hooks = BucketHooks(trainee.flat, lambda: self._each, lambda: None)
-
-    def gradient(self, replica: Replica, each: Each | None) -> Op[Tensor]:
-        return Begun("gradient", lambda: self._gradient(replica, each))
-
-    def _gradient(self, replica: Replica, each: Each | None) -> Tensor:
-        flat = self.flat
-        if self._backward(replica, each):
-            if each is None:
-                flat.collect_all()
-                if not replica.batch.accept(flat.first_nonfinite):
-                    flat.grads.zero_()
-        else:
-            flat.emit_zeros(each)
-        return flat.grads
-
-    def local_step(self, replica: Replica) -> Op[None]:
-        return Begun("local step", lambda: self._local_step(replica))
-
-    def _local_step(self, replica: Replica) -> None:
-        if self._backward(replica, None) and replica.batch.accept(self.flat.first_nonfinite_grad):
-            self.trainee.local_step()
-
-    def evaluated(self, vector: Tensor | None) -> dict[str, float]:
-        return self.trainee.evaluate(vector)
-
-    def whole(self) -> nn.Module:
-        return self.flat.model
-
-    def _backward(self, replica: Replica, each: Each | None) -> bool:
-        """Compute the next minibatch's gradient and hand its buckets to `each`; False if there is no minibatch left."""
-        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
-        replica.batch.begin(0 if batch is None else len(batch[0]))
-        if batch is None:
-            return False
-        start = self.endpoint.now()
-        self._each = None
-        self.trainee.backward(batch, lambda: setattr(self, "_each", each))
-        now = self.endpoint.now()
-        self.endpoint.trace.span(replica.rank, "gradient", start, now)
-        if not self.trainee.is_trial:
-            self.endpoint.trace.point(now, replica.rank, replica.cursor.step, len(batch[0]), self.trainee.loss)
-        return True
 
 
 def train(
@@ -230,6 +178,7 @@ def _work(
         )
         run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
         _train(terms, job, learner, run, watching)
+        job.endpoint.missed_end = run.missed_end
         model = learner.whole()
         if terms.depth > 1:
             learner.endpoint.trace.move_to(job.rank)
@@ -312,6 +261,7 @@ class _ForkedWorkers:
         self._watching = watching
         self._is_elastic = terms.is_elastic
         self._context = multiprocessing.get_context("fork")
+        self._key = JobKey.fresh()
         self._processes: dict[int, BaseProcess] = {}  # The last one of each rank.
         # Anonymous memory that forked workers share: a flag for each rank that has joined, and rank 0's step.
         self._shared = np.frombuffer(mmap(-1, 8 * (workers + 1)), dtype=np.int64)
@@ -320,6 +270,9 @@ class _ForkedWorkers:
         import_module("torch._dynamo")  # torch imports it with the first optimizer; once here is faster.
         if self._terms.depth > 1:
             import_module("torch.distributed.pipelining")
+        with loopback_listener() as listener:
+            self._port = listener.getsockname()[1]
+            self._store = start_store(listener)
         self._pipe = os.pipe()  # Servers of elastic workers run as long as it is open, whichever worker started them.
         with tempfile.TemporaryDirectory(prefix="paceline-") as name:
             self._folder = Path(name)
@@ -329,7 +282,7 @@ class _ForkedWorkers:
                 self._report_path,
                 replacements=self._terms.replacements if self._is_elastic else None,
                 has_joined=lambda rank: bool(self._shared[rank]),
-                every_tick=lambda: self._watching.show(int(self._shared[-1])),
+                every_tick=self._tick,
                 with_traceback=True,
             )
             try:
@@ -338,9 +291,14 @@ class _ForkedWorkers:
             finally:
                 os.close(self._pipe[0])
                 os.close(self._pipe[1])
+                stop_store(self._store)
                 for process in self._processes.values():
                     process.close()
             return self._collect()
+
+    def _tick(self) -> None:
+        check_store(self._store)
+        self._watching.show(int(self._shared[-1]))
 
     def _start(self, rank: int) -> Worker:
         if rank in self._processes:
@@ -366,12 +324,11 @@ class _ForkedWorkers:
         def report(k: int) -> None:
             self._shared[-1] = k
 
-        path = str(self._folder / "store")
         self._watching.leave(report if rank == 0 else None)
         outcome = _work(
             self._terms,
             self._watching,
-            Place("train", rank, self._workers, lambda _: dist.FileStore(path), rank, self._workers),
+            Place("train", rank, self._workers, lambda _: reach_store(self._port), rank, self._workers, self._key),
             is_forked=True,
             launcher_pipe=self._pipe[0] if self._is_elastic else None,
             on_joined=lambda: self._shared.__setitem__(rank, 1),

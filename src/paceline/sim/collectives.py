@@ -159,17 +159,12 @@ def _broadcast(given: Given, ranks: Sequence[int], meeting: Rendezvous) -> list[
     return [x if x is source else x.copy_(source) for (x,) in given]
 
 
-def _shared_vector(given: Given, ranks: Sequence[int], meeting: Rendezvous) -> list[tuple[Tensor, Tensor]]:
-    return [(given[0][0].clone(), torch.zeros(len(given), dtype=torch.int64))] * len(given)
-
-
 _RESULTS: dict[str, Callable[[Given, Sequence[int], Rendezvous], Sequence[Any]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "reduce": _reduce,
     "broadcast": _broadcast,
-    "common": _shared_vector,
 }
 
 

@@ -35,6 +35,7 @@ class SimEndpoint:
         self._simulator = world.simulator
         self._group = world.group(self.ranks)
         self._channel = channel  # The collectives of a channel are numbered separately.
+        self._vectors = 0  # Shared vectors so far.
         self._begun = 0  # Collectives of this channel so far.
         self._subgroups: dict[tuple[int, ...], SimEndpoint] = {}
 
@@ -87,12 +88,17 @@ class SimEndpoint:
         simulator.at(stop, simulator.finish, op, value)
         return op
 
-    def shared_vector(self, first: Tensor) -> Op[SharedVector]:
-        return self.spawn(self._shared_vector(first), kind="common")
-
-    async def _shared_vector(self, first: Tensor) -> SharedVector:
-        values, counts = await self._meet("common", (first.shape, first.dtype), (first,), 0)
-        return SimSharedVector(self, values, WriteCounts(counts, self.ranks.index(self.rank)))
+    def shared_vector(self, first: Tensor, member: int | None = None) -> Op[SharedVector]:
+        self._vectors += 1
+        key = self.ranks, self._vectors
+        if key not in self.world.shared:
+            counts, steps = torch.zeros(2, len(self.ranks), dtype=torch.int64)
+            self.world.shared[key] = first.clone(), counts, steps
+        values, counts, steps = self.world.shared[key]
+        mine = self.ranks.index(self.rank) if member is None else member
+        op: SimOp[SharedVector] = self._simulator.op("common", self.rank)
+        self._simulator.finish(op, SimSharedVector(self, values, WriteCounts(counts, mine), steps.numpy().data))
+        return op
 
     def send(self, dst: int, message: Message) -> Op[None]:
         world = self.world

@@ -148,6 +148,7 @@ class Simulation:
         worker = SimWorker(run, trainee)
         run.on_step = partial(self._before_step, worker)
         run.replica.cursor.on_end = partial(self._keep_buffers, worker)
+        run.replica.cursor.on_rest = self._stop
         return worker
 
     def load(self, states: list[State]) -> None:
@@ -219,6 +220,11 @@ class Simulation:
         if self._watches:
             self._watch(worker, step)
         if step == self.stop_at:
+            raise Stopped
+
+    def _stop(self) -> None:
+        """Others have stopped, and this worker had no data for the step at which they did."""
+        if self.stop_at is not None:
             raise Stopped
 
     def _watch(self, worker: SimWorker, step: int) -> None:

@@ -25,10 +25,11 @@ PIECES = 8
 class SimSharedVector:
     """One rank's access to the vector."""
 
-    def __init__(self, endpoint: SimEndpoint, values: Tensor, writes: WriteCounts) -> None:
+    def __init__(self, endpoint: SimEndpoint, values: Tensor, writes: WriteCounts, steps: memoryview) -> None:
         self.endpoint = endpoint
         self.values = values
         self.writes = writes
+        self.steps = steps
 
     def read(self, into: Tensor) -> Op[Tensor]:
         return self.endpoint.spawn(self._read(into), kind="read")

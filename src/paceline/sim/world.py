@@ -6,6 +6,8 @@ from collections import deque
 from random import Random
 from typing import NamedTuple
 
+from torch import Tensor
+
 from paceline.endpoint import Layout
 from paceline.protocol.messages import Message, PeerDied, PeerSuspected
 from paceline.sim.cluster import Cluster
@@ -52,6 +54,8 @@ class World:
         self.lives = [0] * size  # How often each server was killed,
         self._killed: dict[int, float] = {}  # and when it was last.
         self.members_ever = list(layout.worker_ranks)  # Every worker that ever started.
+        # By group and number: the values of shared vectors, and what their members have counted.
+        self.shared: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._chance = Random(f"{cluster.seed}/faults")
 

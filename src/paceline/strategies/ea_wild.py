@@ -18,7 +18,8 @@ from torch import Tensor
 
 from paceline.endpoint import Endpoint
 from paceline.families.centre import Centre, InMemory, OnShards
-from paceline.families.elastic import Elastic, check_period
+from paceline.families.company import Company
+from paceline.families.elastic import Elastic, check_period, groups_of
 from paceline.needs import Needs
 from paceline.op import Op
 from paceline.server.rules import Attract
@@ -60,17 +61,22 @@ class EAWild(Elastic, Strategy):
 
     @property
     def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Needs(servers=self.servers > 0, shared_memory=not self.servers, global_data=self.groups == "random")
+        return Needs(
+            collectives=not self.is_elastic,
+            servers=self.servers > 0,
+            shared_memory=not self.servers,
+            global_data=self.groups == "random",
+        )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers meet nothing but the shared memory, so that they may die."""
+        return self.group == 1 and not self.servers
 
     async def worker(self, w: Replica) -> None:
-        groups = w.workers // self.group
-        if w.workers % self.group:
-            fitting = [str(n) for n in range(1, w.workers + 1) if not w.workers % n]
-            raise ValueError(
-                f"EAWild(group={self.group}): {w.workers} workers make {groups} groups and leave "
-                f"{w.workers % self.group} over; the number of workers must be a multiple of {self.group}, or the "
-                f"group one of {', '.join(fitting)}"
-            )
+        if self.is_elastic:
+            return await self._alone(w)
+        groups = groups_of(w.workers, self.group)
         self.warn_if_unstable(w, groups)
         everyone = w.endpoint
         centre = await OnShards.of(w) if self.servers else InMemory(await everyone.shared_vector(w.params), everyone)
@@ -89,6 +95,29 @@ class EAWild(Elastic, Strategy):
             await centre.meet(w.params.clone(), self.share(w, groups), seen)
         seen.copy_(await centre.end())
         await w.mean_of_buffers()
+
+    async def _alone(self, w: Replica) -> None:
+        """A worker that is a group of its own, and waits for no other."""
+        company = await Company.of(w)
+        self.warn_if_unstable(w, w.cursor.shards)
+        centre = InMemory(company.vector, w.endpoint)
+        seen = w.params.clone()  # The centre at the last meeting.
+        w.published = seen
+        before = torch.empty_like(w.params)
+        first = w.cursor.step
+        for k in w.steps_alone():
+            await company.look_around()
+            meets = k > first and k % self.period == 0
+            alpha = await self.coming_share(w, w.cursor.shards) if meets else 0.0
+            met = centre.meet(before.copy_(w.params), alpha, seen) if meets else None
+            await w.local_step()
+            if met is not None:
+                await met
+                w.params.sub_(before.sub_(seen), alpha=alpha)
+        if w.cursor.step > first:  # The last steps move the centre too.
+            await centre.meet(w.params.clone(), self.share(w, w.cursor.shards), seen)
+        await company.wait_for_all()
+        seen.copy_(company.vector.values)
 
     async def _step(
         self, w: Replica, group: Endpoint, centre: Centre, seen: Tensor, before: Tensor, *, alpha: float, meets: bool

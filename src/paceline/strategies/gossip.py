@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.families.pairing import Pairing
 from paceline.families.peers import Peers
+from paceline.families.quiet import QuietPoint
 from paceline.families.run_end import RunEnd
 from paceline.families.topology import Ring, Topology, check_connected, peer_of
 from paceline.needs import Needs
@@ -36,7 +37,7 @@ class Gossip(Strategy):
     period: int = 1
     rounds: int = 1
     overlap: bool = True
-    needs: ClassVar[Needs] = Needs(collectives=False, messages=True)
+    needs: ClassVar[Needs] = Needs(collectives=False, messages=True, rests=True)
     WITHOUT_CODEC: ClassVar = (
         "what one model loses the other must get, or their mean would drift; Strom(codec=...) sends encoded updates "
         "to all peers"
@@ -59,6 +60,7 @@ class Gossip(Strategy):
         check_connected(self.topology, w.cursor.shards)
         peers = Peers(w)
         pairing = Pairing(peers, w.params, half_difference)
+        quiet = QuietPoint(peers, settle=pairing.wait)
         end = RunEnd(peers)
         await peers.join()
         for k in w.steps_alone():
@@ -73,6 +75,7 @@ class Gossip(Strategy):
                     await pairing.wait()
         await pairing.wait()
         await end.wait_for_all()
+        quiet.end()
         await end.agree()
 
 

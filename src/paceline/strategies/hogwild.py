@@ -12,9 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from paceline.collectives import barrier
-from paceline.endpoint import SharedVector
 from paceline.families.centre import note_write
+from paceline.families.company import Company
 from paceline.needs import Needs
 from paceline.strategy import Strategy
 from paceline.worker.replica import Replica
@@ -29,38 +28,41 @@ class Hogwild(Strategy):
     and add the step's change to it.
     """
 
-    needs: ClassVar[Needs] = Needs(shared_memory=True)
+    needs: ClassVar[Needs] = Needs(collectives=False, shared_memory=True)
     WITHOUT_CODEC: ClassVar = (
         "its workers share memory and send nothing; ParameterServer(codec=...) sends encoded gradients"
     )
 
     async def worker(self, w: Replica) -> None:
-        shared = await w.endpoint.shared_vector(w.params)
+        company = await Company.of(w)
+        shared = company.vector
         if shared.values.device == w.params.device and not w.learner.flat.narrow:
             w.learner.flat.rebind(shared.values, is_shared=True)
-            await train_in_place(w, shared)
+            await train_in_place(w, company)
         else:
-            await train_on_copies(w, shared)
-        await barrier(w.endpoint)  # Training ends when the last worker has finished.
+            await train_on_copies(w, company)
+        await company.wait_for_all()
         w.learner.flat.rebind(shared.values.to(w.params.device, copy=True), is_shared=False)
-        await barrier(w.endpoint)  # All workers have copied the model before one of them changes it.
-        await w.mean_of_buffers()
 
 
-async def train_in_place(w: Replica, shared: SharedVector) -> None:
+async def train_in_place(w: Replica, company: Company) -> None:
     """Steps on the shared memory itself."""
+    shared = company.vector
     for _ in w.steps_alone():
         others = shared.writes.of_others()
+        await company.look_around()
         await w.local_step()
         if w.batch.samples:
             note_write(w.endpoint, shared.writes, others, int(w.batch.samples))
 
 
-async def train_on_copies(w: Replica, shared: SharedVector) -> None:
+async def train_on_copies(w: Replica, company: Company) -> None:
     """Steps on a copy of the shared memory, on this worker's device; the change is added to the memory."""
+    shared = company.vector
     before = torch.empty_like(w.params)
     for _ in w.steps_alone():
         others = shared.writes.of_others()
+        await company.look_around()
         w.params.copy_(w.learner.flat.round(await shared.read(before)))
         await w.local_step()
         if w.batch.samples:

@@ -15,12 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-import torch
 from torch import Tensor
 
 from paceline.codecs.codec import Codec, check_one_to_one
 from paceline.families.broadcast import BroadcastLog
+from paceline.families.local_updates import LocalUpdates
 from paceline.families.peers import Peers
+from paceline.families.quiet import QuietPoint
 from paceline.families.run_end import RunEnd
 from paceline.needs import Needs
 from paceline.strategy import Strategy
@@ -44,7 +45,8 @@ class Strom(Strategy):
 
     @property
     def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Needs(collectives=False, messages=True, optimizer=self.lr is None)
+        # Workers that wait for the few stand at no step, and cannot be saved there.
+        return Needs(collectives=False, messages=True, optimizer=self.lr is None, rests=not self.few_steps)
 
     def __post_init__(self) -> None:
         check_one_to_one(f"Strom(codec={self.codec})", self.codec)
@@ -63,6 +65,7 @@ class Strom(Strategy):
         for _ in w.steps_alone():
             await run.step()
         await run.end.wait_for_all()
+        run.quiet.end()
 
 
 class StromWorker:
@@ -72,27 +75,20 @@ class StromWorker:
         self.strategy = strategy
         self.w = w
         self.codec_state = w.codec_state(strategy.codec)
-        self.before = torch.empty_like(w.params if strategy.lr is None else w.params[:0])
+        self.local = LocalUpdates(w)
         self.peers = Peers(w)
         self.log = BroadcastLog(self.peers, self.apply_received)
+        self.quiet = QuietPoint(self.peers, self.log)
         self.end = RunEnd(self.peers, self.log)
 
     async def step(self) -> None:
-        update = await (self.local_update() if self.strategy.lr is None else self.w.gradient())
+        update = await (self.local.next() if self.strategy.lr is None else self.w.gradient())
         if self.w.batch.samples:
             data = await self.encode(update)
             rate = 1.0 if self.strategy.lr is None else self.w.cursor.rate
             self.apply(data, rate)
             await self.log.broadcast(data, rate)
         await self.peers.handle_all()
-
-    async def local_update(self) -> Tensor:
-        """The step of the local optimizer.  It is not applied yet."""
-        self.before.copy_(self.w.learner.flat.round(self.w.params))
-        await self.w.local_step()
-        update = self.before - self.w.params
-        self.w.params.copy_(self.before)
-        return update
 
     async def encode(self, update: Tensor) -> Tensor:
         state = self.codec_state
@@ -101,12 +97,12 @@ class StromWorker:
         return await self.w.endpoint.compute(lambda: state.encode(update), kind="encode", nbytes=update.nbytes)
 
     def apply(self, data: Tensor, rate: float) -> None:
-        params = self.w.params
-        scale = -(self.strategy.lr or 1.0) * rate
-        if self.codec_state is None:
-            params.add_(data.to(params.device), alpha=scale)
-        else:
-            self.codec_state.add(data.to(params.device), params, scale)
+        data, scale = data.to(self.w.params.device), -(self.strategy.lr or 1.0) * rate
+        for vector in self.local.vectors:
+            if self.codec_state is None:
+                vector.add_(data, alpha=scale)
+            else:
+                self.codec_state.add(data, vector, scale)
 
     async def apply_received(self, data: Tensor, rate: float) -> None:
         await self.w.endpoint.compute(lambda: self.apply(data, rate), kind="decode", nbytes=data.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,8 +10,13 @@ from typing import NamedTuple
 
 import zmq
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from paceline.transport.job_key import ForeignValue
+from paceline.transport.strangers import Strangers
+
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 KEYS = "mail/key/"  # The prefix under which the store has the rank of a public key.
 
 
@@ -56,25 +62,34 @@ class Authenticator(threading.Thread):
         self._admitted: dict[bytes, bytes] = {}
         self._requests = inbox.context.socket(zmq.REP)
         self._requests.bind("inproc://zeromq.zap.01")
-        inbox.monitor("inproc://failures", zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-        self._failures = inbox.context.socket(zmq.PAIR)
-        self._failures.connect("inproc://failures")
+        self.strangers = Strangers()
+        inbox.monitor("inproc://connections", FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._events = inbox.context.socket(zmq.PAIR)
+        self._events.connect("inproc://connections")
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._requests, self._failures):
+        for socket in (self._requests, self._events):
             poller.register(socket, zmq.POLLIN)
         # The mailbox closes by terminating its context, which waits for these sockets.
-        with suppress(zmq.ContextTerminated), self._requests, self._failures:
+        with suppress(zmq.ContextTerminated), self._requests, self._events:
             while True:
                 ready = dict(poller.poll())
+                # First: a connection that asks has been accepted before.
+                while self._events.poll(0):
+                    self._take_event()
                 if self._requests in ready:
                     self._answer()
-                if (
-                    self._failures in ready
-                    and recv_monitor_message(self._failures)["event"] != zmq.EVENT_MONITOR_STOPPED
-                ):
-                    self._refuse("a stranger did not complete CURVE's handshake: it has no key, or not this rank's")
+
+    def _take_event(self) -> None:
+        message = recv_monitor_message(self._events)
+        event, file = message["event"], message["value"]
+        if event == zmq.EVENT_ACCEPTED:
+            self.strangers.accepted(file)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.strangers.closed(file)
+        elif event & FAILED:
+            self._refuse("a stranger did not complete CURVE's handshake: it has no key, or not this rank's")
 
     def _answer(self) -> None:
         version, request, _domain, address, _identity, _mechanism, key = self._requests.recv_multipart()
@@ -84,8 +99,14 @@ class Authenticator(threading.Thread):
             if key not in self._admitted and len(self._admitted) < self._size and self._store.check([KEYS + key.hex()]):
                 rank = int(self._store.get(KEYS + key.hex()))
                 if 0 <= rank < self._size and self._store.check([f"mail/{rank}"]):
-                    self._peers[rank] = PeerAddress.of(self._store, rank)
-                    self._admitted[key] = f"{rank} {self._peers[rank].pid}".encode()
+                    peer = PeerAddress.of(self._store, rank)
+                    if hmac.compare_digest(peer.key.encode(), z85.encode(key)):
+                        self._peers[rank] = peer
+                        self._admitted[key] = f"{rank} {peer.pid}".encode()
+        except ForeignValue as error:
+            reason = str(error)
+        except ValueError:
+            reason = "what the store has about its key is damaged"
         except RuntimeError as error:  # The store's; status 300 lets the peer try again.
             status, reason = b"300", f"its key could not be looked up in the store: {error}"
         if key in self._admitted:

@@ -63,6 +63,7 @@ class Connections:
                 raise ValueError(
                     f"Mailbox(bind={bind!r}): name the one address at which the other ranks reach this one"
                 )
+            self.authenticator.strangers.port = int(self.address.rpartition(":")[2])
             self._publish(domain, replaces=replaces)
         except BaseException:
             self.close()

@@ -29,7 +29,7 @@ from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.journal import Journal
 from paceline.transport.shared_memory import SharedMemory
-from paceline.transport.shared_vector import shared_vector
+from paceline.transport.shared_vector import HostVectors, shared_vector
 from paceline.transport.torch_collectives import TorchCollectives
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class ProcessEndpoint:
         open_mailbox: Callable[[], Mailbox | StageMailbox] | None = None,
         open_group: Callable[[tuple[int, ...]], ProcessEndpoint] | None = None,
         membership: Membership | None = None,
+        vectors: HostVectors | None = None,
         trace: Trace | None = None,
     ) -> None:
         backends = backends or Backends()
@@ -146,6 +147,7 @@ class ProcessEndpoint:
         self.ranks = tuple(layout.worker_ranks if ranks is None else ranks)
         self.trace = Trace() if trace is None else trace
         self.hosts = backends.hosts
+        self.missed_end = False  # Whether the run ends without this rank.
         self.journal = Journal()
         self.in_flight: deque[Recorded[Any]] = deque()  # Collectives in the order of their start.
         self._shared = backends.shared
@@ -158,6 +160,7 @@ class ProcessEndpoint:
         )
         self._comm_thread = backends.comm_thread
         self._membership = membership or Membership(members_ever=lambda: self.ranks, has_ended=lambda rank: False)
+        self._vectors = vectors  # Of workers that may die; others make them by collectives.
         self._open_mailbox = open_mailbox
         self._mailbox: Mailbox | StageMailbox | None = None
         self._open_group = open_group
@@ -236,7 +239,9 @@ class ProcessEndpoint:
         """Whether all ranks of a group of several are on one host."""
         return self._shared is not None
 
-    def shared_vector(self, first: Tensor) -> Op[SharedVector]:
+    def shared_vector(self, first: Tensor, member: int | None = None) -> Op[SharedVector]:
+        if self._vectors is not None and len(self.ranks) > 1:
+            return Ready("common", self._vectors.open(self, first, self.rank if member is None else member))
         return Routine("common", shared_vector(self, first))
 
     def all_reduce(self, x: Tensor, extras: Tensor | None = None) -> Op[Tensor]:
@@ -330,6 +335,8 @@ class ProcessEndpoint:
             self._mailbox.close()
         if self._shared is not None:
             self._shared.close()
+        if self._vectors is not None:
+            self._vectors.close()
         self._torch.close()
 
 

@@ -23,6 +23,8 @@ class FailureDetector:
     def __init__(self, now: float, *, silent_s: float | None = None, drain_s: float = DRAIN_S) -> None:
         self.silent_s = silent_s
         self.dead: set[int] = set()
+        self._suspected: set[int] = set()
+        self._returned: list[int] = []
         self._drain_s = drain_s
         self._last_check = now
         self._heartbeats: dict[int, float] = {}  # When each rank that is not suspected sent its last one.
@@ -37,6 +39,14 @@ class FailureDetector:
         """A rank has sent a heartbeat."""
         if self.silent_s is not None and rank not in self.dead:
             self._heartbeats[rank] = now
+            if rank in self._suspected:
+                self._suspected.remove(rank)
+                self._returned.append(rank)
+
+    def returned(self) -> list[int]:
+        """The ranks whose suspicion has ended since the last call."""
+        returned, self._returned = self._returned, []
+        return returned
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for `check`."""
@@ -53,6 +63,7 @@ class FailureDetector:
         suspected = [rank for rank, last in self._heartbeats.items() if now - last > self.silent_s]
         for rank in suspected:
             del self._heartbeats[rank]
+        self._suspected.update(suspected)
         return suspected
 
     def process_ended(self, rank: int, now: float) -> None:
@@ -70,5 +81,6 @@ class FailureDetector:
             return False
         del self._draining[rank]
         self._heartbeats.pop(rank, None)
+        self._suspected.discard(rank)
         self.dead.add(rank)
         return True

@@ -1,9 +1,9 @@
 """Mailbox: a rank's messages to and from the other ranks of its job, over ZeroMQ.
 
 Messages travel over encrypted and authenticated TCP (`connections`).  Large tensors for a rank of the same host stay
-in memory that it can map (`segments`), and only their location is sent.  The mailbox is as trustworthy as its store: a
-process that can write to the store can join the job.  A message is delivered once or, if a connection breaks, not at
-all; messages between two ranks keep their order.
+in memory that it can map (`segments`), and only their location is sent.  The mailbox is as trustworthy as its store: in
+a `SignedStore` only ranks with the job's key can publish one.  A message is delivered once or, if a connection breaks,
+not at all; messages between two ranks keep their order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op, Ready
-from paceline.protocol.messages import Beat, Message, PeerDied, PeerSuspected, UnknownType, decode
+from paceline.protocol.messages import Beat, Message, PeerDied, PeerReturned, PeerSuspected, UnknownType, decode
 from paceline.protocol.requests import Reason, Refusals
 from paceline.transport.connections import Connections
 from paceline.transport.heartbeat import MAX_UNSENT, HeartbeatSender
@@ -44,7 +44,7 @@ class Mailbox:
     interface.  `timeout_s` limits every wait without a limit of its own, and `max_nbytes` every tensor, the same on
     all ranks.  If it `is_open`, other ranks may join the first ones, and the last message from a process of this host
     is `PeerDied`.  `PeerSuspected` says that a rank has sent no heartbeat for `silent_s` seconds.  With `beat_s` the
-    mailbox sends heartbeats to all ranks that it sends messages to.
+    mailbox sends heartbeats to all ranks that it sends messages to, and `PeerReturned` ends a suspicion.
 
     `returning` ranks may be killed and come back as other processes: messages to the old one are lost, those of the old
     one that come after the first of the new one are refused, and there is no `PeerDied` unless the store says that a
@@ -259,6 +259,8 @@ class Mailbox:
         events = self._monitor.wait(timeout_s)
         for rank in events.suspected:
             self._arrived.append(PeerSuspected(src=rank))
+        if self._beat_s is not None:  # Workers among each other; on servers a suspected worker joins again.
+            self._arrived.extend(PeerReturned(src=rank) for rank in events.returned)
         for rank in events.dead:
             if rank in self._returning:
                 self._lose(rank)

@@ -253,6 +253,8 @@ def connect_peers(store: Store, rank: int, ranks: Sequence[int], *, timeout_s: f
 def _say_hello(connection: socket.socket, published: str, index: int) -> None:
     """Connect to a rank by the name that it has published, and prove by its token that this is a rank of its job."""
     connection.connect(f"\0paceline-{published[:32]}")
+    if (user := pid_and_user(connection)[1]) != os.geteuid():
+        raise OSError(f"a process of another user ({user}) listens in the place of a rank")
     connection.send(HELLO.pack(bytes.fromhex(published[32:]), index))
 
 

@@ -24,6 +24,7 @@ class Events(NamedTuple):
     is_any: bool
     has_message: bool
     suspected: list[int]
+    returned: list[int]
     dead: list[int]
 
 
@@ -78,13 +79,15 @@ class PeerMonitor:
             poll_s = left if check_s is None else min(left, check_s)
             ready: dict[Any, int] = dict(self._poller.poll(math.ceil(1000 * poll_s)))
             received, suspected = (0, []) if check_s is None else self._check()
-            if ready or received or suspected or left <= 0:
+            returned = self._detector.returned()
+            if ready or received or suspected or returned or left <= 0:
                 break
         ended = [file for file in self._watched if file in ready]
         return Events(
-            is_any=bool(ready or received or suspected),
+            is_any=bool(ready or received or suspected or returned),
             has_message=self._inbox in ready and not ended,
             suspected=suspected,
+            returned=returned,
             dead=[self._confirm_death(file) for file in ended],
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.op import Op, Ready
 from paceline.worker.plan import Plan
@@ -16,6 +16,24 @@ if TYPE_CHECKING:
 
 MOST_EMPTY_STEPS = 1_000_000
 MOST_WITHOUT_A_MEAN = 10_000  # Empty steps, if the strategy has asked for no mean before them, and plans no sync.
+
+
+class Rest(Protocol):
+    """The moments at which nothing is in flight between workers that do not wait for each other."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether another worker has begun to save the run."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """How many such moments there were."""
+        ...
+
+    async def reach(self) -> None:
+        """Return at the next one, at which this worker's state can be saved."""
+        ...
 
 
 class Cursor:
@@ -31,6 +49,8 @@ class Cursor:
         self.is_over = False  # No worker has data left, and all workers know it.
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called once for every step.
         self.on_end: Callable[[], None] = lambda: None  # The driver's hook: this worker computes no more gradients.
+        self.on_rest: Callable[[], None] = lambda: None  # The driver's hook: others save the run after that.
+        self.rest: Rest | None = None  # Of a method whose workers save the run at no common step.
         self._learner = learner
         self._plan = plan
         self._end: float = inf  # The step before which the current phase ends.

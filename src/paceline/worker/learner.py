@@ -5,14 +5,13 @@ The simulator, a training process and the user's own loop each have one.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.op import Op, Ready
 from paceline.state import StateStore, per_worker
@@ -35,6 +34,11 @@ class Learner(Protocol):
 
     stage: int  # The stage of a split model that this process holds, from 0;
     stages: int  # and how many there are.  A model that is not split is one stage.
+
+    @property
+    def split_model(self) -> nn.Module | None:
+        """The whole model, if this process has only a stage of it."""
+        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -106,6 +110,10 @@ class TaskLearner:
         self.trainee = trainee
         self.has_global_data = not trainee.task.has_own_data
         self.flat = trainee.flat
+
+    @property
+    def split_model(self) -> nn.Module | None:
+        return None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -214,9 +222,10 @@ def bind_optimizer(states: StateStore, optimizer: torch.optim.Optimizer) -> None
     states.bind(
         "optimizer",
         rule=per_worker,
-        save=lambda: copy.deepcopy(optimizer.state_dict()),
+        save=optimizer.state_dict,
         load=optimizer.load_state_dict,
         check=partial(_check_same_optimizer, optimizer),
+        is_live=True,
     )
 
 

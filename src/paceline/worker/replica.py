@@ -142,10 +142,7 @@ class Replica:
         before_save: Callable[[], Awaitable[None]] | None = None,
         **initial: object,
     ) -> Slot:
-        """Declare a slot of state and get its values, as attributes.  What is not in a slot is lost on resume.
-
-        `rule` says what becomes of it with another number of workers: see `paceline.state`.
-        """
+        """Declare a slot of state and get its values: what is in no slot is lost on resume (see `paceline.state`)."""
         return self._states.slot(name, rule=rule, version=version, before_save=before_save, **initial)
 
     def codec_state(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
-from paceline.state import StateStore, per_worker
+from paceline.slot_values import Copies
+from paceline.state import StateStore, own_position, per_worker
 from paceline.strategy import Ended, MissedEnd, Stopped, Strategy
 from paceline.worker.batch import NonFinite
 from paceline.worker.control import Control
@@ -46,8 +47,10 @@ class WorkerRun:
         self.missed_end = False  # Whether the run ended without this worker.
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called before every step.
         self.replica.cursor.on_step = self._step
+        self.states.settle = self._settle
         self._bind_model()
-        self.states.bind("position", rule=per_worker, save=self._save_position, load=self._load_position)
+        rule = per_worker if strategy.needs.ordered else own_position
+        self.states.bind("position", rule=rule, save=self._save_position, load=self._load_position)
         learner.bind_state(self.states)
         for method in reversed(strategy.methods):  # Each is checked now, and the first one begins.
             learner.follow(method)
@@ -105,16 +108,25 @@ class WorkerRun:
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, in slots.  Await `states.before_save()` first, if the strategy is running."""
+    async def _settle(self) -> None:
+        if self.replica.cursor.rest is not None:
+            await self.replica.cursor.rest.reach()
+
+    def state_dict(self, copies: Copies | None = None) -> dict[str, Any]:
+        """All that a resumed run needs, in slots.  Await `states.before_save()` first, if the strategy is running.
+
+        With `copies` the large tensors are in the memory that it keeps.
+        """
         replica = self.replica
         return self.states.state_dict(
             strategy=type(self.strategy).__name__,
             step=replica.cursor.step,
-            rank=replica.rank,
+            copies=copies,
+            rank=replica.rank if replica.cursor.rest is None or replica.cursor.shard is None else replica.cursor.shard,
             workers=replica.workers,
             weight=replica.batch.unsynced,
             is_finite=is_finite(replica.params),
+            **({} if self.strategy.needs.ordered else {"own_step": True}),
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,8 +146,8 @@ class WorkerRun:
         flat = self.replica.learner.flat
 
         def save() -> dict[str, Any]:
-            late = {flat.names[i]: values.clone() for i, values in flat.late.items()}
-            return {"params": flat.params.clone(), "buffers": [b.clone() for b in flat.model.buffers()], "late": late}
+            late = {flat.names[i]: values for i, values in flat.late.items()}
+            return {"params": flat.params, "buffers": list(flat.model.buffers()), "late": late}
 
         def load(values: dict[str, Any]) -> None:
             if values["params"].numel() != flat.params.numel():
@@ -148,7 +160,7 @@ class WorkerRun:
                 mine.copy_(saved)
             flat.late = {flat.names.index(name): late.to(flat.grads) for name, late in values.get("late", {}).items()}
 
-        self.states.bind("model", rule=per_worker, save=save, load=load)
+        self.states.bind("model", rule=per_worker, save=save, load=load, is_live=True)
 
     def _save_position(self) -> dict[str, Any]:
         return self.replica.cursor.save() | self.replica.batch.save()

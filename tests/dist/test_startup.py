@@ -1,0 +1,53 @@
+"""Workers that are killed while a job starts; benchmarks/startups.py kills them after every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import paceline as pl
+from tests.dist import forked
+from tests.dist.starting import Steps, mortal
+from tests.dist.test_elastic import counting
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(60)]
+SERVED = pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "step", "times"),
+    [
+        (SERVED, 0, "set pid/0", 2),  # The others know it, and nobody has started the servers.
+        (SERVED, 0, "start server 3", 1),  # Its replacement starts a second set of servers.
+        (SERVED, 0, "send start to 3", 1),  # One shard has the first value, and the other has not.
+        (pl.Gossip(), 1, "open the mailbox", 2),  # The others find its address.
+    ],
+    ids=["before servers", "between servers", "between first values", "after the mailbox"],
+)
+def test_a_run_goes_on_when_a_worker_is_killed_at_its_start(
+    strategy: pl.Strategy, rank: int, step: str, times: int, tmp_path: Path
+):
+    task, steps = counting(steps=12, batch=6, slow_s=0.005), Steps(tmp_path, rank=rank, step=step, times=times)
+    with mortal(steps):
+        run = pl.train(task, strategy, workers=3, timeout_s=20.0)
+    assert steps.killed == times, f"it took none of these steps: {steps.of(rank)}"
+    if strategy is SERVED:
+        assert run.params.tolist() == [1.0] * task.samples
+
+
+def test_a_rank_that_was_killed_before_it_joined_and_is_not_replaced_is_named(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+import os, sys, torch
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import paceline as pl
+from tests.dist.starting import Steps, mortal
+from pathlib import Path
+model = torch.nn.Linear(2, 1)
+with mortal(Steps(Path({str(tmp_path)!r}), rank=1, step="meet")), pl.attach(model, None, pl.ParameterServer()):
+    raise AssertionError("it began without rank 1")
+""")
+    done = forked.paceline("run", "-n", "2", "--replacements", "0", str(script), folder=tmp_path, timeout_s=30)
+    assert done.returncode == 1
+    assert "rank 1 was killed before it had joined the job, and is not replaced" in done.stderr
