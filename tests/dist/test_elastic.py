@@ -151,7 +151,7 @@ def test_an_error_names_a_killed_server():
     with pytest.raises(pl.ClusterError, match=r"server|exit code 70"):
         pl.train(
             counting(steps=300, batch=6, slow_s=0.01),
-            pl.ParameterServer(servers=1, durability="none"),
+            pl.ParameterServer(servers=1),
             workers=2,
             progress=kill_a_server,
         )
@@ -167,7 +167,7 @@ def test_killed_shards_come_back_and_every_sample_is_applied_once_in_each():
             os.kill(killed[-1], signal.SIGKILL)
 
     task = counting(steps=100, batch=6, slow_s=0.01)
-    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=2)
+    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=2, durability="process")
     run = pl.train(task, strategy, workers=2, progress=kill_a_server, timeout_s=60)
     assert len(killed) >= 2
     assert run.params.tolist() == [1.0] * task.samples

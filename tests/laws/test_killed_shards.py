@@ -30,7 +30,7 @@ from paceline.server.shard_log import HEAD, Area, MemoryArea, ShardLog
 from tests.laws.tasks import regression
 from tests.laws.test_membership import BATCH, METHODS, STEPS, WORKERS, cluster, counting, random_faults, visits
 
-SERVED: dict[str, Strategy] = METHODS | {
+SERVED: dict[str, Any] = METHODS | {
     "async easgd": AsyncEASGD(period=2),
     "round robin easgd": RoundRobinEASGD(period=2),
     "ea-wild": EAWild(servers=2),
@@ -38,6 +38,7 @@ SERVED: dict[str, Strategy] = METHODS | {
     "delay compensated": DelayCompensated(lr=0.01),
     "async momentum": AsyncMomentum(lr=0.01),
 }
+SERVED = {name: replace(strategy, durability="process") for name, strategy in SERVED.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +55,14 @@ def kills(seed: int, servers: int) -> Faults:
     return Faults(server_deaths=deaths, retransmit_s=0.05, restart_s=chance.choice([0.001, 0.01, 0.05]))
 
 
+def durable(servers: int) -> ParameterServer:
+    return ParameterServer(rule=Sgd(lr=1.0), servers=servers, durability="process")
+
+
 def test_every_sample_is_applied_once_in_every_shard_when_shards_are_killed():
     for seed in range(12):
         servers = 1 + seed % 3
-        run = simulate(
-            counting(), ParameterServer(rule=Sgd(lr=1.0), servers=servers), cluster(seed), faults=kills(seed, servers)
-        )
+        run = simulate(counting(), durable(servers), cluster(seed), faults=kills(seed, servers))
         assert visits(run, 1.0) == [1.0] * (STEPS * BATCH), f"seed {seed}"
 
 
@@ -69,7 +72,7 @@ def test_every_sample_is_applied_once_when_a_shard_and_workers_are_killed():
         faults = replace(
             random_faults(seed, 1), server_deaths=killed.server_deaths, retransmit_s=0.05, restart_s=killed.restart_s
         )
-        run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=faults)
+        run = simulate(counting(), durable(1), cluster(seed), faults=faults)
         assert visits(run, 1.0) == [1.0] * (STEPS * BATCH), f"seed {seed}"
 
 
@@ -98,9 +101,9 @@ def test_with_one_worker_a_run_whose_shards_are_killed_ends_with_the_same_bits()
 
 def test_a_strategy_that_is_not_durable_refuses_kills_of_its_shards():
     with pytest.raises(ValueError, match=r"ParameterServer\(durability='none'\) loses what a killed server held"):
-        simulate(counting(), ParameterServer(durability="none"), cluster(0), faults=Faults(server_deaths=[(4, 0.1)]))
+        simulate(counting(), ParameterServer(), cluster(0), faults=Faults(server_deaths=[(4, 0.1)]))
     with pytest.raises(ValueError, match="rank 0 is not a server"):
-        simulate(counting(), ParameterServer(), cluster(0), faults=Faults(server_deaths=[(0, 0.1)]))
+        simulate(counting(), durable(2), cluster(0), faults=Faults(server_deaths=[(0, 0.1)]))
 
 
 # The log.

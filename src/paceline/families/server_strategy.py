@@ -36,7 +36,7 @@ class ServerStrategy(Strategy):
     codec: Codec | None = None
     pulls: Codec | None = None
     sparse: bool = False
-    durability: Durability = "process"
+    durability: Durability = "none"
     needs: ClassVar[Needs] = Needs(collectives=False, servers=True, optimizer=False)
     pushes_gradients: ClassVar[bool] = True  # One at a time, of which rows may be sent alone.
 

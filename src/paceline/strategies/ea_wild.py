@@ -46,7 +46,7 @@ class EAWild(Elastic, Strategy):
     groups: Literal["fixed", "random"] = "fixed"
     regroup: int = 64
     servers: int = 0
-    durability: Durability = "process"
+    durability: Durability = "none"
 
     def __post_init__(self) -> None:
         self.check_force()

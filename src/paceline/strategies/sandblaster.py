@@ -43,7 +43,7 @@ class Sandblaster(Strategy):
     c2: float = 0.9
     push: int = 8
     backups: int = 1
-    durability: Durability = "process"
+    durability: Durability = "none"
     coordinators: ClassVar[int] = 1
     follows_rate: ClassVar = False
     WITHOUT_CODEC: ClassVar = (
