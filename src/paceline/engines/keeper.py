@@ -22,7 +22,7 @@ from paceline.endpoint import Layout
 from paceline.engines.processes import fresh_random_state, set_name
 from paceline.engines.server_process import LOG_FILES, Life, ServerSettings, run, store_of
 from paceline.strategy import Strategy
-from paceline.transport.connections import GONE
+from paceline.transport.failure_detector import GONE
 from paceline.transport.job_key import JobKey
 
 SETTINGS = "PACELINE_SERVER"  # The variable with the settings of a keeper that is a fresh interpreter.

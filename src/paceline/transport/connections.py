@@ -16,12 +16,12 @@ from zmq.utils import z85
 
 from paceline.errors import ClusterError
 from paceline.transport.authenticator import KEYS, Authenticator, PeerAddress
+from paceline.transport.failure_detector import GONE
 
 # Smaller frames are copied: below this size, lending a buffer to ZeroMQ and tracking its return costs more than a copy.
 COPY_BELOW = 2**20
 # Messages of one sender that may wait unread; then its awaited sends slow down to the receiver's pace, to save memory.
 UNREAD = 16
-GONE = "mail/gone/"  # The prefix under which the store has the ranks that were killed and will not be back.
 HANDSHAKE_MS = 5_000  # A stranger that connects and sends nothing is disconnected after this time.
 
 
