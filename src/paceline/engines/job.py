@@ -172,7 +172,7 @@ class Job:
                 hosts=self.hosts.ranks if by_host else None,
                 is_ordered=self._ordered,
             ),
-            open_mailbox=self._open_mailbox,
+            open_mailbox=lambda: _mailbox_of(self),
             open_group=self._open_group,
             trace=Trace(keep=SPANS_KEPT),
         )
@@ -206,19 +206,6 @@ class Job:
         """Every worker that ever had a mailbox."""
         ranks = [*self.layout.worker_ranks, *range(self.layout.size, self.layout.size + self.store.add("joined", 0))]
         return [rank for rank in ranks if self.store.check([f"mail/{rank}"])]
-
-    def _open_mailbox(self) -> Mailbox:
-        from paceline.transport.mailbox import Mailbox
-
-        address = mailbox_address(self.hosts, self._key)
-        return Mailbox(
-            self.store,
-            self.rank,
-            self.layout.size,
-            bind=address,
-            timeout_s=self.timeout_s,
-            returning=self._returning,
-        )
 
     def _open_elastic_mailbox(self, rank: int) -> Mailbox:
         """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
@@ -303,6 +290,15 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _mailbox_of(job: Job) -> Mailbox:
+    from paceline.transport.mailbox import Mailbox
+
+    address = mailbox_address(job.hosts, job._key)
+    return Mailbox(
+        job.store, job.rank, job.layout.size, bind=address, timeout_s=job.timeout_s, returning=job._returning
+    )
 
 
 def _launchers_pipe() -> int | None:
