@@ -111,7 +111,7 @@ class Mailbox:
         if dst in self._monitor.dead:
             return Ready("send", None)
         if dst in self._lost:
-            _look_for(self, dst)
+            self._look_for(dst)
         pending = self._outbox.send(dst, message, tensors, is_local=self._reader(dst) is not None)
         if self._outbox.is_done(pending):
             return Ready("send", None)
@@ -250,7 +250,7 @@ class Mailbox:
                     return message
             if not self._take(max(0.0, deadline - time.monotonic())):
                 for rank in self._returning & ({src} if src is not None else self._lost):
-                    _look_for(self, rank)
+                    self._look_for(rank)
                 sender = "any rank" if src is None else f"rank {src}"
                 raise TimeoutError(f"rank {self.rank} waited {limit:g} s for a message from {sender}")
 
@@ -263,7 +263,7 @@ class Mailbox:
             self._arrived.extend(PeerReturned(src=rank) for rank in events.returned)
         for rank in events.dead:
             if rank in self._returning:
-                _lose(self, rank)
+                self._lose(rank)
                 continue
             self._readers[rank] = None
             self._outbox.drop(rank)
@@ -272,6 +272,43 @@ class Mailbox:
             self._receive()
         return events.is_any
 
+    # Ranks that may return.
+
+    def _lose(self, rank: int) -> None:
+        """A process of a rank has ended, and another one may be there already."""
+        self._monitor.revive(rank)
+        if self._watched.pop(rank, None) == self._processes.get(rank):
+            self._outbox.drop(rank)
+            self._lost.add(rank)
+            self._look_for(rank)
+        else:
+            self.watch(rank, self._processes[rank])
+
+    def _look_for(self, rank: int) -> None:
+        """Turn to another process of a rank, if there is one by now."""
+        if self._connections.has_moved(rank) or self._connections.peer(rank).pid != self._processes.get(rank):
+            self._turn_to_new(rank)
+        elif self._connections.is_gone(rank) and rank not in self._gone:
+            self._gone.add(rank)
+            self._arrived.append(PeerDied(src=rank))
+
+    def _turn_to_new(self, rank: int) -> None:
+        self._lost.discard(rank)
+        self._outbox.drop(rank)
+        self._readers.pop(rank, None)
+        self._reader(rank)
+        if rank in self._beat_to and self._heartbeats is not None:
+            self._heartbeats.add({rank: self._connections.connect(rank, max_unsent=MAX_UNSENT)})
+
+    def _check_process(self, src: int, process: int) -> None:
+        """Refuse a message from a process of a rank that was killed; turn to a new one."""
+        if process != self._connections.peer(src).pid and (
+            not self._connections.has_moved(src) or process != self._connections.peer(src).pid
+        ):
+            raise ValueError("its sender was killed since, and another process has taken its place")
+        if src in self._processes and process != self._processes[src]:
+            self._turn_to_new(src)
+
     def _receive(self) -> int | None:
         """Receive a message from the inbox; its sender, or None if there was none, it was refused or a heartbeat."""
         try:
@@ -279,7 +316,7 @@ class Mailbox:
         except zmq.Again:  # A connection that breaks within a message makes the socket readable without a message.
             return None
         try:
-            message = _read(self, frames)
+            message = self._read(frames)
         except (msgspec.MsgspecError, ValueError) as error:
             reason: Reason = "unknown type" if isinstance(error, UnknownType) else "malformed"
             self._refuse(f"a message from rank {_sender(frames[0])[0]}: {error}", reason)
@@ -290,85 +327,41 @@ class Mailbox:
         self._arrived.append(message)
         return message.src
 
+    def _read(self, frames: Sequence[zmq.Frame]) -> Message:
+        """The message in these frames, or an error that says what is wrong with them."""
+        header = _headers.decode(frames[0].buffer)
+        src, process = _sender(frames[0])
+        if src in self._returning:
+            self._check_process(src, process)
+        if src in self._monitor.dead:
+            raise ValueError("it arrived after the death of its sender was reported")
+        reader = self._reader(src)  # Even if there is nothing to read: from now on its process is watched.
+        if not header.tensors and len(frames) == 1:
+            return decode(header.body, (), src)
+        sent = [form for form in header.tensors if form[2] is None]
+        if len(sent) != len(frames) - 1:
+            raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
+        rest = iter(frames[1:])
+        tensors = [
+            in_frame(next(rest), name, shape) if location is None else self._in_segment(reader, location, name, shape)
+            for name, shape, location in header.tensors
+        ]
+        return decode(header.body, tensors, src)
+
+    def _in_segment(
+        self, reader: SegmentReader | None, location: Location, name: Name, shape: tuple[int, ...]
+    ) -> Tensor:
+        if reader is None:
+            raise ValueError("its tensor is in memory of its sender, which is not on this host")
+        if self.max_nbytes is not None and location.nbytes > self.max_nbytes:
+            raise ValueError(
+                f"its tensor has {location.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
+            )
+        check_form(name, shape, location.nbytes)
+        return typed(reader.open(location), name, shape)
+
 
 def _sender(frame: zmq.Frame) -> tuple[int, int]:
     """The rank and the process of the key with which a message came, which CURVE has verified."""
     rank, process = str(frame.get("User-Id")).split()
     return int(rank), int(process)
-
-
-# Ranks that may return; and what is in a message.
-
-
-def _lose(box: Mailbox, rank: int) -> None:
-    """A process of a rank has ended, and another one may be there already."""
-    box._monitor.revive(rank)
-    if box._watched.pop(rank, None) == box._processes.get(rank):
-        box._outbox.drop(rank)
-        box._lost.add(rank)
-        _look_for(box, rank)
-    else:
-        box.watch(rank, box._processes[rank])
-
-
-def _look_for(box: Mailbox, rank: int) -> None:
-    """Turn to another process of a rank, if there is one by now."""
-    if box._connections.has_moved(rank) or box._connections.peer(rank).pid != box._processes.get(rank):
-        _turn_to_new(box, rank)
-    elif box._connections.is_gone(rank) and rank not in box._gone:
-        box._gone.add(rank)
-        box._arrived.append(PeerDied(src=rank))
-
-
-def _turn_to_new(box: Mailbox, rank: int) -> None:
-    box._lost.discard(rank)
-    box._outbox.drop(rank)
-    box._readers.pop(rank, None)
-    box._reader(rank)
-    if rank in box._beat_to and box._heartbeats is not None:
-        box._heartbeats.add({rank: box._connections.connect(rank, max_unsent=MAX_UNSENT)})
-
-
-def _check_process(box: Mailbox, src: int, process: int) -> None:
-    """Refuse a message from a process of a rank that was killed; turn to a new one."""
-    if process != box._connections.peer(src).pid and (
-        not box._connections.has_moved(src) or process != box._connections.peer(src).pid
-    ):
-        raise ValueError("its sender was killed since, and another process has taken its place")
-    if src in box._processes and process != box._processes[src]:
-        _turn_to_new(box, src)
-
-
-def _in_segment(
-    box: Mailbox, reader: SegmentReader | None, location: Location, name: Name, shape: tuple[int, ...]
-) -> Tensor:
-    if reader is None:
-        raise ValueError("its tensor is in memory of its sender, which is not on this host")
-    if box.max_nbytes is not None and location.nbytes > box.max_nbytes:
-        raise ValueError(
-            f"its tensor has {location.nbytes} bytes: this mailbox was made with max_nbytes={box.max_nbytes}"
-        )
-    check_form(name, shape, location.nbytes)
-    return typed(reader.open(location), name, shape)
-
-
-def _read(box: Mailbox, frames: Sequence[zmq.Frame]) -> Message:
-    """The message in these frames, or an error that says what is wrong with them."""
-    header = _headers.decode(frames[0].buffer)
-    src, process = _sender(frames[0])
-    if src in box._returning:
-        _check_process(box, src, process)
-    if src in box._monitor.dead:
-        raise ValueError("it arrived after the death of its sender was reported")
-    reader = box._reader(src)  # Even if there is nothing to read: from now on its process is watched.
-    if not header.tensors and len(frames) == 1:
-        return decode(header.body, (), src)
-    sent = [form for form in header.tensors if form[2] is None]
-    if len(sent) != len(frames) - 1:
-        raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
-    rest = iter(frames[1:])
-    tensors = [
-        in_frame(next(rest), name, shape) if location is None else _in_segment(box, reader, location, name, shape)
-        for name, shape, location in header.tensors
-    ]
-    return decode(header.body, tensors, src)
