@@ -307,6 +307,7 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")
     _check_states(states)
+    _check_complete(states)
     if workers == len(states):
         return [copied(dict(state)) for state in states]
     return _resized(states, workers, range(workers))
@@ -324,6 +325,13 @@ def resized_for(states: Sequence[Mapping[str, Any]], workers: int, rank: int) ->
 def _check_states(states: Sequence[Mapping[str, Any]]) -> None:
     for state in states:
         check_header(state, states[0]["strategy"])
+    steps = [state["step"] for state in states]
+    if len(set(steps)) > 1 and not all(state.get("own_step", False) for state in states):
+        raise ValueError(f"resized: the states were saved at different steps, {steps}")
+    _check_same_slots(states)
+
+
+def _check_complete(states: Sequence[Mapping[str, Any]]) -> None:
     of = {state.get("workers", len(states)) for state in states}
     ranks = [state.get("rank", i) for i, state in enumerate(states)]
     if of != {len(states)} or len(set(ranks)) != len(ranks):
@@ -331,10 +339,6 @@ def _check_states(states: Sequence[Mapping[str, Any]]) -> None:
             f"resized: these are {len(states)} states, of the ranks {ranks} of {' and '.join(map(str, sorted(of)))} "
             "workers: give the states of all workers of one run, each once"
         )
-    steps = [state["step"] for state in states]
-    if len(set(steps)) > 1 and not all(state.get("own_step", False) for state in states):
-        raise ValueError(f"resized: the states were saved at different steps, {steps}")
-    _check_same_slots(states)
 
 
 def _resized(states: Sequence[Mapping[str, Any]], workers: int, ranks: Sequence[int]) -> list[dict[str, Any]]:

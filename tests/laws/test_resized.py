@@ -25,6 +25,7 @@ from paceline import (
     simulate,
 )
 from paceline.codecs import Fp32, OneBit
+from paceline.state import resized_for
 from tests.laws.every import ORDERED, Case
 from tests.laws.slots import owed
 from tests.laws.tasks import OPTIMIZERS, Point, close, params, quadratic, regression, same, trained_alone, values
@@ -327,7 +328,7 @@ def test_the_momentum_of_a_single_number_is_averaged_and_a_step_count_takes_the_
     task = replace(scaled(steps=9), optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
     old = simulate(replace(task, batch=3), PeriodicAveraging(period=9), FOUR, stop_at=5).states[:3]
     values(old[1], "optimizer")["state"][1]["step"] -= 2
-    scale = values(resized(old, 2)[0], "optimizer")["state"][1]
+    scale = values(resized_for(old, 2, 0), "optimizer")["state"][1]
     assert (
         close(scale["exp_avg"], mean([values(s, "optimizer")["state"][1]["exp_avg"] for s in old], [1.0] * 3))
         and scale["step"] == 5

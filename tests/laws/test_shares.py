@@ -19,6 +19,7 @@ from paceline.codecs import DGC, Codec, ErrorFeedback, OneBit, PowerSGD, shares
 from paceline.codecs.dgc import MomentumCorrection
 from paceline.codecs.shares import Shares
 from paceline.collectives import SyncVote, groups_of, mean_by_gather, mean_by_groups, mean_by_stripes, mean_encoded
+from paceline.state import resized_for
 from tests.laws.every import CODECS
 from tests.laws.ranks import Ranks, on_simulator
 from tests.laws.slots import Slots, in_units, owed, remembered
@@ -296,7 +297,12 @@ def test_what_a_dead_worker_remembered_is_missing_and_nothing_else():
     task = small_last(steps=22)
     four = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=4), stop_at=12)
     survivors = [state for state in four.states if state["rank"] != 1]
-    two = simulate(task, AllReduceSGD(codec=OneBit()), Cluster(workers=2), resume=resized(survivors, 2))
+    two = simulate(
+        task,
+        AllReduceSGD(codec=OneBit()),
+        Cluster(workers=2),
+        resume=[resized_for(survivors, 2, rank) for rank in range(2)],
+    )
     missing = owed([four.states[1]])
     assert missing.norm() > 0.1 * owed(four.states).norm()
     assert close(two.params - 0.05 * (owed(two.states) + missing), trained_alone(task), rtol=1e-9)
