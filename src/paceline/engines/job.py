@@ -73,6 +73,7 @@ class Job(AbstractContextManager["Job"]):
         on_met: Callable[[dist.Store, int, int], None] = lambda store, rank, workers: None,
     ) -> None:
         self._is_elastic = needs.elastic
+        self._may_lose = elastic
         self._stages = stages
         self._device = device
         self._ordered = ordered
@@ -127,6 +128,11 @@ class Job(AbstractContextManager["Job"]):
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
             path = str(Path(self._folder.name, "store"))
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
+        if self._may_lose and place.engine == "torch.distributed":
+            raise ValueError(
+                "elastic=True in a torch process group of your own: it ends with its first process; leave out "
+                "init_process_group, and start the workers by paceline run"
+            )
         self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
         self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)

@@ -55,6 +55,11 @@ class LoopSaving:
         path = os.path.realpath(settings.folder)
         if path not in self._savings:
             check(self._loop.run.strategy, Offers("session.save", unbroken=False))
+            if self._job.elastic is not None:
+                raise ValueError(
+                    "session.save() with attach(elastic=True): a checkpoint is written by the workers of the "
+                    "beginning; leave one of them out"
+                )
             if self._loop.learner.parts is not None:
                 raise ValueError(
                     "a checkpoint of a model of DTensors: save the model and the optimizer by "

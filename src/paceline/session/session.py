@@ -15,6 +15,8 @@ from typing import Any, TypeVar, overload
 from torch import Tensor, nn
 
 from paceline.checkpoint import Checkpoints
+from paceline.checkpoint.settings import HasState
+from paceline.elastic import ElasticEndpoint
 from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.op import drive
@@ -23,6 +25,7 @@ from paceline.session.ending import end_with_same_model
 from paceline.session.feed import Feed, ShardedLoader
 from paceline.session.loading import Read
 from paceline.session.loop import Loop
+from paceline.session.loop_members import NO_SHARD, LoopMembers
 from paceline.session.loop_saving import LoopSaving
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.reading import PartLoader
@@ -59,14 +62,22 @@ class Session:
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers, watch)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
         self._saving = LoopSaving(job, loop, self._feed, self.load_state_dict)
+        self._members: LoopMembers | None = None  # Of a run whose workers may die and join.
 
     @property
     def rank(self) -> int:
-        """This worker's number; the ranks that hold the tensors of one replica together have the same."""
+        """This worker's number; the ranks that hold the tensors of one replica together have the same.
+
+        With elastic=True it changes when workers are lost or join, and so does `workers`: ask each time.
+        """
+        if self.job.elastic is not None:
+            return self.job.elastic.rank
         return self.job.rank if self._is_whole else self._endpoint.ranks.index(self.job.rank)
 
     @property
     def workers(self) -> int:
+        if self.job.elastic is not None:
+            return self.job.elastic.layout.workers
         return self.job.workers if self._is_whole else len(self._endpoint.ranks)
 
     @property
@@ -131,6 +142,8 @@ class Session:
         """Without `shard`: give the number of samples of the next backward pass; means are weighted by it."""
         if isinstance(samples, bool) or not hasattr(samples, "__index__") or index(samples) < 0:
             raise ValueError(f"session.count({samples!r}): it is the number of samples, a whole number from 0")
+        if self._members is not None:
+            raise ValueError(f"session.count({samples}): {NO_SHARD}")
         self.loop.batch.count(index(samples))
 
     # Evaluation and accumulation.
@@ -163,6 +176,17 @@ class Session:
             yield
         finally:
             self.loop.is_paused = False
+
+    # Workers that join and leave.
+
+    def take_part(self, endpoint: ElasticEndpoint, also: Mapping[str, HasState]) -> None:
+        """Begin as a worker of a run whose workers may die and join.  `attach` calls it."""
+        try:
+            self._members = LoopMembers(endpoint, self.loop, self._feed, also)
+            self._members.start()
+        except BaseException:
+            self._release(failed=True)
+            raise
 
     # Save and resume.
 
@@ -222,6 +246,11 @@ class Session:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; call it before the first step.  A state that does not fit changes nothing."""
         check(self.strategy, Offers("session.load_state_dict", unbroken=False))
+        if self._members is not None:
+            raise ValueError(
+                "session.load_state_dict() with attach(elastic=True): a worker that joins gets its state from the "
+                "others; leave one of them out"
+            )
         run = self.loop.run
         before = self.state_dict()
         with self.loop.guard.during("in session.load_state_dict()"):
@@ -256,6 +285,8 @@ class Session:
                 flat = self.loop.learner.flat
                 with self.loop.guard.during("at the end of the `with` block"):
                     end_with_same_model(self._endpoint, flat, self._settings, self.loop.last_own_step)
+            if self._members is not None:
+                self._members.leave()
             self._saving.finish()
         except BaseException as error:
             self.loop.guard.whereabouts.leave(error)

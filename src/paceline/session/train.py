@@ -152,7 +152,7 @@ def _work(
     strategy = terms.strategy
     model = task.build()
     device = next(model.parameters()).device
-    check_device(terms, device)
+    check_device("train", device, elastic=terms.elastic)
     if is_forked and device.type != "cpu":
         raise ValueError(
             f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for "
