@@ -16,15 +16,12 @@ import torch.distributed as dist
 
 from paceline.elastic import Arrival, ElasticEndpoint, Generation, LeftOut, Over, Proposal, following
 from paceline.endpoint import Layout
-from paceline.engines.hosts import Hosts
+from paceline.engines.connections import Connections
 from paceline.engines.liveness import Heartbeat, Liveness
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op
-from paceline.trace import Trace
-from paceline.transport.endpoint import BEAT_S, Backends, Clock, ProcessEndpoint
+from paceline.transport.endpoint import BEAT_S, ProcessEndpoint
 from paceline.transport.job_key import JobKey, SignedStore
-from paceline.transport.mesh import Watch
-from paceline.transport.shared_memory import SharedMemory
 
 LOOK_S = 0.02
 
@@ -36,38 +33,6 @@ class Fate:
     arrival: dict[str, Any] | None = None
     left: int | None = None  # How often it has committed.
     is_out: bool = False
-
-
-class Connections:
-    """Makes the endpoints of this process, one for each generation."""
-
-    def __init__(self, store: dist.Store, clock: Clock, trace: Trace, hosts: Hosts, *, timeout_s: float) -> None:
-        if not hosts.is_one:
-            raise ValueError(
-                f"elastic=True in a job on {len(hosts)} hosts: workers that have lost one meet again through shared "
-                "memory; start all workers on one host, or leave elastic out"
-            )
-        self._store = store
-        self._clock = clock
-        self._trace = trace
-        self.host = hosts.name
-        self.timeout_s = timeout_s
-
-    def __call__(self, name: str, rank: int, ranks: Sequence[int], layout: Layout, watch: Watch) -> ProcessEndpoint:
-        """An endpoint among these ranks; `watch` is asked meanwhile, and later, which of some of them is dead."""
-        shared = None
-        if len(ranks) > 1:
-            store = dist.PrefixStore(f"generation/{name}/shared", self._store)
-            shared = SharedMemory.connect(store, rank, ranks, timeout_s=self.timeout_s, watch=watch)
-        return ProcessEndpoint(
-            rank,
-            layout,
-            self._clock,
-            ranks=ranks,
-            backends=Backends(shared=shared),
-            open_group=lambda some: self(f"{name}/{'-'.join(map(str, some))}", rank, some, layout, watch),
-            trace=self._trace,
-        )
 
 
 class Generations:
@@ -95,9 +60,10 @@ class Generations:
         self._number = 0
         self._now = Proposal.first(workers)
         self._current: ProcessEndpoint | None = None
+        self._spans_hosts = False  # Whether its members are on several hosts.
         self._process = self._numbered() if self.is_newcomer else rank
         self._liveness = Liveness(store, connect.host, silent_s=silent_s)
-        self._liveness.announce(self._process, rank, incarnation)
+        self._liveness.announce(self._process, rank, incarnation, connect.address)
         self._heartbeat = Heartbeat(open_store, self._process, every_s=min(BEAT_S, silent_s / 4))
 
     def _numbered(self) -> int:
@@ -106,7 +72,7 @@ class Generations:
 
     def first(self) -> ElasticEndpoint:
         """This process's endpoint for the whole run; a newcomer's is that of one worker until it has joined."""
-        endpoint = ElasticEndpoint(self, self._connect("", 0, [0], Layout(1), lambda ranks: None))
+        endpoint = ElasticEndpoint(self, self._connect("", 0, {0: self._connect.host}, Layout(1), lambda ranks: None))
         if not self.is_newcomer:
             try:
                 endpoint.inner = self._endpoint()
@@ -118,7 +84,7 @@ class Generations:
         """The others went on without this process: it joins them again as a newcomer."""
         self.is_newcomer = True
         self._process = self._heartbeat.process = self._numbered()
-        self._liveness.announce(self._process, self._rank, self._incarnation)
+        self._liveness.announce(self._process, self._rank, self._incarnation, self._connect.address)
 
     def close(self) -> None:
         self._heartbeat.close()
@@ -160,22 +126,41 @@ class Generations:
     def _endpoint(self) -> ProcessEndpoint:
         now = self._now
         rank = now.ranks[now.processes.index(self._process)]
-        self._current = self._connect(f"{self._number}", rank, now.ranks, Layout(now.workers), self._dead_among)
+        hosts = {r: self._host_of(p) for r, p in zip(now.ranks, now.processes, strict=True)}
+        self._spans_hosts = len(set(hosts.values())) > 1
+        self._current = self._connect(f"{self._number}", rank, hosts, Layout(now.workers), self._dead_among)
         return self._current
+
+    def _host_of(self, process: int) -> str:
+        """Where a member is; it may not have said so yet."""
+        deadline = time.monotonic() + self._timeout_s
+        while (host := self._liveness.host_of(process)) is None:
+            if (why := self._why_dead(process)) is not None:
+                raise ClusterError(f"process {process} is dead: {why}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"process {process} has not said where it is within {self._timeout_s:g} s")
+            time.sleep(LOOK_S)
+        return host
 
     def _close_current(self) -> None:
         """Leave the last generation; what was sent in it still arrives."""
         if self._current is not None:
             self._current.close()
+            self._connect.check_ended()
         self._current = None
 
     def _dead_among(self, ranks: Sequence[int]) -> str | None:
-        """Which of these ranks of the present generation is dead, and why; None if they are all alive."""
+        """Which of these ranks of the present generation is dead, and why; None if they all take part in it.
+
+        On one host a connection ends with the generation.  Between hosts one may stay open.
+        """
         for rank in ranks:
             process = self._now.processes[self._now.ranks.index(rank)]
             why = self._why_dead(process)
             if why is not None:
                 return f"rank {rank} is dead: {why}"
+        if self._spans_hosts and self._store.check([f"generation/{self._number + 1}/begun"]):
+            return f"others have ended generation {self._number} of the run's workers"
         return None
 
     def _why_dead(self, process: int) -> str | None:
@@ -189,6 +174,7 @@ class Generations:
         key = f"generation/{number}"
         if self._decided(number, self._process, Fate(arrival=asdict(arrival))).is_out:
             self._is_left_out(number)
+        self._store.set(f"{key}/begun", "")
         deadline = time.monotonic() + self._timeout_s
         while (agreed := self._agreed(number)) is None:
             proposal, missing = self._proposal(number)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from paceline.elastic import ElasticEndpoint
 from paceline.endpoint import Layout
-from paceline.engines.generations import Connections, Generations, another_connection
+from paceline.engines.connections import Connections
+from paceline.engines.generations import Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.joining import join, mailbox_address
@@ -104,9 +105,7 @@ class Job(AbstractContextManager["Job"]):
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
                 self.endpoint = ProcessEndpoint(0, Layout(1), self.clock, trace=Trace(keep=SPANS_KEPT))
-                self._generations = _open_generations(
-                    self, lambda: another_connection(self._base, self._prefix, self._key), incarnation
-                )
+                self._generations = self._open_generations(incarnation)
                 self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation, needs)
@@ -217,6 +216,28 @@ class Job(AbstractContextManager["Job"]):
             self.hosts.roll.gather("there", "")
         return endpoint
 
+    def _open_generations(self, incarnation: int) -> Generations:
+        """The rendezvous of workers that may die and join."""
+        connections = Connections(
+            self.store,
+            lambda: another_connection(self._base, f"{self._prefix}/torch", None),
+            self.clock,
+            self.endpoint.trace,
+            host=self.hosts.name,
+            address=self.hosts.address,
+            timeout_s=self.timeout_s,
+            ordered=self._ordered,
+        )
+        return Generations(
+            self.store,
+            lambda: another_connection(self._base, self._prefix, self._key),
+            connections,
+            rank=self.rank,
+            incarnation=incarnation,
+            workers=self.workers,
+            silent_s=self.silent_s,
+        )
+
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
@@ -284,19 +305,6 @@ class Job(AbstractContextManager["Job"]):
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
-
-
-def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:
-    """The rendezvous of workers that may die and join."""
-    return Generations(
-        job.store,
-        open_store,
-        Connections(job.store, job.clock, job.endpoint.trace, job.hosts, timeout_s=job.timeout_s),
-        rank=job.rank,
-        incarnation=incarnation,
-        workers=job.workers,
-        silent_s=job.silent_s,
-    )
 
 
 def _membership(store: dist.Store, layout: Layout) -> Membership:
