@@ -44,6 +44,7 @@ class Connections:
         self._trace = trace
         self._is_ordered = ordered
         self._comm_thread: CommThread | None = None  # Of the last generation.
+        self._gloo_store: dist.Store | None = None  # A connection for gloo alone.
         self.host = host
         self.address = address
         self.timeout_s = timeout_s
@@ -69,7 +70,10 @@ class Connections:
 
     def between(self, name: str, rank: int, ranks: Sequence[int], watch: Watch) -> GlooGroup:
         group = GlooGroup(rank, ranks, timeout_s=self.timeout_s, watch=watch)
-        group.connect(self._open_store, f"generation/{name}", self.address)
+        store, self._gloo_store = self._gloo_store, None
+        store = store or self._open_store()  # It takes seconds at times, so it is used for all groups.
+        group.connect(dist.PrefixStore(f"generation/{name}", store), self.address)
+        self._gloo_store = store
         return group
 
     def endpoint(

@@ -154,10 +154,11 @@ class Generations:
 
         On one host a connection ends with the generation.  Between hosts one may stay open.
         """
+        # All are looked at: silence is counted from the first look.
+        members = zip(self._now.ranks, self._now.processes, strict=True)
+        found = {rank: self._why_dead(process) for rank, process in members if process != self._process}
         for rank in ranks:
-            process = self._now.processes[self._now.ranks.index(rank)]
-            why = self._why_dead(process)
-            if why is not None:
+            if (why := found.get(rank)) is not None:
                 return f"rank {rank} is dead: {why}"
         if self._spans_hosts and self._store.check([f"generation/{self._number + 1}/begun"]):
             return f"others have ended generation {self._number} of the run's workers"

@@ -25,7 +25,7 @@ from paceline.transport.mesh import LOOK_S, WATCH_S, Watch
 
 T = TypeVar("T")
 INTERFACE = "GLOO_SOCKET_IFNAME"
-CONNECT_S = 20.0  # How long members that are alive may take to connect.
+CONNECT_S = 10.0  # How long members that are alive may take to connect.
 END_S = 10.0  # How long gloo may take to end what was aborted.
 
 
@@ -42,13 +42,15 @@ class GlooGroup:
         self._pending: list[dist.Work] = []
         self.group: dist.ProcessGroupGloo | None = None
 
-    def connect(self, open_store: Callable[[], dist.Store], name: str, address: str) -> None:
-        """Connect to the other members; `open_store` makes a connection to the job's store that nothing else uses."""
+    def connect(self, store: dist.Store, address: str) -> None:
+        """Connect to the other members, found in the store.
+
+        Its keys must be this group's own, and its connection is used by nothing else: after an error not at all.
+        """
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore
         options._timeout = timedelta(seconds=min(CONNECT_S, self._timeout_s))  # pyright: ignore
         device, listener = _device(address)
         options._devices = [device]  # pyright: ignore
-        store = dist.PrefixStore(name, open_store())
         store.set(f"at/{self.rank}", json.dumps(listener))
         self._wait_for(lambda: store.check([f"at/{other}" for other in self.ranks]), "to come")
         found = [json.loads(store.get(f"at/{other}")) for other in self.ranks]
