@@ -49,9 +49,7 @@ class Connections:
         self.address = address
         self.timeout_s = timeout_s
 
-    def __call__(
-        self, name: str, rank: int, hosts: Mapping[int, str], layout: Layout, watch: Watch
-    ) -> ProcessEndpoint:
+    def __call__(self, name: str, rank: int, hosts: Mapping[int, str], layout: Layout, watch: Watch) -> ProcessEndpoint:
         """An endpoint among these ranks, each on its host.
 
         `watch` is asked meanwhile, and later, which of some of them is dead.

@@ -49,11 +49,16 @@ class ByCollectives:
         self.endpoint = endpoint
 
     def check_same(self, digest: bytes) -> None:
-        ranks = self.endpoint.ranks
-        digests = self.endpoint.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).wait()
-        for rank, other in zip(ranks, digests, strict=True):
-            if not torch.equal(other, digests[0]):
-                raise _different_minibatch(rank, ranks[0])
+        # With its rank: the endpoint's may be others afterwards, if one has died.
+        mine = digest + self.endpoint.rank.to_bytes(8)
+        found = [
+            bytes(t.numpy())
+            for t in self.endpoint.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
+        ]
+        first = found[0]
+        for other in found:
+            if other[:-8] != first[:-8]:
+                raise _different_minibatch(int.from_bytes(other[-8:]), int.from_bytes(first[-8:]))
 
     def seed(self) -> int:
         return int(self.endpoint.broadcast(_random_seed(), self.endpoint.ranks[0]).wait())

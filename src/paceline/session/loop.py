@@ -170,9 +170,7 @@ class Loop:
         self.epoch.on_step()
         self.batch.finish()
         self._watch.passes = 0
-        if self._hooks is not None or (
-            self.replica.workers == 1 and self.accumulate == 1 and not self.keeps_watch
-        ):
+        if self._hooks is not None or (self.replica.workers == 1 and self.accumulate == 1 and not self.keeps_watch):
             self._watch.remove()
 
     @property

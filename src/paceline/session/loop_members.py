@@ -41,9 +41,7 @@ class LoopMembers(Members):
     """One worker's part, for a session."""
 
     def __init__(self, endpoint: ElasticEndpoint, loop: Loop, feed: Feed, also: Mapping[str, HasState]) -> None:
-        super().__init__(
-            loop.run, endpoint, on_change=self._take_place, more=self._beside, take_more=self._take_beside
-        )
+        super().__init__(loop.run, endpoint, on_change=self._take_place, more=self._beside, take_more=self._take_beside)
         self._loop = loop
         self._feed = feed
         self._also = also
