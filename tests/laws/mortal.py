@@ -108,6 +108,9 @@ class Worker:
     def meet(self, arrival: Arrival) -> Op[Generation]:
         return self.world.arrive(self, arrival)
 
+    def why_lost(self, rank: int) -> str | None:
+        return None
+
     def come_back(self) -> None:
         self.is_newcomer = True
         self.process = self.world.new_process()

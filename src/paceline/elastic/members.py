@@ -46,6 +46,7 @@ class Members:
         self._on_change = on_change
         self._more = more
         self._take_more = take_more
+        self.on_changed: Callable[[], None] = lambda: None  # Called with the new state loaded.
         endpoint.slots = lambda: run.states.exchanged
         endpoint.step = lambda: run.replica.cursor.step
         run.interruptions = self
@@ -123,6 +124,7 @@ class Members:
         self._run.load_state_dict(new["run"])
         if state is None:
             self._take_more(new["more"])
+        self.on_changed()
         endpoint.note("workers", before=before, workers=len(endpoint.ranks), pause_s=endpoint.now() - began)
 
 

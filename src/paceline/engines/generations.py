@@ -164,6 +164,9 @@ class Generations:
             return f"others have ended generation {self._number} of the run's workers"
         return None
 
+    def why_lost(self, rank: int) -> str | None:
+        return self._dead_among([rank])
+
     def _why_dead(self, process: int) -> str | None:
         return self._liveness.why_dead(process, launched_as=process if process < self._workers else None)
 

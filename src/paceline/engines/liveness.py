@@ -1,7 +1,8 @@
 """Liveness: which processes of an elastic job are dead.
 
-A process is dead when it has ended: on this host its descriptor shows that, on another one its tether.  Any process is dead when another was started in its place, or when
-its heartbeat, a count in the job's store, has stood still for too long.
+A process is dead when it has ended: on this host its descriptor shows that, on another one its tether.  Any process is
+dead when another was started in its place, or when its heartbeat, a count in the job's store, has stood still for too
+long.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Liveness:
         self._places: dict[int, tuple[str, int, int]] = {}  # Of each: its host, its launcher's rank, its incarnation.
         self._ties: dict[int, Tie] = {}  # To processes on other hosts.
         self._tether: Tether | None = None
+        self._asking = threading.Lock()  # The thread that writes a checkpoint may ask too.
 
     def announce(self, process: int, rank: int, incarnation: int, address: str) -> None:
         """Say who this process is; other hosts reach this one at `address`."""
@@ -73,7 +75,8 @@ class Liveness:
 
     def host_of(self, process: int) -> str | None:
         """Its host's name; None as long as it has not said who it is."""
-        self._meet(process, None)
+        with self._asking:
+            self._meet(process, None)
         return self._places[process][0] if process in self._places else None
 
     def why_dead(self, process: int, *, launched_as: int | None = None) -> str | None:
@@ -81,6 +84,10 @@ class Liveness:
 
         `launched_as` is the rank of one of the first processes, which may have died before it said who it is.
         """
+        with self._asking:
+            return self._why_dead(process, launched_as)
+
+    def _why_dead(self, process: int, launched_as: int | None) -> str | None:
         self._meet(process, launched_as)
         if process in self._files:
             if select.select([self._files[process]], [], [], 0)[0]:

@@ -100,7 +100,8 @@ def attach(
     silent_s = checked_seconds("attach", "silent_s", silent_s)
     kept = dict(also or {})
     if elastic:
-        check_elastic_loop(strategy, mesh=mesh, initial=initial, checkpoint=checkpoint, also=kept)
+        check_elastic_loop(strategy, mesh=mesh, initial=initial, also=kept)
+        kept = kept | dict(checkpoint.also if checkpoint is not None else {})
     elif kept:
         raise ValueError(f"attach(also={sorted(kept)}): it is for elastic=True; give it to Checkpoints(also=...)")
     plan = _plan(loader, epochs, accumulate)

@@ -55,9 +55,9 @@ def _unite(endpoint: Endpoint, flat: FlatModel, source: int, settings: str | Non
             why = f"  The ranks' settings differ: {settings}." if settings else ""
             raise ClusterError(
                 f"rank {int(values[0])} ends with other parameters than rank {source}, in "
-                f"'{flat.locate(int(values[2]))}' and perhaps others, by {float(values[1]):.2g} of the norm.{why}  The loops of the ranks changed the "
-                "model in different ways: compare learning rates, clipping, and changes to parameters outside "
-                "session.step()"
+                f"'{flat.locate(int(values[2]))}' and perhaps others, by {float(values[1]):.2g} of the norm.{why}  The "
+                "loops of the ranks changed the model in different ways: compare learning rates, clipping, and changes "
+                "to parameters outside session.step()"
             )
     warnings.warn(
         DifferentRanks(f"the ranks' models differed by rounding: all ranks took that of rank {source}"), stacklevel=5

@@ -32,16 +32,9 @@ def check_elastic(terms: Terms) -> None:
             "train(elastic=True) with data of each worker's own: with a worker its data would be lost; give the Task "
             "data=[...], or leave elastic out"
         )
-    if terms.checkpoint is not None:
-        raise ValueError(
-            "train(elastic=True, checkpoint=...): a checkpoint is written by the workers of the beginning; leave one "
-            "of them out"
-        )
 
 
-def check_elastic_loop(
-    strategy: Strategy, *, mesh: object, initial: str, checkpoint: object, also: Mapping[str, Any]
-) -> None:
+def check_elastic_loop(strategy: Strategy, *, mesh: object, initial: str, also: Mapping[str, Any]) -> None:
     """The same for a user's own loop."""
     check_outlives("attach(elastic=True)", strategy)
     check_also("attach", also)
@@ -51,13 +44,9 @@ def check_elastic_loop(
         )
     if initial != "equal":
         raise ValueError(
-            f"attach(initial={initial!r}, elastic=True): a worker that joins later builds its model by itself, and what "
-            "is not trained in it must be the same; give every process the same torch.manual_seed, and initial='equal'"
-        )
-    if checkpoint is not None:
-        raise ValueError(
-            "attach(elastic=True, checkpoint=...): a checkpoint is written by the workers of the beginning; leave one "
-            "of them out"
+            f"attach(initial={initial!r}, elastic=True): a worker that joins later builds its model by itself, and "
+            "what is not trained in it must be the same; give every process the same torch.manual_seed, and "
+            "initial='equal'"
         )
 
 

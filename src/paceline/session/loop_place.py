@@ -19,7 +19,6 @@ from torch import Tensor
 from paceline.session.loop import Loop
 from paceline.session.reading import PartLoader
 
-
 SEVERAL = (
     "attach(elastic=True): a pass over session.shard begins before the last one has ended, so the run has no one place "
     "in its data, which a worker that joins later would need: read one loader to its end, or leave it, before the next"

@@ -16,9 +16,10 @@ from torch.distributed import PrefixStore, Store
 
 from paceline import __version__
 from paceline.checkpoint import BrokenCheckpoint, Checkpoint, Checkpoints, Folder
-from paceline.checkpoint.cadence import Cadence, awaited
+from paceline.checkpoint.cadence import Cadence, Losses, Lost, awaited
 from paceline.checkpoint.manifest import FORMAT, Manifest, Model
 from paceline.checkpoint.saver import CheckpointFailed, Saver, now
+from paceline.elastic import ElasticEndpoint
 from paceline.errors import ClusterError
 from paceline.op import drive
 from paceline.slot_values import Copies
@@ -58,40 +59,90 @@ class Saving:
         more: Callable[[], Mapping[str, Any]] = dict,
         whole: nn.Module | None = None,
         stages: int = 1,
+        elastic: ElasticEndpoint | None = None,
     ) -> None:
         """`more` gives what is saved beside the run's own state.
 
         `rank` and `workers` count processes.  Each worker is as many of them as its model has `stages`, and `whole` is
-        that model; with one stage it is the run's own.
+        that model; with one stage it is the run's own.  With an `elastic` endpoint the workers may change.
         """
         self._run = run
-        self._rank = rank
         self._stages = stages
-        self._workers = workers // stages
-        self._worker, self._stage = divmod(rank, stages)
         self._more = more
         self._settings = settings
         self._saved_at: int | None = None
         self._has_ended = False
         self._copies = Copies()
-        shared = PrefixStore(f"saving/{next(_opened)}", store) if workers > 1 else None
+        self._store = store
+        self._elastic = elastic
+        self._timeout_s = timeout_s
+        self._name = "" if elastic is not None else f"{next(_opened)}"
+        self._take_place(rank, workers)
+        shared = self._shared() if elastic is None or workers == 1 else PrefixStore("saving/begin", store)
         self._folder = Folder(settings.folder)
         endpoint = run.replica.endpoint
         # A worker that replaces a dead one has its state from another worker, and not from the disk.
-        is_replacement = endpoint.rank not in endpoint.layout.worker_ranks
+        is_replacement = endpoint.rank not in endpoint.layout.worker_ranks or (
+            elastic is not None and elastic.has_joined_late
+        )
         self._from = self._replaced() if is_replacement else self._found(shared, timeout_s)
         # Workers that do not wait for each other stand at no common step: the first one says when they are saved.
         self._is_together = run.strategy.needs.ordered
-        wait_s = timeout_s if self._is_together else min(timeout_s, PATIENCE_S)
-        self._saver = Saver(self._folder, settings.keep, rank=rank, workers=workers, store=shared, timeout_s=wait_s)
-        told = shared if self._is_together else None
-        is_first = rank == 0 or not self._is_together
-        self._cadence = Cadence(settings, run.replica.plan, store=told, is_first=is_first, timeout_s=timeout_s)
+        self._saver, self._cadence = self._opened(None)
         flat = run.replica.learner.flat
         trained = flat.names if whole is None else [n for n, p in whole.named_parameters() if p.requires_grad]
         self._model = Model.of(flat.model if whole is None else whole, trained)
         self._trained = list(flat.names)
         self._buffers = [name for name, _ in flat.model.named_buffers()]
+
+    def _take_place(self, rank: int, workers: int) -> None:
+        self._rank = rank
+        self._processes = workers
+        self._workers = workers // self._stages
+        self._worker, self._stage = divmod(rank, self._stages)
+
+    def _shared(self) -> Store | None:
+        """The part of the store for the saving of these workers."""
+        if self._processes == 1:
+            return None
+        name = self._name if self._elastic is None else f"of generation {self._elastic.number}"
+        return PrefixStore(f"saving/{name}", self._store)
+
+    def _opened(self, saved: float | None) -> tuple[Saver, Cadence]:
+        shared = self._shared()
+        losses: Losses = (lambda rank: None) if self._elastic is None else self._elastic.rendezvous.why_lost
+        saver = Saver(
+            self._folder,
+            self._settings.keep,
+            rank=self._rank,
+            workers=self._processes,
+            store=shared,
+            timeout_s=self._timeout_s if self._is_together else min(self._timeout_s, PATIENCE_S),
+            losses=losses,
+        )
+        cadence = Cadence(
+            self._settings,
+            self._run.replica.plan,
+            store=shared if self._is_together else None,
+            is_first=self._rank == 0 or not self._is_together,
+            timeout_s=self._timeout_s,
+            saved=saved,
+            losses=losses,
+        )
+        return saver, cadence
+
+    def change(self) -> None:
+        """The workers of the run have changed: from now on these save it."""
+        assert self._elastic is not None
+        rank, workers = self._elastic.rank, self._elastic.layout.workers
+        self._saver.abandon()
+        self._tell_failure()
+        self._take_place(rank, workers)
+        if rank == 0:
+            self._folder.release()
+            self._folder.claim(takes_over=True)
+        self._saver, self._cadence = self._opened(self._cadence.saved)
+        self._cadence.start(self._run.replica.cursor.step - 1)  # It may be due at the very next step.
 
     # Continue.
 
@@ -100,7 +151,11 @@ class Saving:
         key = "checkpoint/from"
         if self._rank:
             assert store is not None
-            found = json.loads(awaited(store, key, timeout_s))
+            losses: Losses = (lambda rank: None) if self._elastic is None else self._elastic.rendezvous.why_lost
+            try:
+                found = json.loads(awaited(store, key, timeout_s, losses=losses))
+            except Lost as why:
+                raise ClusterError(f"rank 0 has not said which checkpoint to continue from: {why}") from None
             if found["error"] is not None:
                 raise BrokenCheckpoint(found["error"])
             return None if found["path"] is None else Checkpoint(self._folder.path / found["path"])
@@ -119,7 +174,7 @@ class Saving:
         return chosen
 
     def _replaced(self) -> None:
-        if self._rank == 0:
+        if self._rank == 0 and self._elastic is None:
             self._folder.claim()
 
     def _chosen(self) -> Checkpoint | None:
@@ -254,7 +309,9 @@ class Saving:
         cursor = self._run.replica.cursor
         cursor.step = min(cursor.step, end)
         self._has_ended = True
-        if self._run.missed_end:
+        if self._run.missed_end and self._elastic is not None:
+            pass
+        elif self._run.missed_end:
             self._saver.give_up(cursor.step, "this worker was believed dead, and missed the end", "end")
         elif cursor.step != self._saved_at or not self._is_together:
             self.save(cursor.step)

@@ -61,7 +61,7 @@ class Session:
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers, watch)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
-        self._saving = LoopSaving(job, loop, self._feed, self.load_state_dict)
+        self._saving = LoopSaving(job, loop, self._feed, self.load_state_dict if job.elastic is None else self._load)
         self._members: LoopMembers | None = None  # Of a run whose workers may die and join.
 
     @property
@@ -201,6 +201,8 @@ class Session:
         """Continue from a checkpoint, if there is one, and save the run from now on.  `attach` calls it."""
         try:
             self._saving.begin(checkpoint)
+            if self._members is not None:
+                self._members.on_changed = self._saving.change
         except BaseException:
             self._release(failed=True)
             raise
@@ -251,11 +253,15 @@ class Session:
                 "session.load_state_dict() with attach(elastic=True): a worker that joins gets its state from the "
                 "others; leave one of them out"
             )
-        run = self.loop.run
-        before = self.state_dict()
         with self.loop.guard.during("in session.load_state_dict()"):
             store = None if self.strategy.needs.collectives else self.job.store
             check_states(state, type(self.strategy).__name__, self._endpoint, store)
+        self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Go on from a state of this worker; one that does not fit changes nothing."""
+        run = self.loop.run
+        before = self.state_dict()
         try:
             run.load_state_dict(state)
             self._watch.restart()

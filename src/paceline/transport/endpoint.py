@@ -69,10 +69,10 @@ class Clock:
 class Backends:
     """What the collectives of one group of ranks run on.
 
-    `network` serves in place of the process groups if it is given.  `shared` serves tensors on the CPU if all ranks are on one host; `process_group` serves the others, and
-    `extras_group`, if given, the numbers that are summed beside them.  With a `comm_thread` all collectives run in that
-    thread.  `hosts` are the ranks by host: given if sums should be taken within each host first.  `is_ordered`: sums
-    are taken in the order of the ranks.
+    `shared` serves tensors on the CPU if all ranks are on one host; `process_group` serves the others, and
+    `extras_group`, if given, the numbers that are summed beside them.  `network` serves in place of both.  With a
+    `comm_thread` all collectives run in that thread.  `hosts` are the ranks by host: given if sums should be taken
+    within each host first.  `is_ordered`: sums are taken in the order of the ranks.
     """
 
     shared: SharedMemory | None = None
