@@ -60,7 +60,6 @@ class Generations:
         self._number = 0
         self._now = Proposal.first(workers)
         self._current: ProcessEndpoint | None = None
-        self._spans_hosts = False  # Whether its members are on several hosts.
         self._process = self._numbered() if self.is_newcomer else rank
         self._liveness = Liveness(store, connect.host, silent_s=silent_s)
         self._liveness.announce(self._process, rank, incarnation, connect.address)
@@ -127,7 +126,6 @@ class Generations:
         now = self._now
         rank = now.ranks[now.processes.index(self._process)]
         hosts = {r: self._host_of(p) for r, p in zip(now.ranks, now.processes, strict=True)}
-        self._spans_hosts = len(set(hosts.values())) > 1
         self._current = self._connect(f"{self._number}", rank, hosts, Layout(now.workers), self._dead_among)
         return self._current
 
@@ -152,7 +150,7 @@ class Generations:
     def _dead_among(self, ranks: Sequence[int]) -> str | None:
         """Which of these ranks of the present generation is dead, and why; None if they all take part in it.
 
-        On one host a connection ends with the generation.  Between hosts one may stay open.
+        A member that has left the generation may have done so before it could be connected to.
         """
         # All are looked at: silence is counted from the first look.
         members = zip(self._now.ranks, self._now.processes, strict=True)
@@ -160,7 +158,7 @@ class Generations:
         for rank in ranks:
             if (why := found.get(rank)) is not None:
                 return f"rank {rank} is dead: {why}"
-        if self._spans_hosts and self._store.check([f"generation/{self._number + 1}/begun"]):
+        if self._store.check([f"generation/{self._number + 1}/begun"]):
             return f"others have ended generation {self._number} of the run's workers"
         return None
 
