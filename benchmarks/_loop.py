@@ -10,11 +10,13 @@ import json
 import os
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
@@ -39,14 +41,12 @@ def attached(method: str, seed: int, steps: int, silent_s: float, here: Path) ->
 
 def trained(method: str, seed: int, steps: int, silent_s: float, here: Path) -> tuple[Any, pl.Trace]:
     task, inputs, labels = task_of(seed, steps)
-    begun = here / f"pid-{os.getpid()}"
-    run = pl.train(
-        task,
-        METHODS[method],
-        elastic=True,
-        silent_s=silent_s,
-        progress=lambda step: begun.touch() if step == 1 else None,
-    )
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        (here / f"pid-{os.getpid()}").touch()
+        return task.loss(model, batch)
+
+    run = pl.train(replace(task, loss=loss), METHODS[method], elastic=True, silent_s=silent_s)
     return (run.model, inputs, labels), run.trace
 
 
