@@ -60,7 +60,7 @@ def training(strategy: pl.Strategy, kind: str) -> Any:
             for _ in session.epochs(EPOCHS):
                 model.eval()
                 with torch.no_grad():
-                    for x, _ in session.shard([inputs[:8]] and [(inputs[:8], targets[:8])]):
+                    for x, _ in session.shard([(inputs[:8], targets[:8])]):
                         model(x)
                 model.train()
                 for x, y in session.shard(loader):
@@ -132,3 +132,77 @@ def test_each_minibatch_of_a_loop_counts_once_in_every_epoch(monkeypatch: pytest
                     d.kind == "workers" and d.values["workers"] > d.values["before"] for d in world.trace.decisions
                 )
     assert joined > 6, "workers joined when the run was over"
+
+
+def test_an_order_that_cannot_be_repeated_is_refused_when_a_worker_joins(monkeypatch: pytest.MonkeyPatch):
+    passes = iter(range(10**6))
+
+    class Other(torch.utils.data.Sampler[int]):
+        """It begins with another sample each time."""
+
+        def __len__(self) -> int:
+            return BATCHES * BATCH
+
+        def __iter__(self) -> Any:
+            first = next(passes) // 8
+            return iter([(first + i) % len(self) for i in range(len(self))])
+
+    def script(worker: LoopWorker) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.arange(BATCHES * BATCH).float()[:, None].unbind(), BATCH, sampler=Other())  # pyright: ignore
+        with pl.attach(model, optimizer, pl.AllReduceSGD(), elastic=True) as session:
+            for _ in session.epochs(1):
+                for x in session.shard(loader):
+                    model(x).mean().backward()
+                    session.step()
+
+    with attached(monkeypatch), pytest.raises(ValueError, match="order cannot be repeated"):
+        for seed in range(20):
+            passes = iter([*4 * [0], *100 * [8]])
+            looped(script, pl.AllReduceSGD(), f"order {seed}", deaths=0, stops=0, joins=1, moments=40)
+
+
+def alone(**given: Any) -> pl.Session:
+    model = nn.Linear(2, 1)
+    return pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), pl.AllReduceSGD(), elastic=True, **given)
+
+
+def step(session: pl.Session, x: torch.Tensor) -> None:
+    session.loop.learner.flat.model(x).sum().backward()
+    session.step()
+
+
+def test_what_a_newcomer_could_not_follow_is_refused_by_name(tmp_path: Any):
+    batches = [torch.ones(4, 2)]
+    with alone() as session, pytest.raises(ValueError, match=r"write `for epoch in session.epochs\(count\):`"):
+        next(iter(session.shard(batches)))
+    with pytest.raises(ValueError, match=r"read the data by session.shard\(loader\)"), alone() as session:
+        step(session, batches[0])
+    with alone() as session, pytest.raises(ValueError, match=r"read the data by session.shard\(loader\)"):
+        session.count(3)
+    with alone() as session, pytest.raises(ValueError, match=r"give attach\(checkpoint=pl.Checkpoints\(folder\)\)"):
+        session.save(tmp_path)
+    with alone() as session, pytest.raises(ValueError, match="gets its state from the others"):
+        session.load_state_dict(session.state_dict())
+    with pytest.raises(ValueError, match="initial='equal'"):
+        alone(initial="broadcast")
+    with pytest.raises(ValueError, match=r"also=\{'lr': float\}"):
+        alone(also={"lr": 0.1})
+    with alone() as session:
+        session.epochs(1)
+        torch.optim.lr_scheduler.StepLR(session.loop.learner.optimizer, 1)
+        with pytest.raises(ValueError, match="whose state a worker that joins later would not have"):
+            next(iter(session.shard(batches)))
+    with alone() as session:
+        session.epochs(1)
+        first = iter(session.shard(batches))
+        next(first)
+        with pytest.raises(ValueError, match="before the last one has ended"):
+            next(iter(session.shard(batches)))
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"it is for elastic=True"):
+        pl.attach(nn.Linear(2, 1), None, pl.ParameterServer(), also={"x": torch.optim.SGD(model.parameters())})
+    with pytest.raises(ValueError, match="so the others go on anyway"):
+        pl.attach(nn.Linear(2, 1), None, pl.ParameterServer(), elastic=True)

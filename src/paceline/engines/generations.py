@@ -60,8 +60,13 @@ class Generations:
         self._number = 0
         self._now = Proposal.first(workers)
         self._current: ProcessEndpoint | None = None
-        self._process = self._numbered() if self.is_newcomer else rank
         self._liveness = Liveness(store, connect.host, silent_s=silent_s)
+        if self.is_newcomer and any(self._liveness.is_closed_to(process) for process in range(workers)):
+            raise ClusterError(
+                f"rank {rank} was started on another host than the job, which began on one host and listens on its "
+                "loopback alone: start it there"
+            )
+        self._process = self._numbered() if self.is_newcomer else rank
         self._liveness.announce(self._process, rank, incarnation, connect.address)
         self._heartbeat = Heartbeat(open_store, self._process, every_s=min(BEAT_S, silent_s / 4))
 
@@ -94,10 +99,19 @@ class Generations:
         return self._heartbeat.newcomers > self._now.newcomers
 
     def meet(self, arrival: Arrival) -> Op[Generation]:
-        return Begun("meet", lambda: self._meet(arrival))
+        def met() -> Generation:
+            try:
+                return self._meet(arrival)
+            except dist.DistError as error:
+                raise _unreachable(error) from error
+
+        return Begun("meet", met)
 
     def leave(self, committed: int) -> None:
-        fate = self._decided(self._number + 1, self._process, Fate(left=committed))
+        try:
+            fate = self._decided(self._number + 1, self._process, Fate(left=committed))
+        except dist.DistError as error:
+            raise _unreachable(error) from error
         if fate.is_out:
             self._is_left_out(self._number + 1)
 
@@ -152,6 +166,12 @@ class Generations:
 
         A member that has left the generation may have done so before it could be connected to.
         """
+        try:
+            return self._missed_among(ranks)
+        except dist.DistError as error:
+            return f"the job's store cannot be reached: {error}"
+
+    def _missed_among(self, ranks: Sequence[int]) -> str | None:
         # All are looked at: silence is counted from the first look.
         members = zip(self._now.ranks, self._now.processes, strict=True)
         found = {rank: self._why_dead(process) for rank, process in members if process != self._process}
@@ -261,6 +281,10 @@ class Generations:
     def _has_left(self, process: int) -> bool:
         key = f"generation/{self._number + 1}/fate/{process}"
         return self._store.check([key]) and Fate(**json.loads(self._store.get(key))).left is not None
+
+
+def _unreachable(error: Exception) -> ClusterError:
+    return ClusterError(f"the job's store, through which its workers meet, cannot be reached: {error}")
 
 
 def another_connection(base: dist.Store, prefix: str, key: JobKey | None) -> dist.Store:

@@ -73,6 +73,13 @@ class Liveness:
         tether = None if self._tether is None else self._tether.address
         self._store.set(f"process/{process}", json.dumps([self._host, rank, incarnation, os.getpid(), tether]))
 
+    def is_closed_to(self, process: int) -> bool:
+        """Whether a process on another host listens on its loopback alone."""
+        if not self._store.check([f"process/{process}"]):
+            return False
+        host, _, _, _, tether = json.loads(self._store.get(f"process/{process}"))
+        return host != self._host and tether is None
+
     def host_of(self, process: int) -> str | None:
         """Its host's name; None as long as it has not said who it is."""
         with self._asking:
