@@ -20,6 +20,8 @@ import paceline as pl
 from paceline import cli
 from paceline.engines import entry, supervisor
 from paceline.engines import launch as launching
+from paceline.engines.job import Job
+from paceline.transport.endpoint import ProcessEndpoint
 from tests.dist import forked
 from tests.dist.test_attach import ORDERED, task
 
@@ -338,6 +340,34 @@ def test_the_rank_that_failed_first_is_named_though_it_ends_last(tmp_path, monke
     watch = supervisor.Supervisor(2, start, lambda rank: tmp_path / f"{rank}.json")
     with pytest.raises(pl.ClusterError, match=r"^rank 1 \(process \d+\) failed: ValueError: a mistake of my own$"):
         watch.run()
+
+
+@pytest.mark.parametrize("opened", ["session", "job"])
+def test_an_error_is_reported_before_the_connections_close(opened, tmp_path, monkeypatch):
+    """Otherwise a peer can report first that it lost this rank."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(supervisor.ERROR_FILE, str(path))
+    told: list[supervisor.Report | None] = []
+    close = ProcessEndpoint.close
+
+    def closing(endpoint: ProcessEndpoint) -> None:
+        told.append(supervisor.read_report(path))
+        close(endpoint)
+
+    monkeypatch.setattr(ProcessEndpoint, "close", closing)
+    model = torch.nn.Linear(2, 1)
+
+    def context():
+        if opened == "job":
+            return Job(pl.AllReduceSGD().needs, device=torch.device("cpu"))
+        return pl.attach(model, torch.optim.SGD(model.parameters()), pl.AllReduceSGD())
+
+    with pytest.raises(ValueError), context():
+        raise ValueError("a mistake of my own")
+    assert told[0] is not None
+    assert told[0].error == "ValueError: a mistake of my own" and not told[0].is_consequence
+    with context():  # The script has caught the error and goes on: it is not the cause of what comes.
+        assert supervisor.read_report(path) is None
 
 
 def test_a_port_in_use_is_reported_at_once(tmp_path):

@@ -23,6 +23,7 @@ from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
+from paceline.engines.supervisor import report_now, withdraw_report
 from paceline.errors import ClusterError
 from paceline.needs import Needs
 from paceline.strategy import Strategy
@@ -85,6 +86,7 @@ class Job(AbstractContextManager["Job"]):
         launcher_pipe = _launchers_pipe() if launcher_pipe is None else launcher_pipe
         self.endpoint: ProcessEndpoint
         self.elastic: ElasticEndpoint | None = None
+        withdraw_report()
         self._generations: Generations | None = None
         self.comm_thread: CommThread | None = None
         try:
@@ -111,7 +113,8 @@ class Job(AbstractContextManager["Job"]):
                 self.endpoint = self._elastic_endpoint(incarnation, needs)
             else:
                 self.endpoint = self._synchronous_endpoint(apart)
-        except BaseException:
+        except BaseException as error:
+            report_now(error)
             self.close(failed=True)
             raise
 
@@ -277,6 +280,8 @@ class Job(AbstractContextManager["Job"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        if error is not None:
+            report_now(error)
         self.close(failed=error is not None)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint import Checkpoints
 from paceline.engines.job import Job
+from paceline.engines.supervisor import report_now
 from paceline.needs import Offers, check
 from paceline.op import drive
 from paceline.session.batches import Cutter, Split
@@ -177,7 +178,8 @@ class Session:
         """Continue from a checkpoint, if there is one, and save the run from now on.  `attach` calls it."""
         try:
             self._saving.begin(checkpoint)
-        except BaseException:
+        except BaseException as error:
+            report_now(error)
             self._release(failed=True)
             raise
 
@@ -258,6 +260,7 @@ class Session:
                     end_with_same_model(self._endpoint, flat, self._settings, self.loop.last_own_step)
             self._saving.finish()
         except BaseException as error:
+            report_now(error)
             self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
             raise
@@ -288,6 +291,7 @@ class Session:
         if error is None:
             self.close()
         elif self._is_open:
+            report_now(error)
             self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
 
