@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# How many pytest processes share the tests.  Tests that start processes of their own all run in one of them.
+# How many pytest processes share the tests.
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
