@@ -9,6 +9,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -143,11 +144,30 @@ def shared_files() -> set[str]:
     return found
 
 
+@pytest.fixture(scope="session")
+def compiled_kernels() -> None:
+    """Compile numba's kernels, or load them from its cache, before processes are forked: otherwise each does so.
+
+    Two pytest processes begin at different ends, and find in the cache what the other one has compiled.
+    """
+    from paceline.codecs import kernels
+    from tests.laws.every import CODECS
+
+    known = kernels.kernels_of("cpu") if find_spec("numba") else ()
+    codecs = [codec for codec in CODECS.values() if type(codec) in known]
+    for codec in reversed(codecs) if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else codecs:
+        for residual in (None, torch.zeros(700)):
+            values = torch.linspace(-3, 3, 700)
+            data = kernels.encode(codec, values, residual, torch.Generator().manual_seed(0), None)
+            kernels.add(codec, data, torch.zeros(700), 0.5)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("dist") is None:
         yield
         return
+    request.getfixturevalue("compiled_kernels")
     before, files = children(), shared_files()
     yield
     left = {pid: command for pid, command in children().items() if pid not in before}

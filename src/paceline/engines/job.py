@@ -86,7 +86,6 @@ class Job(AbstractContextManager["Job"]):
         launcher_pipe = _launchers_pipe() if launcher_pipe is None else launcher_pipe
         self.endpoint: ProcessEndpoint
         self.elastic: ElasticEndpoint | None = None
-        withdraw_report()
         self._generations: Generations | None = None
         self.comm_thread: CommThread | None = None
         try:
@@ -114,8 +113,7 @@ class Job(AbstractContextManager["Job"]):
             else:
                 self.endpoint = self._synchronous_endpoint(apart)
         except BaseException as error:
-            report_now(error)
-            self.close(failed=True)
+            self._abandon(error)
             raise
 
     @property
@@ -124,6 +122,7 @@ class Job(AbstractContextManager["Job"]):
 
     def _meet(self, place: Place | None) -> None:
         """Find the store that all ranks share, and this process's rank in it."""
+        withdraw_report()
         if place is None or dist.is_initialized():
             place = detect()
         if place is None:
@@ -280,9 +279,14 @@ class Job(AbstractContextManager["Job"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if error is not None:
-            report_now(error)
-        self.close(failed=error is not None)
+        if error is None:
+            self.close()
+        else:
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
+        report_now(error)
+        self.close(failed=True)
 
 
 def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:
