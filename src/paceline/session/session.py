@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from paceline.checkpoint import Checkpoints
 from paceline.engines.job import Job
-from paceline.engines.supervisor import report_now
 from paceline.needs import Offers, check
 from paceline.op import drive
 from paceline.session.batches import Cutter, Split
@@ -179,7 +178,7 @@ class Session:
         try:
             self._saving.begin(checkpoint)
         except BaseException as error:
-            report_now(error)
+            self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
             raise
 
@@ -260,7 +259,6 @@ class Session:
                     end_with_same_model(self._endpoint, flat, self._settings, self.loop.last_own_step)
             self._saving.finish()
         except BaseException as error:
-            report_now(error)
             self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
             raise
@@ -291,7 +289,6 @@ class Session:
         if error is None:
             self.close()
         elif self._is_open:
-            report_now(error)
             self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
 
