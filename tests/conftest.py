@@ -148,14 +148,16 @@ def shared_files() -> set[str]:
 def compiled_kernels() -> None:
     """Compile numba's kernels, or load them from its cache, before processes are forked: otherwise each does so.
 
-    Two pytest processes begin at different ends, and find in the cache what the other one has compiled.
+    Several pytest processes begin at different places, and find in the cache what the others have compiled.
     """
     from paceline.codecs import kernels
     from tests.laws.every import CODECS
 
     known = kernels.kernels_of("cpu") if find_spec("numba") else ()
     codecs = [codec for codec in CODECS.values() if type(codec) in known]
-    for codec in reversed(codecs) if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else codecs:
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = len(codecs) * own // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    for codec in codecs[first:] + codecs[:first]:
         for residual in (None, torch.zeros(700)):
             values = torch.linspace(-3, 3, 700)
             data = kernels.encode(codec, values, residual, torch.Generator().manual_seed(0), None)
