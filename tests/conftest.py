@@ -48,14 +48,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _longest_first(items)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.freeze()  # The collector would read all tests again and again, and forked processes would copy them.
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # Extension modules report objects that are never freed.
-
-
 def _quick(items: list[pytest.Item]) -> set[pytest.Item]:
     """Spread the chosen cases evenly over each test. Different tests start at different cases."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -171,7 +163,9 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     request.getfixturevalue("compiled_kernels")
     before, files = children(), shared_files()
+    gc.freeze()  # Forked processes do not read, and so copy, what there is already, when they collect garbage.
     yield
+    gc.unfreeze()
     left = {pid: command for pid, command in children().items() if pid not in before}
     assert not left, f"these processes outlived the test: {left}"
     deadline = time.monotonic() + 5.0  # Another pytest process may be about to remove a file of its own.
