@@ -48,7 +48,7 @@ import torch
 import paceline as pl
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-strategy = pl.registry.strategy(sys.argv[2])
+strategy = pl.AllReduceSGD() if sys.argv[2] == "all-reduce-sgd" else pl.ParameterServer(servers=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if strategy.needs.optimizer else None
 with pl.attach(model, optimizer, strategy) as session:
     open(f"{sys.argv[3]}/pid-{session.rank}", "w").write(str(os.getpid()))
