@@ -12,12 +12,9 @@ import torch
 
 from paceline.engines.job import Job
 from paceline.op import drive
+from paceline.session.agreement import Agreement, ByCollectives, ByStore, InPlace
 from paceline.session.batches import Cutter
 from paceline.session.loading import (
-    Agreement,
-    ByCollectives,
-    ByStore,
-    InPlace,
     Parts,
     Read,
     can_rebuild,

@@ -203,7 +203,8 @@ class Session:
             self._saving.begin(checkpoint)
             if self._members is not None:
                 self._members.on_changed = self._saving.change
-        except BaseException:
+        except BaseException as error:
+            self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
             raise
 
