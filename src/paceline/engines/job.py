@@ -78,7 +78,7 @@ class Job(AbstractContextManager["Job"]):
         self._may_lose = elastic
         self._stages = stages
         self._device = device
-        self._ordered = ordered
+        self.ordered = ordered
         self.timeout_s = timeout_s
         self.silent_s = silent_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -106,7 +106,11 @@ class Job(AbstractContextManager["Job"]):
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
                 self.endpoint = ProcessEndpoint(0, Layout(1), self.clock, trace=Trace(keep=SPANS_KEPT))
-                self._generations = self._open_generations(incarnation)
+                self._generations = _open_generations(
+                    self,
+                    lambda name: another_connection(self._base, self._prefix + name, None if name else self._key),
+                    incarnation,
+                )
                 self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation, needs)
@@ -168,7 +172,7 @@ class Job(AbstractContextManager["Job"]):
         """The endpoint of a worker that takes part in collectives from the first step to the last."""
         # A collective through shared memory advances in the thread that waits for it; a GPU has its own streams.
         self.comm_thread = None if self.hosts.is_one or self._device.type != "cpu" else CommThread()
-        is_ring = self.comm_thread is not None and not self._ordered
+        is_ring = self.comm_thread is not None and not self.ordered
         by_host = is_ring and 1 < len(self.hosts) < self.workers
         group: dist.ProcessGroup | None = None
         if self.workers > 1:
@@ -187,7 +191,7 @@ class Job(AbstractContextManager["Job"]):
                 extras_group=self._groups.of_all(apart=True) if is_ring and not by_host else None,
                 comm_thread=self.comm_thread,
                 hosts=self.hosts.ranks if by_host else None,
-                is_ordered=self._ordered,
+                is_ordered=self.ordered,
             ),
             open_mailbox=self._open_mailbox,
             open_group=self._open_group,
@@ -218,28 +222,6 @@ class Job(AbstractContextManager["Job"]):
             self.hosts.roll.gather("there", "")
         return endpoint
 
-    def _open_generations(self, incarnation: int) -> Generations:
-        """The rendezvous of workers that may die and join."""
-        connections = Connections(
-            self.store,
-            lambda: another_connection(self._base, f"{self._prefix}/torch", None),
-            self.clock,
-            self.endpoint.trace,
-            host=self.hosts.name,
-            address=self.hosts.address,
-            timeout_s=self.timeout_s,
-            ordered=self._ordered,
-        )
-        return Generations(
-            self.store,
-            lambda: another_connection(self._base, self._prefix, self._key),
-            connections,
-            rank=self.rank,
-            incarnation=incarnation,
-            workers=self.workers,
-            silent_s=self.silent_s,
-        )
-
     def _open_mailbox(self) -> Mailbox:
         from paceline.transport.mailbox import Mailbox
 
@@ -265,7 +247,7 @@ class Job(AbstractContextManager["Job"]):
             self.clock,
             ranks=ranks,
             backends=Backends(
-                shared=shared, process_group=group, comm_thread=self.comm_thread, is_ordered=self._ordered
+                shared=shared, process_group=group, comm_thread=self.comm_thread, is_ordered=self.ordered
             ),
             open_mailbox=lambda: self.endpoint.mailbox,
             open_group=self._open_group,
@@ -314,6 +296,32 @@ class Job(AbstractContextManager["Job"]):
     def _abandon(self, error: BaseException) -> None:
         report_now(error)
         self.close(failed=True)
+
+
+def _open_generations(job: Job, open_store: Callable[[str], dist.Store], incarnation: int) -> Generations:
+    """The rendezvous of workers that may die and join.
+
+    `open_store` makes another connection to the job's store, or to the part of it with a name, which is torch's own.
+    """
+    connections = Connections(
+        job.store,
+        lambda: open_store("/torch"),
+        job.clock,
+        job.endpoint.trace,
+        host=job.hosts.name,
+        address=job.hosts.address,
+        timeout_s=job.timeout_s,
+        ordered=job.ordered,
+    )
+    return Generations(
+        job.store,
+        lambda: open_store(""),
+        connections,
+        rank=job.rank,
+        incarnation=incarnation,
+        workers=job.workers,
+        silent_s=job.silent_s,
+    )
 
 
 def _membership(store: dist.Store, layout: Layout) -> Membership:
