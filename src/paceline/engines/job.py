@@ -31,6 +31,7 @@ from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
+from paceline.transport.job_key import JobKey
 from paceline.transport.progress import Progress
 from paceline.transport.shared_memory import SharedMemory
 from paceline.transport.shared_vector import HostVectors
@@ -106,11 +107,7 @@ class Job(AbstractContextManager["Job"]):
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
                 self.endpoint = ProcessEndpoint(0, Layout(1), self.clock, trace=Trace(keep=SPANS_KEPT))
-                self._generations = _open_generations(
-                    self,
-                    lambda name: another_connection(self._base, self._prefix + name, None if name else self._key),
-                    incarnation,
-                )
+                self._generations = _open_generations(self, self._base, self._prefix, self._key, incarnation)
                 self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation, needs)
@@ -298,14 +295,11 @@ class Job(AbstractContextManager["Job"]):
         self.close(failed=True)
 
 
-def _open_generations(job: Job, open_store: Callable[[str], dist.Store], incarnation: int) -> Generations:
-    """The rendezvous of workers that may die and join.
-
-    `open_store` makes another connection to the job's store, or to the part of it with a name, which is torch's own.
-    """
+def _open_generations(job: Job, base: dist.Store, prefix: str, key: JobKey | None, incarnation: int) -> Generations:
+    """The rendezvous of workers that may die and join, in the job's store, which is this prefix of its base."""
     connections = Connections(
         job.store,
-        lambda: open_store("/torch"),
+        lambda: another_connection(base, f"{prefix}/torch", None),
         job.clock,
         job.endpoint.trace,
         host=job.hosts.name,
@@ -315,7 +309,7 @@ def _open_generations(job: Job, open_store: Callable[[str], dist.Store], incarna
     )
     return Generations(
         job.store,
-        lambda: open_store(""),
+        lambda: another_connection(base, prefix, key),
         connections,
         rank=job.rank,
         incarnation=incarnation,

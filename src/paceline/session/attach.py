@@ -109,41 +109,56 @@ def attach(
     flat, parts = _flat_model(model, bucket_bytes, mesh)
     check_device("attach", flat.params.device, elastic=elastic)
     inner = _checked_optimizer(optimizer, flat, strategy)
-    settings = described(strategy, optimizer, {n: given[n] for n in SAME} | _length_of(strategy, plan))
+    given |= {"timeout_s": timeout_s, "silent_s": silent_s}
+    session = _opened(given, strategy, plan, offers, flat, parts, inner)
+    if session.job.elastic is not None:
+        session.take_part(session.job.elastic, kept)
+    if checkpoint is not None:
+        session.begin(checkpoint)
+    return session
+
+
+def _opened(
+    given: Mapping[str, Any],
+    strategy: Strategy,
+    plan: Plan,
+    offers: Offers,
+    flat: FlatModel,
+    parts: TensorParallel | None,
+    inner: torch.optim.Optimizer,
+) -> Session:
+    """A session by the arguments of `attach`, in the job that it joins."""
+    elastic: bool = given["elastic"]
+    may_join = strategy.needs.elastic or elastic
+    settings = described(strategy, given["optimizer"], {n: given[n] for n in SAME} | _length_of(strategy, plan))
     with ExitStack() as on_failure:
         job = Job(
             strategy.needs,
             device=flat.params.device,
             served=strategy,
-            ordered=ordered,
-            timeout_s=timeout_s,
-            silent_s=silent_s,
-            takes_nonfinite=nonfinite == "pass",
+            ordered=given["ordered"],
+            timeout_s=given["timeout_s"],
+            silent_s=given["silent_s"],
+            takes_nonfinite=given["nonfinite"] == "pass",
             elastic=elastic,
-            on_met=partial(
-                check_same_settings, settings=settings, call="attach", is_elastic=strategy.needs.elastic or elastic
-            ),
+            on_met=partial(check_same_settings, settings=settings, call="attach", is_elastic=may_join),
         )
         on_failure.callback(job.close, failed=True)
         check(strategy, replace(offers, one_host=job.is_one_host))
         endpoint = job.endpoint if parts is None else job.endpoint.group(parts.replicas)
-        may_join = strategy.needs.elastic or elastic
-        _start_from_same_model(job, endpoint, flat, initial, may_join=may_join)
+        _start_from_same_model(job, endpoint, flat, given["initial"], may_join=may_join)
         session_optimizer = SessionOptimizer(inner)
         on_failure.callback(session_optimizer.release)
         learner = LoopLearner(flat, session_optimizer, parts)
-        run = WorkerRun(strategy, job.elastic or endpoint, learner, nonfinite=nonfinite, plan=plan)
+        run = WorkerRun(strategy, job.elastic or endpoint, learner, nonfinite=given["nonfinite"], plan=plan)
         run.replica.cursor.shard = job.rank if job.elastic is None else None
-        loop = Loop(run, learner, session_optimizer, _guard(job, run, inner), accumulate=accumulate)
-        watch = on_failure.enter_context(LoopWatch(monitor, job, loop))
+        guard = _guard(job, run, inner)
+        loop = Loop(run, learner, session_optimizer, guard, accumulate=given["accumulate"])
+        watch = on_failure.enter_context(LoopWatch(given["monitor"], job, loop))
         if job.elastic is None:
-            loop.start()
+            loop.start()  # An elastic one starts when its worker has joined the others.
         session = Session(job, loop, session_optimizer, strategy, watch)
         on_failure.pop_all()
-    if job.elastic is not None:
-        session.take_part(job.elastic, kept)
-    if checkpoint is not None:
-        session.begin(checkpoint)
     return session
 
 

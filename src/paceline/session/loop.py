@@ -173,11 +173,6 @@ class Loop:
         if self._hooks is not None or (self.replica.workers == 1 and self.accumulate == 1 and not self.keeps_watch):
             self._watch.remove()
 
-    @property
-    def has_scaler(self) -> bool:
-        """Whether a GradScaler has taken the last step."""
-        return self._optimizer.has_scaler
-
     def check_between_steps(self, call: str) -> None:
         """Raise if a gradient has been computed and no step was taken with it: no saved state holds it."""
         if self.driver.waits_for_step or self.epoch.has_open_gradient:

@@ -82,7 +82,7 @@ class LoopMembers(Members):
         kept = [*self._also.values()]
         if not kept and any("initial_lr" in group for group in loop.learner.optimizer.param_groups):
             raise ValueError(NO_SCHEDULE)
-        if loop.has_scaler and not any(isinstance(value, GradScaler) for value in kept):
+        if loop.learner.has_scaler and not any(isinstance(value, GradScaler) for value in kept):
             raise ValueError(NO_SCALER)
         if not self._endpoint.is_due or loop.driver.waits_for_step or loop.epoch.has_open_gradient:
             return
