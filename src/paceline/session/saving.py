@@ -75,6 +75,7 @@ class Saving:
         self._copies = Copies()
         self._store = store
         self._elastic = elastic
+        self._losses: Losses = elastic.rendezvous.why_lost if elastic is not None else lambda rank: None
         self._timeout_s = timeout_s
         self._name = "" if elastic is not None else f"{next(_opened)}"
         self._take_place(rank, workers)
@@ -85,7 +86,9 @@ class Saving:
         is_replacement = endpoint.rank not in endpoint.layout.worker_ranks or (
             elastic is not None and elastic.has_joined_late
         )
-        self._from = self._replaced() if is_replacement else self._found(shared, timeout_s)
+        self._from = None if is_replacement else self._found(shared, timeout_s)
+        if is_replacement and rank == 0 and elastic is None:
+            self._folder.claim()
         # Workers that do not wait for each other stand at no common step: the first one says when they are saved.
         self._is_together = run.strategy.needs.ordered
         self._saver, self._cadence = self._opened(None)
@@ -110,7 +113,6 @@ class Saving:
 
     def _opened(self, saved: float | None) -> tuple[Saver, Cadence]:
         shared = self._shared()
-        losses: Losses = (lambda rank: None) if self._elastic is None else self._elastic.rendezvous.why_lost
         saver = Saver(
             self._folder,
             self._settings.keep,
@@ -118,7 +120,7 @@ class Saving:
             workers=self._processes,
             store=shared,
             timeout_s=self._timeout_s if self._is_together else min(self._timeout_s, PATIENCE_S),
-            losses=losses,
+            losses=self._losses,
         )
         cadence = Cadence(
             self._settings,
@@ -127,7 +129,7 @@ class Saving:
             is_first=self._rank == 0 or not self._is_together,
             timeout_s=self._timeout_s,
             saved=saved,
-            losses=losses,
+            losses=self._losses,
         )
         return saver, cadence
 
@@ -151,9 +153,8 @@ class Saving:
         key = "checkpoint/from"
         if self._rank:
             assert store is not None
-            losses: Losses = (lambda rank: None) if self._elastic is None else self._elastic.rendezvous.why_lost
             try:
-                found = json.loads(awaited(store, key, timeout_s, losses=losses))
+                found = json.loads(awaited(store, key, timeout_s, losses=self._losses))
             except Lost as why:
                 raise ClusterError(f"rank 0 has not said which checkpoint to continue from: {why}") from None
             if found["error"] is not None:
@@ -162,7 +163,7 @@ class Saving:
         chosen: Checkpoint | None = None
         failure: Exception | None = None
         try:
-            chosen = self._chosen()
+            chosen = _chosen(self._folder, resume=self._settings.resume)
         except (ValueError, OSError) as error:
             failure = error
         if store is not None:
@@ -172,21 +173,6 @@ class Saving:
             self._folder.release()
             raise failure
         return chosen
-
-    def _replaced(self) -> None:
-        if self._rank == 0 and self._elastic is None:
-            self._folder.claim()
-
-    def _chosen(self) -> Checkpoint | None:
-        self._folder.claim()
-        if self._settings.resume:
-            return self._folder.newest_sound()
-        if found := self._folder.complete():
-            raise ValueError(
-                f"Checkpoints({str(self._folder.path)!r}, resume=False): the folder has checkpoints already, the last "
-                f"of which is {found[-1].name}; leave out resume=False to continue from it, or give another folder"
-            )
-        return None
 
     def resume(
         self, load: Callable[[dict[str, Any]], None], check: Callable[[dict[str, Any]], None] = lambda more: None
@@ -206,46 +192,19 @@ class Saving:
                 "empty one"
             )
         try:
-            self._check_stages(checkpoint)
-            more = checkpoint.part(self._source(checkpoint), self._stage)["more"]
+            _check_stages(checkpoint, self._stages, self._stage, self._trained)
+            source = _source(checkpoint, self._worker, self._workers, is_together=self._is_together)
+            more = checkpoint.part(source, self._stage)["more"]
             check(more)
             load(checkpoint.state(self._worker, self._workers, self._stage))
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}") from error
-        self._warn_of_settings(checkpoint)
+        if self._rank == 0:
+            _warn_of_settings(checkpoint, self._run.strategy)
         self._from = None
         self._saved_at = checkpoint.step
         self._cadence.start(checkpoint.step)
         return more
-
-    def _source(self, checkpoint: Checkpoint) -> int:
-        """The worker whose place in the data this one continues."""
-        if self._workers != checkpoint.manifest.workers and not self._is_together:
-            steps = [state["step"] for state in checkpoint.states()]
-            return steps.index(min(steps))
-        return self._worker if self._worker < checkpoint.manifest.workers else 0
-
-    def _warn_of_settings(self, checkpoint: Checkpoint) -> None:
-        saved, own = checkpoint.manifest.settings, settings_of(self._run.strategy)
-        if self._rank == 0 and saved and saved != own:
-            warnings.warn(
-                ChangedSettings(f"{checkpoint.path}: it was saved under {saved}, and continues under {own}"),
-                stacklevel=4,
-            )
-
-    def _check_stages(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError if the model was cut into other stages."""
-        if checkpoint.manifest.stages != self._stages:
-            raise ValueError(
-                f"it is a checkpoint of a model in {checkpoint.manifest.stages} stages, and this run has "
-                f"{self._stages}: give train(stages={checkpoint.manifest.stages}), or start anew from the export"
-            )
-        trained = checkpoint.part(0, self._stage)["trained"]
-        if self._stages > 1 and trained != self._trained:
-            raise ValueError(
-                f"stage {self._stage} of the saved model has the parameters {trained}, and that of this run "
-                f"{self._trained}: give train(stages=[...]) with the layers at which the saved stages begin"
-            )
 
     # Save.
 
@@ -332,3 +291,48 @@ class Saving:
     def _tell_failure(self) -> None:
         if (why := self._saver.failure()) is not None:
             warnings.warn(CheckpointFailed(f"{why}; training goes on"), stacklevel=3)
+
+
+def _warn_of_settings(checkpoint: Checkpoint, strategy: Strategy) -> None:
+    saved, own = checkpoint.manifest.settings, settings_of(strategy)
+    if saved and saved != own:
+        warnings.warn(
+            ChangedSettings(f"{checkpoint.path}: it was saved under {saved}, and continues under {own}"),
+            stacklevel=4,
+        )
+
+
+def _check_stages(checkpoint: Checkpoint, stages: int, stage: int, trained: list[str]) -> None:
+    """Raise ValueError if the model was cut into other stages."""
+    if checkpoint.manifest.stages != stages:
+        raise ValueError(
+            f"it is a checkpoint of a model in {checkpoint.manifest.stages} stages, and this run has {stages}: give "
+            f"train(stages={checkpoint.manifest.stages}), or start anew from the export"
+        )
+    saved = checkpoint.part(0, stage)["trained"]
+    if stages > 1 and saved != trained:
+        raise ValueError(
+            f"stage {stage} of the saved model has the parameters {saved}, and that of this run {trained}: give "
+            "train(stages=[...]) with the layers at which the saved stages begin"
+        )
+
+
+def _chosen(folder: Folder, *, resume: bool) -> Checkpoint | None:
+    """The checkpoint to continue from, in a folder that this job claims."""
+    folder.claim()
+    if resume:
+        return folder.newest_sound()
+    if found := folder.complete():
+        raise ValueError(
+            f"Checkpoints({str(folder.path)!r}, resume=False): the folder has checkpoints already, the last of which "
+            f"is {found[-1].name}; leave out resume=False to continue from it, or give another folder"
+        )
+    return None
+
+
+def _source(checkpoint: Checkpoint, worker: int, workers: int, *, is_together: bool) -> int:
+    """The worker whose place in the data this one continues."""
+    if workers != checkpoint.manifest.workers and not is_together:
+        steps = [state["step"] for state in checkpoint.states()]
+        return steps.index(min(steps))
+    return worker if worker < checkpoint.manifest.workers else 0
