@@ -95,6 +95,7 @@ class Job(AbstractContextManager["Job"]):
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
             self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
+            self._groups.interface = self.hosts.interface
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
