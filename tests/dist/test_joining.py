@@ -206,6 +206,24 @@ def test_rank_0_serves_the_store_on_the_named_address_alone(monkeypatch: pytest.
     assert isinstance(other, TCPStore) and other.get("a") == b"1"
 
 
+LOSES_ITS_STORE = """
+import os, signal, time
+from tools.ports import descendants, listeners
+if os.environ["RANK"] == "0":
+    [store] = [one.pid for one in listeners(*descendants(os.getppid())) if one.name == "paceline-store"]
+    os.kill(store, signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_a_job_whose_store_dies_ends_and_says_so(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(LOSES_ITS_STORE)
+    done = forked.paceline("run", "-n", "2", str(script), folder=tmp_path, timeout_s=30)
+    assert done.returncode == 1
+    assert re.search(r"the process of the job's store \(\d+\) ended with exit code -9", done.stderr), done.stderr
+
+
 # Who sees the key.
 
 SCRIPT = """
