@@ -64,7 +64,7 @@ def fuzz_store(connections: int, seed: int) -> dict[str, Any]:
     garbage = Garbage(chance)
     listener = loopback_listener()
     port = listener.getsockname()[1]
-    process = start_store(listener)
+    process = start_store(listener, 1)
     listener.close()
     pid = process.pid
     client = reach_store(port)

@@ -12,10 +12,12 @@ own loads damaged files: each must load, or be refused by a ValueError or an OSE
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import struct
 import tempfile
@@ -31,6 +33,7 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks._hostile_store import fuzz_store, resident_kib
+from paceline.errors import ClusterError
 from paceline.transport.job_key import JobKey, SignedStore
 
 BATCH = 1000
@@ -41,11 +44,21 @@ def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def show_state(pid: int, waited_s: float) -> None:
+    """Print what a server that does not answer is doing; "t" and "T" are states of processes that were stopped."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    found = [line for line in status if line.startswith(("State:", "TracerPid:", "VmRSS:"))]
+    print(f"no answer for {waited_s:.1f} s; the server:", *found, sep="\n  ", flush=True)
+    os.kill(pid, signal.SIGUSR1)  # Its threads' stacks, once it runs.
+    time.sleep(1)
+
+
 def serve(path: str, key: JobKey) -> None:
     from tests.dist import served
     from tests.dist.test_server_fuzz import SERVERS
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     served.mailbox.memory_domain = lambda: ""
     server = served.Server(SignedStore(FileStore(path), key, "fuzz"), **SERVERS["plain"])
     server.thread.join()
@@ -91,11 +104,16 @@ def fuzz_server(messages: int, strangers: int, seed: int) -> dict[str, Any]:
             for rogue, letter in letters:
                 rogue.throw(letter.frames)
             sent["with the key"] += len(letters)
-            for rogue in rogues:
-                rogue.say(Pull(request_id=LAST + batch))
-                rogue.take(LAST + batch)
             start = time.monotonic()
-            good.exchange()
+            try:
+                for rogue in rogues:
+                    rogue.say(Pull(request_id=LAST + batch))
+                    rogue.take(LAST + batch)
+                start = time.monotonic()
+                good.exchange()
+            except (AssertionError, ClusterError):
+                show_state(process.pid, time.monotonic() - start)
+                raise
             waits.append(time.monotonic() - start)
             batch += 1
             memory.append(resident_kib(process.pid))

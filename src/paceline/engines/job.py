@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.elastic import ElasticEndpoint
 from paceline.endpoint import Layout
+from paceline.engines import open_files
 from paceline.engines.generations import Connections, Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
@@ -94,9 +95,7 @@ class Job(AbstractContextManager["Job"]):
             incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
-            self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
-            self._groups.interface = self.hosts.interface
-            self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
+            self._find_hosts(needs, served)
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
@@ -131,6 +130,19 @@ class Job(AbstractContextManager["Job"]):
         self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
         self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
+
+    def _find_hosts(self, needs: Needs, served: Strategy | None) -> None:
+        """Which ranks share a host, on which interface this one listens, and whether it may open as many files."""
+        roll = RollCall(self.store, self._base, self.rank, self.workers, timeout_s=self.timeout_s)
+        self.hosts = Hosts(roll)
+        self._groups.interface = self.hosts.interface
+        self.layout = Layout(self.workers, _servers(served, len(self.hosts), self._stages))
+        workers, servers = self.workers, self.layout.servers
+        if workers > 1 or servers:
+            more = open_files.of_worker(workers, servers, takes_part=needs.collectives)
+            open_files.check(f"rank {self.rank} of {workers} workers", more)
+        if servers and self.rank == self.hosts.ranks[self.hosts.own][0]:
+            open_files.check(f"a server of {workers} workers", open_files.of_server(workers))
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = self.hosts.roll.gather("pid", str(pid))
