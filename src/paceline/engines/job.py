@@ -74,6 +74,7 @@ class Job(AbstractContextManager["Job"]):
         on_met: Callable[[dist.Store, int, int], None] = lambda store, rank, workers: None,
     ) -> None:
         self._is_elastic = needs.elastic
+        self._may_return = needs.elastic or elastic
         self._stages = stages
         self._device = device
         self._ordered = ordered
@@ -91,8 +92,7 @@ class Job(AbstractContextManager["Job"]):
         try:
             self._meet(place)
             on_met(self.store, self.rank, self.workers)
-            may_die = needs.elastic or elastic
-            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
+            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if self._may_return else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
             self._find_hosts(needs, served)
@@ -129,7 +129,9 @@ class Job(AbstractContextManager["Job"]):
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
         self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
+        self.store, self._key = join(
+            self._base, self._prefix, place, timeout_s=self.timeout_s, may_return=self._may_return
+        )
 
     def _find_hosts(self, needs: Needs, served: Strategy | None) -> None:
         """Which ranks share a host, on which interface this one listens, and whether it may open as many files."""
