@@ -141,12 +141,7 @@ class Job(AbstractContextManager["Job"]):
         self.hosts = Hosts(roll)
         self._groups.interface = self.hosts.interface
         self.layout = Layout(self.workers, _servers(served, len(self.hosts), self._stages))
-        workers, servers = self.workers, self.layout.servers
-        if workers > 1 or servers:
-            more = open_files.of_worker(workers, servers, takes_part=needs.collectives)
-            open_files.check(f"rank {self.rank} of {workers} workers", more)
-        if servers and self.rank == self.hosts.ranks[self.hosts.own][0]:
-            open_files.check(f"a server of {workers} workers", open_files.of_server(workers))
+        _check_files(self.rank, self.layout, self.hosts, needs)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = self.hosts.roll.gather("pid", str(pid))
@@ -302,6 +297,16 @@ class Job(AbstractContextManager["Job"]):
     def _abandon(self, error: BaseException) -> None:
         report_now(error)
         self.close(failed=True)
+
+
+def _check_files(rank: int, layout: Layout, hosts: Hosts, needs: Needs) -> None:
+    """Whether this process, and the servers that it starts, may open as many files as they will."""
+    workers, servers = layout.workers, layout.servers
+    if workers > 1 or servers:
+        more = open_files.of_worker(workers, servers, takes_part=needs.collectives)
+        open_files.check(f"rank {rank} of {workers} workers", more)
+    if servers and rank == hosts.ranks[hosts.own][0]:
+        open_files.check(f"a server of {workers} workers", open_files.of_server(workers))
 
 
 def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:
