@@ -137,8 +137,7 @@ class Job(AbstractContextManager["Job"]):
 
     def _find_hosts(self, needs: Needs, served: Strategy | None) -> None:
         """Which ranks share a host, on which interface this one listens, and whether it may open as many files."""
-        roll = RollCall(self.store, self._base, self.rank, self.workers, timeout_s=self.timeout_s)
-        self.hosts = Hosts(roll)
+        self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=self.timeout_s))
         self._groups.interface = self.hosts.interface
         self.layout = Layout(self.workers, _servers(served, len(self.hosts), self._stages))
         _check_files(self.rank, self.layout, self.hosts, needs)
