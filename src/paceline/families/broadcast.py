@@ -153,13 +153,12 @@ class BroadcastLog(Service):
     # What is here, and what is missing.
 
     def contents(self) -> tuple[int, Tensor]:
-        """How many messages this worker has sent, and which messages of dead workers it keeps."""
-        dead = [sender for sender in self._kept if not self._peers.is_member(sender)]
-        return self._count, pairs((sender, number) for sender in dead for number in self._kept[sender])
+        """How many messages this worker has sent, and which messages of others it keeps."""
+        return self._count, pairs((sender, number) for sender, kept in self._kept.items() for number in kept)
 
-    def missing(self, src: int, count: int, of_dead: Tensor | None) -> list[tuple[int, int]]:
+    def missing(self, src: int, count: int, kept: Tensor | None) -> list[tuple[int, int]]:
         """What a peer's `contents` lists and is not here, as pairs of a sender and a number."""
-        listed = [] if of_dead is None else of_dead.tolist()
+        listed = [] if kept is None else kept.tolist()
         return [
             *self._gaps(src, count),
             *((sender, number) for sender, number in listed if not self._has(sender, number)),

@@ -18,15 +18,19 @@ RETRIES = 12  # Timeouts after which a worker leaves without the last acknowledg
 class Finished(Message):
     """The sender has no data left.
 
-    It has broadcast `count` messages, and keeps these of dead workers: pairs of a sender and a number.
+    It has broadcast `count` messages, and keeps these of others, which some workers may not have: pairs of a sender and
+    a number.  `report` counts how often what it lists has changed.
     """
 
     count: Number = 0
-    of_dead: Tensor | None = None
+    kept: Tensor | None = None
+    report: Number = 0
 
 
 class HasAll(Message):
-    """The sender has all messages that the receiver's `Finished` lists."""
+    """The sender has all messages that the receiver's `Finished` with that number lists."""
+
+    report: Number = 0
 
 
 class FinalModel(Message):
@@ -60,6 +64,8 @@ class RunEnd(Service):
         self._finished: dict[int, Finished] = {}  # The newest report of each peer that has finished,
         self._complete: set[int] = set()  # the peers whose reported messages are all here,
         self._confirmed: set[int] = set()  # and the peers that have all messages of this worker's report.
+        self._listed: tuple[int, object] | None = None  # What this worker's last report lists,
+        self._reports = 0  # and its number.
         self._models: dict[int, Tensor] = {}  # The last models of peers,
         self._asked: int | None = None  # the peer that computes the mean,
         self._mean: Tensor | None = None  # the mean,
@@ -92,25 +98,40 @@ class RunEnd(Service):
     async def _report(self, dst: int) -> None:
         if self._peers.has_finished:
             self._confirmed.discard(dst)
-            await self._peers.send(dst, Finished() if self._log is None else Finished(*self._log.contents()))
+            await self._peers.send(dst, Finished() if self._log is None else self._new_report(self._log))
+
+    def _new_report(self, log: BroadcastLog) -> Finished:
+        """What this worker has now.  If it lists other messages than before, no peer has confirmed it."""
+        count, kept = log.contents()
+        if (listed := (count, sorted(kept.tolist()))) != self._listed:
+            self._listed = listed
+            self._reports += 1
+            self._confirmed.clear()
+        return Finished(count, kept, self._reports)
 
     async def _check(self, report: Finished) -> None:
         """Compare a peer's report with this worker's log: request what is missing, or confirm."""
         self._complete.discard(report.src)
         if self._peers.has_model:
             if self._log is not None:
-                await self._log.request(report.src, self._missing(report))
+                # What others have sent that are alive, they will send again themselves.
+                lost = [
+                    pair
+                    for pair in self._missing(report)
+                    if pair[0] not in self._peers.members or pair[0] == report.src
+                ]
+                await self._log.request(report.src, lost)
             await self.handled(report.src)
 
     def _missing(self, report: Finished) -> list[tuple[int, int]]:
-        return [] if self._log is None else self._log.missing(report.src, report.count, report.of_dead)
+        return [] if self._log is None else self._log.missing(report.src, report.count, report.kept)
 
     async def handled(self, src: int) -> None:
         """Confirm a peer's report if the message that was handled was the last one that was missing."""
         report = self._finished.get(src)
         if report is not None and src not in self._complete and not self._missing(report):
             self._complete.add(src)
-            await self._peers.send(src, HasAll())
+            await self._peers.send(src, HasAll(report.report))
 
     # All take the mean of their models.
 
@@ -165,10 +186,12 @@ class RunEnd(Service):
         src = message.src
         match message:
             case Finished():
-                self._finished[src] = message
-                await self._check(message)
+                if (last := self._finished.get(src)) is None or message.report >= last.report:
+                    self._finished[src] = message
+                    await self._check(message)
             case HasAll():
-                self._confirmed.add(src)
+                if message.report == self._reports:  # An older report may not list what this worker has since received.
+                    self._confirmed.add(src)
             case FinalModel():
                 self._models[src] = message.params
                 if self._mean is not None:
