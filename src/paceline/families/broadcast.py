@@ -179,6 +179,8 @@ class BroadcastLog(Service):
 
     async def handle(self, message: Message) -> None:
         src = message.src
+        if src in self._peers.dead:  # The others may have agreed on what they have of it.
+            return
         match message:
             case LogMessage():
                 self._note_ack(src, message.acked)

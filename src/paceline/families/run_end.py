@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.families.broadcast import BroadcastLog
 from paceline.families.peers import Peers, Service
-from paceline.protocol.messages import Message, Number
+from paceline.protocol.messages import Message, Number, Rank
 from paceline.strategy import MissedEnd
 
 RETRIES = 12  # Timeouts after which a worker leaves without the last acknowledgements.
@@ -19,18 +19,24 @@ class Finished(Message):
     """The sender has no data left.
 
     It has broadcast `count` messages, and keeps these of others, which some workers may not have: pairs of a sender and
-    a number.  `report` counts how often what it lists has changed.
+    a number.  It takes nothing more from the `dead`.  `report` is one more for each report that lists something new.
     """
 
     count: Number = 0
     kept: Tensor | None = None
+    dead: tuple[Rank, ...] = ()
     report: Number = 0
 
 
 class HasAll(Message):
-    """The sender has all messages that the receiver's `Finished` with that number lists."""
+    """The sender has all messages that the receiver's `Finished` with that number lists.
+
+    `own` is the number of the sender's own report, the present one or the next: by that one, it has nothing that the
+    receiver has not.
+    """
 
     report: Number = 0
+    own: Number = 0
 
 
 class FinalModel(Message):
@@ -64,8 +70,8 @@ class RunEnd(Service):
         self._finished: dict[int, Finished] = {}  # The newest report of each peer that has finished,
         self._complete: set[int] = set()  # the peers whose reported messages are all here,
         self._confirmed: set[int] = set()  # and the peers that have all messages of this worker's report.
-        self._listed: tuple[int, object] | None = None  # What this worker's last report lists,
-        self._reports = 0  # and its number.
+        self._report = Finished()  # What this worker has reported,
+        self._due: dict[int, int] = {}  # and the number of the report that each peer has announced.
         self._models: dict[int, Tensor] = {}  # The last models of peers,
         self._asked: int | None = None  # the peer that computes the mean,
         self._mean: Tensor | None = None  # the mean,
@@ -89,25 +95,38 @@ class RunEnd(Service):
         peers.has_finished = True
         await self._report_to_all()
         await peers.wait_until(lambda: peers.all_in(self._complete))
-        await peers.wait_until(lambda: peers.all_in(self._complete & self._confirmed), timeouts=RETRIES)
+        await peers.wait_until(lambda: all(map(self._is_done, peers.members)), timeouts=RETRIES)
+
+    def _is_done(self, rank: int) -> bool:
+        """Whether this worker and a peer have the same, and both know it."""
+        return (
+            rank in self._complete and rank in self._confirmed and self._finished[rank].report >= self._due.get(rank, 0)
+        )
 
     async def _report_to_all(self) -> None:
+        """Report what this worker has now.  If that is something new, no peer has confirmed it."""
+        if not self._peers.has_finished:
+            return
+        if self._has_news:
+            self._report = self._next_report()
+            self._confirmed.clear()
         for rank in self._peers.members:
-            await self._report(rank)
+            await self._send_report(rank)
 
-    async def _report(self, dst: int) -> None:
+    async def _send_report(self, dst: int) -> None:
         if self._peers.has_finished:
             self._confirmed.discard(dst)
-            await self._peers.send(dst, Finished() if self._log is None else self._new_report(self._log))
+            await self._peers.send(dst, self._report)
 
-    def _new_report(self, log: BroadcastLog) -> Finished:
-        """What this worker has now.  If it lists other messages than before, no peer has confirmed it."""
-        count, kept = log.contents()
-        if (listed := (count, sorted(kept.tolist()))) != self._listed:
-            self._listed = listed
-            self._reports += 1
-            self._confirmed.clear()
-        return Finished(count, kept, self._reports)
+    def _next_report(self) -> Finished:
+        count, kept = (0, None) if self._log is None else self._log.contents()
+        return Finished(count, kept, tuple(sorted(self._peers.dead)), self._report.report + 1)
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether this worker has something that its last report does not list."""
+        old, new = self._report, self._next_report()
+        return not old.report or (old.count, _listed(old.kept), old.dead) != (new.count, _listed(new.kept), new.dead)
 
     async def _check(self, report: Finished) -> None:
         """Compare a peer's report with this worker's log: request what is missing, or confirm."""
@@ -127,11 +146,14 @@ class RunEnd(Service):
         return [] if self._log is None else self._log.missing(report.src, report.count, report.kept)
 
     async def handled(self, src: int) -> None:
-        """Confirm a peer's report if the message that was handled was the last one that was missing."""
-        report = self._finished.get(src)
-        if report is not None and src not in self._complete and not self._missing(report):
-            self._complete.add(src)
-            await self._peers.send(src, HasAll(report.report))
+        """Confirm the reports of peers if the message that was handled was the last one that was missing."""
+        for rank, report in list(self._finished.items()):
+            if rank not in self._complete and not self._missing(report):
+                self._complete.add(rank)
+                own = self._report.report + self._has_news if self._peers.has_finished else 0
+                await self._peers.send(rank, HasAll(report.report, own))
+                if self._has_news and self._peers.all_in(self._complete):
+                    await self._report_to_all()
 
     # All take the mean of their models.
 
@@ -186,11 +208,14 @@ class RunEnd(Service):
         src = message.src
         match message:
             case Finished():
+                for rank in message.dead:
+                    await self._peers.note_death(rank)
                 if (last := self._finished.get(src)) is None or message.report >= last.report:
                     self._finished[src] = message
                     await self._check(message)
             case HasAll():
-                if message.report == self._reports:  # An older report may not list what this worker has since received.
+                self._due[src] = max(self._due.get(src, 0), message.own)
+                if message.report == self._report.report:  # An older one may not list all that is here.
                     self._confirmed.add(src)
             case FinalModel():
                 self._models[src] = message.params
@@ -208,7 +233,7 @@ class RunEnd(Service):
             await self._check(report)
 
     async def peer_joined(self, rank: int) -> None:
-        await self._report(rank)
+        await self._send_report(rank)
         await self._send_mean()
 
     async def peer_ended(self, rank: int) -> None:
@@ -219,8 +244,9 @@ class RunEnd(Service):
         await self.peer_died(rank)
 
     async def peer_died(self, rank: int) -> None:
-        self._models.pop(rank, None)
-        self._finished.pop(rank, None)
+        for known in (self._models, self._finished, self._due):
+            known.pop(rank, None)
+        self._complete.discard(rank)
         if self._peers.has_model:
             await (
                 self.joined()
@@ -230,8 +256,12 @@ class RunEnd(Service):
 
     async def retransmit(self) -> None:
         for rank in self._peers.members:
-            if rank not in self._confirmed:
-                await self._report(rank)
+            if not self._is_done(rank):
+                await self._send_report(rank)
         if self._asked is not None:
             await self._send_model(self._asked)
         await self._send_mean()
+
+
+def _listed(kept: Tensor | None) -> list[list[int]]:
+    return [] if kept is None else sorted(kept.tolist())
