@@ -237,15 +237,27 @@ class BroadcastLog(Service):
             await self._send(rank, self._count)
 
     def snapshot(self) -> list[Tensor]:
-        """Which messages are in the model."""
+        """Which messages are in the model, and those that some peers may not have."""
         upto = [(self._peers.rank, self._count), *((sender, its.upto) for sender, its in self._received.items())]
         beyond = [(sender, number) for sender, its in self._received.items() for number in its.beyond]
-        return [pairs(upto), pairs(beyond)]
+        unstable = {self._peers.rank: self._sent, **self._kept}
+        entries = [(sender, n, entry) for sender, its in unstable.items() for n, entry in its.items()]
+        names, rates = pairs((sender, n) for sender, n, _ in entries), [entry.rate for _, _, entry in entries]
+        return [
+            pairs(upto),
+            pairs(beyond),
+            names,
+            torch.tensor(rates, dtype=torch.float64),
+            *(entry.data for _, _, entry in entries),
+        ]
 
     def restore(self, state: Iterator[Tensor]) -> None:
         self._received = {sender: Numbers(upto) for sender, upto in next(state).tolist()}
         for sender, number in next(state).tolist():
             self._received.setdefault(sender, Numbers()).add(number)
+        names, rates = next(state).tolist(), next(state).tolist()
+        for (sender, number), rate in zip(names, rates, strict=True):
+            self._kept.setdefault(sender, {})[number] = Entry(next(state), rate)
 
 
 async def nothing() -> None:

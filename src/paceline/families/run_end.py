@@ -95,7 +95,9 @@ class RunEnd(Service):
         peers.has_finished = True
         await self._report_to_all()
         await peers.wait_until(lambda: peers.all_in(self._complete))
-        await peers.wait_until(lambda: all(map(self._is_done, peers.members)), timeouts=RETRIES)
+        await peers.wait_until(
+            lambda: all(map(self._is_done, peers.members)) and not self._has_news, timeouts=RETRIES
+        )
 
     def _is_done(self, rank: int) -> bool:
         """Whether this worker and a peer have the same, and both know it."""
@@ -152,8 +154,8 @@ class RunEnd(Service):
                 self._complete.add(rank)
                 own = self._report.report + self._has_news if self._peers.has_finished else 0
                 await self._peers.send(rank, HasAll(report.report, own))
-                if self._has_news and self._peers.all_in(self._complete):
-                    await self._report_to_all()
+        if self._peers.has_finished and self._peers.all_in(self._complete) and self._has_news:
+            await self._report_to_all()
 
     # All take the mean of their models.
 

@@ -175,6 +175,7 @@ class Store:
         """Leave the run; the final parameters of the shards, once all workers have left."""
         self.replica.cursor.end()
         all_done = self.replica.learner.has_global_data
+        self.is_locked = False  # A worker that leaves takes no lock, and all shards should know at once.
         value = await self._ask(self._client.numbered([Leave(all_done) for _ in self.shards]), into)
         for rank in self.shards:
             await self.endpoint.send(rank, Bye())

@@ -58,6 +58,11 @@ class Heartbeats:
         elif dst in self._detectors and self._simulator.is_running(dst):
             self._hear(src, dst)
 
+    def note_message(self, src: int, dst: int) -> None:
+        """Any message of a suspected rank shows that it is alive."""
+        if dst in self._detectors and self._detectors[dst].is_suspected(src):
+            self._hear(src, dst)
+
     def _hear(self, src: int, dst: int) -> None:
         detector = self._detectors[dst]
         detector.heartbeat(src, self._world.clock(dst))

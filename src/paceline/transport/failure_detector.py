@@ -16,7 +16,7 @@ class FailureDetector:
     It has no socket, no clock and no thread: the caller reports what happens, with the time `now` in seconds.
 
     A rank is suspected if it has sent heartbeats and then none for `silent_s` seconds; with None no rank ever is.  It
-    may be alive: its next heartbeat ends the suspicion.  A rank is dead once its process has ended and its last
+    may be alive: its next heartbeat, or any other message, ends the suspicion.  A rank is dead once its process has ended and its last
     message has been received.  It stays dead.
     """
 
@@ -42,6 +42,9 @@ class FailureDetector:
             if rank in self._suspected:
                 self._suspected.remove(rank)
                 self._returned.append(rank)
+
+    def is_suspected(self, rank: int) -> bool:
+        return rank in self._suspected
 
     def returned(self) -> list[int]:
         """The ranks whose suspicion has ended since the last call."""
