@@ -95,9 +95,7 @@ class RunEnd(Service):
         peers.has_finished = True
         await self._report_to_all()
         await peers.wait_until(lambda: peers.all_in(self._complete))
-        await peers.wait_until(
-            lambda: all(map(self._is_done, peers.members)) and not self._has_news, timeouts=RETRIES
-        )
+        await peers.wait_until(lambda: all(map(self._is_done, peers.members)) and not self._has_news, timeouts=RETRIES)
 
     def _is_done(self, rank: int) -> bool:
         """Whether this worker and a peer have the same, and both know it."""

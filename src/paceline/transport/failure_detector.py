@@ -16,8 +16,8 @@ class FailureDetector:
     It has no socket, no clock and no thread: the caller reports what happens, with the time `now` in seconds.
 
     A rank is suspected if it has sent heartbeats and then none for `silent_s` seconds; with None no rank ever is.  It
-    may be alive: its next heartbeat, or any other message, ends the suspicion.  A rank is dead once its process has ended and its last
-    message has been received.  It stays dead.
+    may be alive: its next heartbeat, or any other message, ends the suspicion.  A rank is dead once its process has
+    ended and its last message has been received.  It stays dead.
     """
 
     def __init__(self, now: float, *, silent_s: float | None = None, drain_s: float = DRAIN_S) -> None:
