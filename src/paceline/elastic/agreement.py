@@ -81,6 +81,21 @@ class Agreement(ABC):
                 return f"rank {rank} is dead: {why}"
         return None
 
+    def _gone_among(self, ranks: Sequence[int]) -> str | None:
+        """Which of these ranks will not connect to the present generation; None if all may.
+
+        One that was declared dead while it connected may be alive, and others that have noticed that may be alive too:
+        they take part in the next generation, and this process must not wait for them.
+        """
+        why = self._dead_among(ranks)
+        if why is not None:
+            return why
+        processes = {self._now.processes[self._now.ranks.index(rank)] for rank in ranks}
+        for process in sorted(processes | {self._process}):
+            if self._store.check([f"generation/{self._number + 1}/fate/{process}"]):
+                return f"process {process} takes part in generation {self._number} no more"
+        return None
+
     # Members.
 
     def arriving(self, arrival: Arrival) -> Iterator[list[int] | None]:

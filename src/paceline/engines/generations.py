@@ -76,6 +76,7 @@ class Generations(Agreement):
         self._incarnation = incarnation
         self._timeout_s = connect.timeout_s
         self._current: ProcessEndpoint | None = None
+        self._is_connecting = False
         self._liveness = Liveness(store, connect.host, silent_s=silent_s)
         self._liveness.announce(self._process, rank, incarnation)
         self._heartbeat = Heartbeat(open_store, self._process, every_s=min(BEAT_S, silent_s / 4))
@@ -125,8 +126,16 @@ class Generations(Agreement):
     def _endpoint(self) -> ProcessEndpoint:
         now = self._now
         rank = now.ranks[now.processes.index(self._process)]
-        self._current = self._connect(f"{self._number}", rank, now.ranks, Layout(now.workers), self._dead_among)
+        self._is_connecting = True
+        try:
+            self._current = self._connect(f"{self._number}", rank, now.ranks, Layout(now.workers), self._missing_among)
+        finally:
+            self._is_connecting = False
         return self._current
+
+    def _missing_among(self, ranks: Sequence[int]) -> str | None:
+        """Which of these ranks is dead; of those that have yet to connect, also which of them will not."""
+        return self._gone_among(ranks) if self._is_connecting else self._dead_among(ranks)
 
     def _close_current(self) -> None:
         """Leave the last generation; what was sent in it still arrives."""

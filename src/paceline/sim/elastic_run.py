@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class ElasticSimulation(Simulation):
         self.meeting = Meeting(self.world, layout.workers)
         self.members: dict[int, SimGenerations] = {}  # By machine.
         self.endpoints: dict[int, ElasticEndpoint] = {}
+        self.on_worker: Callable[[int, ElasticEndpoint], None] = lambda machine, endpoint: None
         return list(layout.worker_ranks)  # The others are there when they join.
 
     def _worker(self, rank: int, model: torch.nn.Module) -> SimWorker:
@@ -48,6 +49,7 @@ class ElasticSimulation(Simulation):
         learner = SimLearner(trainee, machine, self.cluster, None, self.progress)
         run = WorkerRun(self.strategy, endpoint, learner, nonfinite=self.nonfinite, plan=trainee.plan, trainee=trainee)
         Members(run, endpoint, on_change=trainee.take_place)
+        self.on_worker(rank, endpoint)
         worker = SimWorker(run, trainee, rank)
         run.on_step = partial(self._before_step, worker)
         return worker
@@ -79,8 +81,12 @@ class ElasticSimulation(Simulation):
 
     def _first_alive(self) -> SimWorker:
         """The first worker that is alive and takes part in the run."""
-        alive = [w for w in self.workers if w.rank not in self.world.dead]
-        return next((w for w in alive if not (w.run.missed_end or self.members[w.rank].is_newcomer)), self.workers[0])
+        return next((w for w in self.workers if self.has_finished(w)), self.workers[0])
+
+    def has_finished(self, worker: SimWorker) -> bool:
+        """Whether a worker has come to the end of the run with the others."""
+        rank = worker.rank
+        return rank not in self.world.dead and not (worker.run.missed_end or self.members[rank].is_newcomer)
 
     # Faults.
 

@@ -29,12 +29,18 @@ class SimGeneration:
         self.world = world
         self.proposal = proposal
         self.machine_of = dict(zip(proposal.ranks, machines, strict=True))
+        self.connected: set[int] = set()
         self.closed: set[int] = set()
         self.look: dict[int, Callable[[Sequence[int]], str | None]] = {}  # By machine; its ranks are this generation's.
         self._look_s = look_s
         self._chance = Random(seed)
         self._groups: dict[tuple[int, ...], MortalGroup] = {}
         self._routines: dict[int, list[SimOp[Any]]] = {}
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether all of its machines have connected to each other."""
+        return self.connected.issuperset(self.machine_of.values())
 
     def group(self, ranks: tuple[int, ...]) -> MortalGroup:
         if ranks not in self._groups:

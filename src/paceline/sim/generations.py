@@ -10,7 +10,7 @@ from paceline.elastic import Agreement, Arrival, ElasticEndpoint, Generation, Pr
 from paceline.errors import ClusterError
 from paceline.op import Op
 from paceline.sim.endpoint import SimEndpoint
-from paceline.sim.faults import Cut
+from paceline.sim.faults import Cut, Faults
 from paceline.sim.generation import GenerationEndpoint, SimGeneration
 from paceline.sim.world import World
 
@@ -41,12 +41,18 @@ class MemoryStore:
         return self._values.get(key, b"")
 
 
+def keeper_of(faults: Faults, workers: int) -> int:
+    """The machine beside which the job's store is: the first one that does not die."""
+    return min([rank for rank in range(workers) if rank not in faults.deaths], default=0)
+
+
 class Meeting:
-    """What the machines of an elastic run share: the store, which is beside the first machine, and their heartbeats."""
+    """What the machines of an elastic run share: the store, which is beside one of them, and their heartbeats."""
 
     def __init__(self, world: World, workers: int) -> None:
         self.world = world
         self.workers = workers
+        self.keeper = keeper_of(world.faults, workers)
         self.store = MemoryStore()
         self.beats: dict[int, int] = {}  # Of each process, how often it has written that it is alive.
         self.machine_of: dict[int, int] = {}  # Of each process.
@@ -69,7 +75,7 @@ class Meeting:
         now = self.world.simulator.now
         until = now
         for cut in self.world.faults.cuts:
-            if machine and cut.start <= now < cut.start + cut.seconds and _parts(cut, machine, 0):
+            if cut.start <= now < cut.start + cut.seconds and _parts(cut, machine, self.keeper):
                 until = max(until, cut.start + cut.seconds)
         return until
 
@@ -142,7 +148,7 @@ class SimGenerations(Agreement):
     async def _meet(self, arrival: Arrival) -> Generation:
         self.close()
         await self._wait(self.joining() if self.is_newcomer else self.arriving(arrival))
-        while (why := self._dead_among(self._now.ranks)) is not None:
+        while (why := await self._why_not_connected()) is not None:
             await self._wait(self.arriving(replace(arrival, cause=why)))
         now = self._now
         return Generation(self._number, self._endpoint(), now.committed, now.pause, now.is_new)
@@ -160,6 +166,18 @@ class SimGenerations(Agreement):
             if looks > MOST_LOOKS:
                 raise ClusterError(f"processes {missing} are alive, and have not met the others")
             await self._pass(LOOK_S if missing is not None else LOOK_S / 10)
+
+    async def _why_not_connected(self) -> str | None:
+        """Connect to the other members of the generation; why that has failed, or None."""
+        generation = self._meeting.generation(self._number, self._now)
+        generation.connected.add(self._machine.rank)
+        while not generation.is_connected:
+            await self._reach_store()
+            if (why := self._gone_among(self._now.ranks)) is not None:
+                generation.close(self._machine.rank)
+                return why
+            await self._pass(LOOK_S / 2)
+        return None
 
     async def _reach_store(self) -> None:
         while (until := self._meeting.cut_until(self._machine.rank)) > self._simulator.now:

@@ -40,6 +40,7 @@ class MortalGroup(Group):
         super().__init__(world.simulator, world.machines, world.network, machines, strict=False)
         self._dead = world.dead
         self._closed = closed
+        self._may_lose = world.faults.has_any
         self._look = look
         self._look_s = look_s
         self._chance = chance
@@ -84,7 +85,7 @@ class MortalGroup(Group):
         """A result comes to a member; by chance it does not, if another one is gone."""
         if to.op not in self._pending:
             return
-        has_left = any(machine in self._closed for machine in self.ranks)
+        has_left = self._may_lose and any(machine in self._closed for machine in self.ranks)
         is_whole = not (has_left or any(machine in self._dead for machine in self.ranks))
         if is_whole or self._chance.random() < 0.5:
             del self._pending[to.op]

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.endpoint import Layout
 from paceline.sim.faults import ClockJump, Cut, Faults, Pause, SlowLink
 from paceline.strategy import Strategy
+from paceline.study.elastic_plans import OF_ELASTIC, with_survivor
 
 KINDS = ("crash", "join", "suspicion", "pause", "drop", "duplicate", "delay", "partition", "slow", "clock")
 OF_SHARED = ("crash", "join", "pause", "clock")  # What workers can take that share memory, and send nothing.
@@ -25,12 +26,12 @@ def kinds_of(strategy: Strategy) -> tuple[str, ...]:
 
     >>> from paceline.strategies import AllReduceSGD, Gossip
     >>> kinds_of(AllReduceSGD())
-    ('pause', 'delay', 'partition', 'slow', 'clock')
+    ('crash', 'join', 'suspicion', 'pause', 'delay', 'partition', 'slow', 'clock')
     >>> set(KINDS) - set(kinds_of(Gossip()))
     {'suspicion'}
     """
     if not strategy.needs.elastic:
-        return OF_WAITING
+        return (*OF_ELASTIC, *OF_WAITING) if strategy.needs.ordered else OF_WAITING
     if strategy.needs.shared_memory:
         return OF_SHARED
     return KINDS if strategy.servers else tuple(kind for kind in KINDS if kind != "suspicion")
@@ -62,10 +63,12 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     draw = Draw(chance, Layout(workers, strategy.servers), seconds)
     chosen = [kind for kind in kinds if chance.random() < 0.4] or [chance.choice(kinds)]
     has_beats = bool(strategy.servers) and strategy.needs.elastic and chance.random() < 0.7
+    if strategy.needs.ordered and any(kind in OF_ELASTIC for kind in chosen):
+        has_beats = chance.random() < 0.7
     faults = Faults(silent_s=SILENT_S if has_beats else None, retransmit_s=RETRANSMIT_S)
     for kind in chosen:
         faults = replace(faults, **_of_kind(kind, faults, draw))
-    return _within_patience(faults)
+    return _within_patience(with_survivor(faults, workers) if strategy.needs.ordered else faults)
 
 
 def _of_kind(kind: str, faults: Faults, draw: Draw) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ClusterError
-from paceline.monitor.monitor import Monitors
 from paceline.run import Run
 from paceline.sim.cluster import Cluster, Constant
 from paceline.sim.fault_schedule import check_faults
@@ -18,7 +17,9 @@ from paceline.sim.faults import Faults
 from paceline.sim.run import Simulation
 from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
+from paceline.study.elastic_ordeal import ElasticOrdeal
 from paceline.study.fault_plans import end_of
+from paceline.study.played import played
 from paceline.study.witness import Violation, Witness
 from paceline.task import Batch, Task
 
@@ -123,6 +124,7 @@ class Ordeal:
         self.strategy = strategy
         self.workers = workers
         self.virtual_s = 0.0  # How long the last run has lasted.
+        self.has_own_task = task is None
         self.task = task or (descent_task() if strategy.coordinators else counting_task())
         try:
             self.promise = _promise_of([self._run(seed, Faults()) for seed in (1, 2, 3)])
@@ -132,10 +134,24 @@ class Ordeal:
     def violation(self, seed: int, faults: Faults) -> Violation | None:
         """Run with these faults on the cluster of this seed; the first invariant that is broken."""
         try:
-            self._check(self._run(seed, faults))
+            if self.strategy.needs.ordered and faults.changes_members:
+                self._check_elastic(seed, faults)
+            else:
+                self._check(self._run(seed, faults))
         except Violation as found:
             return found
         return None
+
+    @cached_property
+    def elastic(self) -> ElasticOrdeal:
+        """The runs in which workers die in collectives."""
+        return ElasticOrdeal(self.strategy, None if self.has_own_task else self.task, self.workers)
+
+    def _check_elastic(self, seed: int, faults: Faults) -> None:
+        try:
+            self.elastic.check(seed, faults)
+        finally:
+            self.virtual_s = self.elastic.virtual_s
 
     def _run(self, seed: int, faults: Faults) -> Ended:
         check_faults(faults, self.strategy, self.workers, 1)
@@ -154,14 +170,7 @@ class Ordeal:
             simulator.limit_s = end_of(faults) + 20 * self.promise.seconds + GRACE_S
         witness = Witness(simulation)
         try:
-            run = simulation.run(Monitors(None))
-        except Violation:
-            raise
-        except ClusterError as error:
-            kind = "every run ends" if str(error).startswith(("deadlock", "no end")) else "no rank fails"
-            raise Violation(kind, str(error), simulator.now) from error
-        except Exception as error:
-            raise Violation("no rank fails", f"{type(error).__name__}: {error}", simulator.now) from error
+            run = played(simulation)
         finally:
             self.virtual_s = simulator.now
         return Ended(run, simulation, witness)
