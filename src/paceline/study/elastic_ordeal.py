@@ -74,6 +74,7 @@ class Ended:
     simulation: ElasticSimulation
     witness: ElasticWitness
     models: dict[int, Tensor]  # Of the workers that have finished with the others.
+    has_residuals: bool  # Whether a lost worker takes with it what its codec has left out of earlier messages.
 
 
 class ElasticOrdeal:
@@ -90,7 +91,8 @@ class ElasticOrdeal:
     def promise(self) -> ElasticPromise:
         ended = [self._run(1, workers, Faults()) for workers in range(2, self.workers + 1)]
         totals = [self._totals(next(iter(e.models.values()))) for e in ended]
-        is_same = self.counts_shares and all(torch.allclose(t, totals[0], rtol=1e-9) for t in totals)
+        counts = self.counts_shares and not any(e.has_residuals for e in ended)
+        is_same = counts and all(torch.allclose(t, totals[0], rtol=1e-9) for t in totals)
         return ElasticPromise(
             seconds=max(e.simulation.simulator.now for e in ended),
             totals=totals[0] if is_same else None,
@@ -132,7 +134,7 @@ class ElasticOrdeal:
             for worker, state in zip(simulation.workers, run.states, strict=True)
             if simulation.has_finished(worker)
         }
-        return Ended(simulation, witness, models)
+        return Ended(simulation, witness, models, any("codec.residuals" in state["slots"] for state in run.states))
 
     def _check(self, ended: Ended) -> None:
         now = ended.simulation.simulator.now

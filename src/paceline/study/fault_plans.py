@@ -62,7 +62,8 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     chance = Random(f"torture/{seed}")
     draw = Draw(chance, Layout(workers, strategy.servers), seconds)
     chosen = [kind for kind in kinds if chance.random() < 0.4] or [chance.choice(kinds)]
-    has_beats = bool(strategy.servers) and strategy.needs.elastic and chance.random() < 0.7
+    takes_beats = strategy.needs.elastic and not strategy.needs.shared_memory
+    has_beats = takes_beats and chance.random() < 0.7
     if strategy.needs.ordered and any(kind in OF_ELASTIC for kind in chosen):
         has_beats = chance.random() < 0.7
     faults = Faults(silent_s=SILENT_S if has_beats else None, retransmit_s=RETRANSMIT_S)
@@ -78,7 +79,8 @@ def _of_kind(kind: str, faults: Faults, draw: Draw) -> dict[str, Any]:
         case "crash":
             ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
             mortal = chance.sample(ranks, chance.randrange(1, len(ranks)))  # One of them lives.
-            notices: list[float | None] = [0.0, 0.001, 0.03, *([None] if faults.silent_s else [])]
+            # Only servers find by heartbeats alone that a worker is dead: others may not go on without a majority.
+            notices: list[float | None] = [0.0, 0.001, 0.03, *([None] if faults.silent_s and layout.servers else [])]
             return {"deaths": {rank: draw.time() for rank in mortal}, "notice": chance.choice(notices)}
         case "join":
             return {"joins": [draw.time() for _ in range(chance.randrange(1, 3))]}

@@ -19,6 +19,7 @@ from paceline.strategy import Strategy
 from paceline.stripes import stripe_of
 from paceline.study.elastic_ordeal import ElasticOrdeal
 from paceline.study.fault_plans import end_of
+from paceline.study.peer_witness import PeerWitness
 from paceline.study.played import played
 from paceline.study.witness import Violation, Witness
 from paceline.task import Batch, Task
@@ -76,6 +77,7 @@ class Ended:
     run: Run
     simulation: Simulation
     witness: Witness
+    peers: PeerWitness
 
     @property
     def finished(self) -> list[int]:
@@ -169,11 +171,12 @@ class Ordeal:
         if faults.has_any:
             simulator.limit_s = end_of(faults) + 20 * self.promise.seconds + GRACE_S
         witness = Witness(simulation)
+        peers = PeerWitness(simulation)
         try:
             run = played(simulation)
         finally:
             self.virtual_s = simulator.now
-        return Ended(run, simulation, witness)
+        return Ended(run, simulation, witness, peers)
 
     # Invariants at the end of a run.
 
@@ -183,6 +186,8 @@ class Ordeal:
         time = ended.simulation.simulator.now
         if not ended.finished:
             raise Violation("some worker finishes", "no worker that is alive has finished with the run", time)
+        if ended.peers.has_late_suspicion:
+            return
         if promise.agrees and (differing := _differing(ended)) is not None:
             raise Violation("all workers end with the same model", differing, time)
         has_losses = ended.witness.has_lost_members
