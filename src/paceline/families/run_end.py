@@ -164,10 +164,8 @@ class RunEnd(Service):
             raise MissedEnd
         peers = self._peers
         params = peers.replica.params
-        while self._mean is None and (first := min((peers.rank, *peers.members))) != peers.rank:
-            await self._ask_for_mean(first)
-        if self._mean is None:
-            await peers.wait_until(lambda: self._mean is not None or peers.all_in(self._models))
+        while self._mean is None and not (self._first == peers.rank and peers.all_in(self._models)):
+            await self._ask_for_mean(self._first)
         if self._mean is None:
             models = {peers.rank: params, **{rank: self._models[rank] for rank in peers.members}}
             total = torch.zeros_like(params)
@@ -179,10 +177,20 @@ class RunEnd(Service):
         await peers.wait_until(lambda: peers.all_in(self._have_mean), timeouts=RETRIES)
         params.copy_(self._mean)
 
-    async def _ask_for_mean(self, rank: int) -> None:
-        self._asked = rank
-        await self._send_model(rank)
-        await self._peers.wait_until(lambda: self._mean is not None or not self._peers.is_member(rank))
+    @property
+    def _first(self) -> int:
+        """The worker that computes the mean.  One that is silent does not; when it is back it may."""
+        return min((self._peers.rank, *self._peers.members))
+
+    async def _ask_for_mean(self, first: int) -> None:
+        """Wait for the mean, or until another worker is to compute it; or if it is this one, until it can."""
+        is_first = first == self._peers.rank
+        if not is_first:
+            self._asked = first
+            await self._send_model(first)
+        await self._peers.wait_until(
+            lambda: self._mean is not None or self._first != first or (is_first and self._peers.all_in(self._models))
+        )
         self._asked = None
 
     async def _send_model(self, dst: int) -> None:
@@ -242,6 +250,12 @@ class RunEnd(Service):
         if rank not in self._complete or (self._is_agreeing and self._has_lost_end):
             raise MissedEnd
         await self.peer_died(rank)
+
+    async def peer_suspected(self, rank: int) -> None:
+        """What it has reported holds still when it is back: it may not have noticed, and does not repeat it."""
+        if self._peers.has_model:
+            await self.joined()
+            await self._send_mean()
 
     async def peer_died(self, rank: int) -> None:
         for known in (self._models, self._finished, self._due):
