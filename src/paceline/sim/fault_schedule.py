@@ -88,10 +88,10 @@ def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int, 
             f"simulate({faults}) with stages={stages}: a replica in stages cannot lose a process or get a new one; "
             "give stages=1, or only faults of messages"
         )
-    if faults.suspicions and not (strategy.servers or elastic):
+    if faults.suspicions and not (strategy.servers or elastic or (strategy.needs.messages and faults.silent_s)):
         raise ValueError(
-            f"simulate({faults}): only servers suspect workers, and {name} has no servers; "
-            "leave suspicions out, or use a method with servers, such as ParameterServer"
+            f"simulate({faults}): only servers suspect workers without heartbeats, and {name} has no servers; leave "
+            "suspicions out, or use a method with servers, such as ParameterServer, or Gossip or Strom with silent_s"
         )
     layout = Layout(workers, strategy.servers)
     ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]

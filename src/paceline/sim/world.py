@@ -114,7 +114,9 @@ class World:
             self._report_lost(server, rank)
 
     def suspect(self, rank: int) -> None:
-        """Make the servers believe that a worker is dead."""
+        """Make the servers, or without servers the other workers, believe that a worker is dead."""
+        if not self.layout.servers and self._heartbeats is not None:
+            self._heartbeats.suspect(rank)
         for server in self.layout.server_ranks:
             self.deliver(server, PeerSuspected(src=rank))
 

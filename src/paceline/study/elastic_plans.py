@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.sim.fault_schedule import check_faults
 from paceline.sim.faults import Faults
 from paceline.sim.generations import keeper_of
+from paceline.strategy import Strategy
 
 OF_ELASTIC = ("crash", "join", "suspicion")  # Faults that only an elastic run of a synchronous method outlives.
 
@@ -26,3 +28,15 @@ def with_survivor(faults: Faults, workers: int) -> Faults:
         suspicions=[(rank, time) for rank, time in faults.suspicions if rank != keeper],
         pauses=[pause for pause in faults.pauses if pause.rank != keeper or not faults.changes_members],
     )
+
+
+def is_possible(faults: Faults, strategy: Strategy, workers: int) -> bool:
+    """Whether a run of the strategy may have these faults, which are some of those that were drawn."""
+    try:
+        check_faults(faults, strategy, workers, 1, elastic=strategy.needs.ordered)
+    except ValueError:
+        return False
+    if not strategy.needs.ordered:
+        return True
+    kept = with_survivor(faults, workers)
+    return all(len(getattr(kept, name)) == len(getattr(faults, name)) for name in ("deaths", "suspicions", "pauses"))

@@ -28,13 +28,13 @@ def kinds_of(strategy: Strategy) -> tuple[str, ...]:
     >>> kinds_of(AllReduceSGD())
     ('crash', 'join', 'suspicion', 'pause', 'delay', 'partition', 'slow', 'clock')
     >>> set(KINDS) - set(kinds_of(Gossip()))
-    {'suspicion'}
+    set()
     """
     if not strategy.needs.elastic:
         return (*OF_ELASTIC, *OF_WAITING) if strategy.needs.ordered else OF_WAITING
     if strategy.needs.shared_memory:
         return OF_SHARED
-    return KINDS if strategy.servers else tuple(kind for kind in KINDS if kind != "suspicion")
+    return KINDS
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     chosen = [kind for kind in kinds if chance.random() < 0.4] or [chance.choice(kinds)]
     takes_beats = strategy.needs.elastic and not strategy.needs.shared_memory
     has_beats = takes_beats and chance.random() < 0.7
+    if "suspicion" in chosen and takes_beats and not strategy.servers:
+        has_beats = True  # Workers suspect each other by their heartbeats.
     if strategy.needs.ordered and any(kind in OF_ELASTIC for kind in chosen):
         has_beats = chance.random() < 0.7
     faults = Faults(silent_s=SILENT_S if has_beats else None, retransmit_s=RETRANSMIT_S)

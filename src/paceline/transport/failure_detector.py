@@ -43,6 +43,11 @@ class FailureDetector:
                 self._suspected.remove(rank)
                 self._returned.append(rank)
 
+    def suspect(self, rank: int) -> None:
+        """Suspect a rank as if its heartbeats were missing."""
+        self._heartbeats.pop(rank, None)
+        self._suspected.add(rank)
+
     def is_suspected(self, rank: int) -> bool:
         return rank in self._suspected
 
