@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from random import Random
 from typing import Any
 
@@ -135,7 +134,7 @@ def test_it_works_with_any_codec(codec: Codec):
 def test_without_retransmission_a_lost_message_leaves_models_different(monkeypatch: pytest.MonkeyPatch):
     """Shows that the laws above depend on retransmission."""
 
-    def nothing_missing(self: BroadcastLog, src: int, count: int, of_dead: Tensor | None) -> list[tuple[int, int]]:
+    def nothing_missing(self: BroadcastLog, src: int, count: int, kept: Any) -> list[tuple[int, int]]:
         return []
 
     strategy = Strom(Threshold(TAU, limit=math.inf), LR)
@@ -148,10 +147,7 @@ def test_without_retransmission_a_lost_message_leaves_models_different(monkeypat
 
 def test_without_losses_there_is_no_retransmission():
     run = simulate(dyadic(), Strom(None, LR), uneven(4, 0))
-    updates = Counter(s.rank for s in run.trace.spans if s.kind == "send" and s.nbytes == 4 * NUMEL)
-    assert updates == Counter({rank: 3 * STEPS for rank in range(4)})
-    rest = [run.trace.bytes_sent(rank) - 3 * STEPS * 4 * NUMEL for rank in range(4)]
-    assert all(nbytes < 4096 for nbytes in rest), "the reports at the end list messages by number"
+    assert [run.trace.bytes_sent(rank) for rank in range(4)] == [3 * STEPS * 4 * NUMEL] * 4
 
 
 def test_the_log_drops_messages_that_all_workers_have():

@@ -10,7 +10,7 @@ sender says that all have it: if the sender dies, each message that one worker h
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -152,16 +152,15 @@ class BroadcastLog(Service):
 
     # What is here, and what is missing.
 
-    def contents(self) -> tuple[int, Tensor]:
+    def contents(self) -> tuple[int, tuple[tuple[int, int], ...]]:
         """How many messages this worker has sent, and which messages of others it keeps."""
-        return self._count, pairs((sender, number) for sender, kept in self._kept.items() for number in kept)
+        return self._count, tuple(sorted((sender, number) for sender, kept in self._kept.items() for number in kept))
 
-    def missing(self, src: int, count: int, kept: Tensor | None) -> list[tuple[int, int]]:
+    def missing(self, src: int, count: int, kept: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """What a peer's `contents` lists and is not here, as pairs of a sender and a number."""
-        listed = [] if kept is None else kept.tolist()
         return [
             *self._gaps(src, count),
-            *((sender, number) for sender, number in listed if not self._has(sender, number)),
+            *((sender, number) for sender, number in kept if not self._has(sender, number)),
         ]
 
     async def request(self, src: int, missing: list[tuple[int, int]]) -> None:

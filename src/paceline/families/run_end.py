@@ -23,7 +23,7 @@ class Finished(Message):
     """
 
     count: Number = 0
-    kept: Tensor | None = None
+    kept: tuple[tuple[Rank, Number], ...] = ()
     dead: tuple[Rank, ...] = ()
     report: Number = 0
 
@@ -119,14 +119,14 @@ class RunEnd(Service):
             await self._peers.send(dst, self._report)
 
     def _next_report(self) -> Finished:
-        count, kept = (0, None) if self._log is None else self._log.contents()
+        count, kept = (0, ()) if self._log is None else self._log.contents()
         return Finished(count, kept, tuple(sorted(self._peers.dead)), self._report.report + 1)
 
     @property
     def _has_news(self) -> bool:
         """Whether this worker has something that its last report does not list."""
         old, new = self._report, self._next_report()
-        return not old.report or (old.count, _listed(old.kept), old.dead) != (new.count, _listed(new.kept), new.dead)
+        return not old.report or (old.count, old.kept, old.dead) != (new.count, new.kept, new.dead)
 
     async def _check(self, report: Finished) -> None:
         """Compare a peer's report with this worker's log: request what is missing, or confirm."""
@@ -275,7 +275,3 @@ class RunEnd(Service):
         if self._asked is not None:
             await self._send_model(self._asked)
         await self._send_mean()
-
-
-def _listed(kept: Tensor | None) -> list[list[int]]:
-    return [] if kept is None else sorted(kept.tolist())
