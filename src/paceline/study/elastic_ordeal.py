@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +135,7 @@ class ElasticOrdeal:
             for worker, state in zip(simulation.workers, run.states, strict=True)
             if simulation.has_finished(worker)
         }
-        return Ended(simulation, witness, models, any("codec.residuals" in state["slots"] for state in run.states))
+        return Ended(simulation, witness, models, _has_residuals(run.states))
 
     def _check(self, ended: Ended) -> None:
         now = ended.simulation.simulator.now
@@ -160,3 +161,7 @@ class ElasticOrdeal:
         if lost > most:
             seen = f"{lost} samples do not count, after {losses} losses of a worker; at most {most} may be lost"
             raise Violation("at most one period of a lost worker's work is lost", seen, now)
+
+
+def _has_residuals(states: list[dict[str, Any]]) -> bool:
+    return any(name.endswith(".residuals") for state in states for name in state["slots"])
