@@ -294,7 +294,12 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings) -> None:
         endpoint = ProcessEndpoint(
             view.rank, view.layout, Clock(settings.epoch), open_mailbox=lambda: mail, trace=trace
         )
-        shard = Shard(endpoint, grace_s=settings.grace_s, takes_nonfinite=settings.takes_nonfinite)
+        shard = Shard(
+            endpoint,
+            grace_s=settings.grace_s,
+            return_s=settings.timeout_s,
+            takes_nonfinite=settings.takes_nonfinite,
+        )
         drive(strategy.server(shard))
         trace.move_to(rank)
         store.set(f"trace/{rank}", trace.dumps())
