@@ -226,6 +226,11 @@ class ShardState:
         kernels.add(codec, data, known, 1.0, False)
         return data
 
+    def decoded(self, push: Update, codec: Codec | None) -> Tensor:
+        """The values of an update that is held back."""
+        is_encoded = codec is not None and push.update.dtype == torch.uint8
+        return codec.decode(push.update, self.value.numel()) if codec is not None and is_encoded else push.update
+
     def _update(self, rule: Rule, push: Update, codec: Codec | None) -> Tensor:
         """The decoded update, if it can be applied; without samples, only its form is checked."""
         update, runs = push.update, push.runs

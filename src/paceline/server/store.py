@@ -15,6 +15,7 @@ from paceline.server.accumulator import Accumulator
 from paceline.server.messages import Arrived, Bye, Exchange, Join, Leave, Pull, Push, Update, Value
 from paceline.server.shard_client import ShardClient
 from paceline.server.work_source import WorkSource
+from paceline.server.worker_saves import WorkerSaves
 from paceline.stripes import stripe_of
 from paceline.trace import Staleness
 from paceline.worker.replica import Replica
@@ -76,6 +77,7 @@ class Store:
         self._client = ShardClient(replica, self.slices)
         self._client.drop_work = self._drop_work
         self._work = WorkSource(replica, self._client)
+        self.saves = WorkerSaves(replica, self._client, self._work, self.unpushed, unit=unit)
 
     @property
     def value(self) -> Tensor:
@@ -156,6 +158,7 @@ class Store:
     async def leave(self, into: Tensor | None = None) -> Tensor:
         """Leave the run; the final parameters of the shards, once all workers have left."""
         self.replica.cursor.end()
+        self.saves.is_early = False  # The final value is on its way.
         all_done = self.replica.learner.has_global_data
         value = await self._ask(self._client.numbered([Leave(all_done) for _ in self.shards]), into)
         for rank in self.shards:
@@ -213,7 +216,7 @@ class Store:
         updates: list[Update] = []
         for where, version in zip(self.slices, self.versions, strict=True):
             data, mine = self._encoded(update, where, runs, seen)
-            updates.append(of(data, version, seen, done, mine, factor))
+            updates.append(of(data, version, seen, done, mine, factor, self.saves.number))
         return self._client.numbered(updates)
 
     def _rate(self) -> float:
@@ -259,5 +262,7 @@ class Store:
         else:
             target.copy_(values)
         self.versions[shard] = answer.version
+        self.saves.note(answer.saves)
+        self.saves.is_early |= answer.is_early
         if answer.updates:
             self.endpoint.trace.servers_staleness[self.shards[shard]] = Staleness(answer.stale, answer.updates)

@@ -133,7 +133,7 @@ class WorkSource:
             await self._client.tell_all(Wake)
         elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
             self._ahead = min(2 * self._ahead, MOST_DRAWN)
-        self._hand.extend(WorkItem(int(step), int(data_shard)) for step, data_shard in answer.items)
+        self._hand.extend(WorkItem(*map(int, item)) for item in answer.items)
         return True
 
     async def _wait(self, before_waiting: Callable[[], Awaitable[None]] | None) -> None:

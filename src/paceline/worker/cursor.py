@@ -35,6 +35,10 @@ class Rest(Protocol):
         """Return at the next one, at which this worker's state can be saved."""
         ...
 
+    async def go_on(self) -> None:
+        """This worker's state is saved, and it continues."""
+        ...
+
 
 class Cursor:
     """`step` is the step that the worker is at.
@@ -45,12 +49,15 @@ class Cursor:
     def __init__(self, learner: Learner, plan: Plan, shards: int) -> None:
         self.step = 0
         self.shard: int | None = None
+        self.parts = 0  # If not 0, the current minibatch is cut into so many.
         self.shards = shards  # Each minibatch is cut into this many parts.
         self.is_over = False  # No worker has data left, and all workers know it.
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called once for every step.
         self.on_end: Callable[[], None] = lambda: None  # The driver's hook: this worker computes no more gradients.
         self.on_rest: Callable[[], None] = lambda: None  # The driver's hook: others save the run after that.
         self.rest: Rest | None = None  # Of a method whose workers save the run at no common step.
+        self.where = ""  # The part of the job's store in which the coming checkpoint is agreed.
+        self.restored: str | None = None  # The folder of the checkpoint from which this run continues; "": states alone.
         self._learner = learner
         self._plan = plan
         self._end: float = inf  # The step before which the current phase ends.
@@ -126,12 +133,17 @@ class Cursor:
         self._announce(following)
         return True
 
-    def seek(self, step: int, shard: int) -> None:
-        """Go to any part of any minibatch, as a dispatcher assigned it."""
+    def seek(self, step: int, shard: int, parts: int = 0) -> None:
+        """Go to any part of any minibatch, as a dispatcher assigned it.
+
+        With `parts` it is cut into so many, and not into one for each worker.
+        """
         for k in range(self._announced + 1, step + 1):  # The hook is called once for every step, however far this goes.
+            self.step = k
             self._announce(k)
         self.step = step
         self.shard = shard
+        self.parts = parts
 
     def resume_at(self, step: int) -> None:
         """Continue where another worker was, whose part of the data this one takes over."""
