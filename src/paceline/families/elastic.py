@@ -200,7 +200,7 @@ class Force:
 
     def pass_turn(self) -> None:
         """After the first pull, let the next worker pull: push nothing."""
-        self._in_flight = self.store.push(self._update, 0.0)
+        self._in_flight = self.store.push(self._update, 0.0, steps=0)
 
     async def pushed(self) -> None:
         """Wait until the last push has arrived."""

@@ -63,6 +63,10 @@ class QuietPoint(Service):
         return self._peers.era
 
     @property
+    def member(self) -> int:
+        return self._peers.data_shard
+
+    @property
     def is_asked(self) -> bool:
         """Whether a peer stands at a quiet point that this worker has not reached."""
         return not self._is_here and any(

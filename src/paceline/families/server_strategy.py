@@ -85,7 +85,8 @@ class ServerStrategy(Strategy):
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
         w.learner.flat.sparse_rows = self.sparse
-        await store.pull(into=w.params)
+        if not store.saves.has_value or self.pulls is not None:  # What a worker knows by a codec is in no saved state.
+            await store.pull(into=w.params)
         store.saves.again = lambda: store.pull(into=w.params)
         room: Tensor | None = None
         while await store.next():

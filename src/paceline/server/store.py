@@ -77,7 +77,7 @@ class Store:
         self._client = ShardClient(replica, self.slices)
         self._client.drop_work = self._drop_work
         self._work = WorkSource(replica, self._client)
-        self.saves = WorkerSaves(replica, self._client, self._work, self.unpushed, unit=unit)
+        self.saves = WorkerSaves(replica, self._client, self._work, self.unpushed, self.versions, unit=unit)
 
     @property
     def value(self) -> Tensor:

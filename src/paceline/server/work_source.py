@@ -38,6 +38,7 @@ class WorkSource:
     def __init__(self, replica: Replica, client: ShardClient) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
         self.steps = 0
+        self.before_item: Callable[[], Awaitable[None]] = _nothing  # The worker is between two items.
         self.has_lost_item = False  # Whether the item of the current step goes to another worker.
         self._client = client
         client.draw_again = self._draw_again
@@ -84,6 +85,7 @@ class WorkSource:
         if not self._hand and not await self._draw(before_waiting):
             return False
         self.has_lost_item = False  # What was lost while it waited was not this item.
+        await self.before_item()
         item = self._hand.popleft()
         await self._tell(News.ITEM, item)
         w.cursor.seek(*item)
@@ -168,3 +170,7 @@ class WorkSource:
         self.replica.cursor.seek(step, data_shard)
         self.steps += 1
         return True
+
+
+async def _nothing() -> None:
+    pass

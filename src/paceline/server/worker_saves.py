@@ -23,14 +23,21 @@ from paceline.worker.replica import Replica
 @resize_rule("forgotten")
 def forgotten(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """With another number of workers the values are those of the beginning."""
-    return {**values[0], "steps": 0, "samples": 0.0, "rate": 1.0, "begun": 0, "continues": 0, "early": 0}
+    return {**values[0], "steps": 0, "samples": 0.0, "rate": 1.0, "begun": 0, "continues": 0, "early": 0, "versions": []}
 
 
 class WorkerSaves:
     """Brings one worker to save points.  It is the `Rest` of the worker's cursor."""
 
     def __init__(
-        self, replica: Replica, client: ShardClient, work: WorkSource, unpushed: Accumulator, *, unit: int
+        self,
+        replica: Replica,
+        client: ShardClient,
+        work: WorkSource,
+        unpushed: Accumulator,
+        versions: list[int],
+        *,
+        unit: int,
     ) -> None:
         self.settle: Callable[[], Awaitable[object]] | None = None  # Of the strategy: end what is in flight,
         self.again: Callable[[], Awaitable[object]] | None = None  # and ask again after an early reply.
@@ -38,6 +45,7 @@ class WorkerSaves:
         self._replica, self._cursor = replica, replica.cursor
         self._endpoint = replica.endpoint
         self._client, self._work, self._unpushed = client, work, unpushed
+        self._versions = versions
         self._unit = unit
         self._passed = 0  # The last save point that this worker has passed,
         self._asked = 0  # and the newest that it has heard of.
@@ -45,11 +53,14 @@ class WorkerSaves:
         self._is_idle = False  # Whether it stands at a save point while it waits for work, or for the end.
         self._member = replica.rank if replica.cursor.shard is None else replica.cursor.shard
         self._slot: Slot = replica.state(
-            "unpushed", rule=forgotten, steps=0, samples=0.0, rate=1.0, begun=0, continues=0, early=0
+            "unpushed", rule=forgotten, steps=0, samples=0.0, rate=1.0, begun=0, continues=0, early=0, versions=[]
         )
         unpushed.steps, unpushed.samples, unpushed.rate = self._slot.steps, self._slot.samples, self._slot.rate
         work.steps = self._slot.begun
+        if self.has_value:
+            versions[:] = self._slot.versions
         client.on_ask = self._hear
+        work.before_item = self._follow
         client.restore = self._restore if replica.cursor.restored is not None else None
         replica.cursor.rest = self
 
@@ -57,6 +68,11 @@ class WorkerSaves:
     def continues(self) -> bool:
         """Whether this worker continues from its own saved state."""
         return bool(self._slot.continues)
+
+    @property
+    def has_value(self) -> bool:
+        """Whether this worker was saved with a value of the shards that it knows, and the shards are as many still."""
+        return self.continues and not self.was_early and len(self._slot.versions) == len(self._versions)
 
     @property
     def was_early(self) -> bool:
@@ -102,6 +118,14 @@ class WorkerSaves:
                 await self.reach()
             self._is_idle = False
 
+    async def _follow(self) -> None:
+        """Be saved before the next item; the driver's own hook is not called for every item of a step."""
+        if self.has_heard:
+            self._cursor.on_rest()
+            if self.has_heard:  # The driver saves nothing by itself.
+                await self.reach()
+        await self.go_on()
+
     async def reach(self) -> None:
         """Stand at a save point until all workers do.  ClusterError if the run is not saved there."""
         number = self._asked if self._asked > self._passed else self._passed + 1
@@ -118,6 +142,7 @@ class WorkerSaves:
                 begun=self._work.steps,
                 continues=1,
                 early=int(self.is_early),
+                versions=list(self._versions),
             )
             marks = [SavePoint(number, self._member, self._cursor.where) for _ in self._client.shards]
             await self._client.send(self._client.numbered(marks))

@@ -31,6 +31,11 @@ class Rest(Protocol):
         """How many such moments there were."""
         ...
 
+    @property
+    def member(self) -> int:
+        """The data shard of this worker, which names its state."""
+        ...
+
     async def reach(self) -> None:
         """Return at the next one, at which this worker's state can be saved."""
         ...
