@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store
 from paceline.checkpoint.cadence import awaited
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import File, Manifest
-from paceline.checkpoint.part import Part, Place
+from paceline.checkpoint.part import Part, Place, shard_part
 
 Describe = Callable[[int], Manifest]
 """The manifest of a checkpoint with that number, without its files."""
@@ -36,7 +36,7 @@ class Saver:
     def __init__(
         self, folder: Folder, keep: int | None, *, rank: int, workers: int, store: Store | None, timeout_s: float
     ) -> None:
-        """`store` is None for one worker alone."""
+        """`store` is None for one worker alone, without servers."""
         self.folder = folder
         self._keep = keep
         self._rank = rank
@@ -69,7 +69,7 @@ class Saver:
 
     def _store_of(self, key: str | None) -> Store | None:
         self._saves += 1
-        return None if self._store is None else PrefixStore(f"checkpoint/{key or self._saves}", self._store)
+        return None if self._store is None else PrefixStore(place_of(key or str(self._saves)), self._store)
 
     def _failed(self, step: int, why: str) -> str:
         return f"the checkpoint of step {step} in {self.folder.path} was not written: {why}"
@@ -106,7 +106,8 @@ class Saver:
         except Exception as error:
             _tell(store, "first", {"error": _described(error)})
             raise
-        _tell(store, "first", {"step": step, "places": {d: asdict(place) for d, place in part.places.items()}})
+        places = {digest: asdict(place) for digest, place in part.places.items()}
+        _tell(store, "first", {"step": step, "folder": str(path.resolve()), "places": places})
         try:
             self._complete(store, part, path, describe)
         except Exception:
@@ -123,7 +124,11 @@ class Saver:
         except Exception as error:
             files = {}
             failures.append(_described(error))
+        manifest = describe(self._number)
+        dead = self._files_of_shards(store, manifest.shards, files, failures)
         for rank in range(1, self._workers):
+            if rank in dead:
+                continue
             assert store is not None
             found = json.loads(awaited(store, f"files/{rank}", self._timeout_s))
             if "error" in found:
@@ -138,7 +143,24 @@ class Saver:
         if failures:
             raise CheckpointFailed("; ".join(failures))
         self.folder.check_owner()
-        replace(describe(self._number), files=files).write(path)
+        replace(manifest, files=files, missing=dead).write(path)
+
+    def _files_of_shards(
+        self, store: Store | None, shards: int, files: dict[str, File], failures: list[str]
+    ) -> list[int]:
+        """Add the files of all servers; the workers that were dead when these were saved."""
+        dead: list[list[int]] = []
+        for index in range(shards):
+            assert store is not None
+            found = json.loads(awaited(store, f"files/{shard_part(index)}", self._timeout_s))
+            if "error" in found:
+                failures.append(f"on server {index}: {found['error']}")
+                continue
+            files |= {name: File(**file) for name, file in found["files"].items()}
+            dead.append(found["dead"])
+        if any(ranks != dead[0] for ranks in dead):
+            failures.append(f"the servers disagree which workers are dead: {dead}")
+        return dead[0] if dead else []
 
     def _follow(self, store: Store, values: Mapping[str, Any]) -> None:
         try:
@@ -152,6 +174,11 @@ class Saver:
             _tell(store, f"files/{self._rank}", {"error": _described(error)})
             raise
         _tell(store, f"files/{self._rank}", {name: asdict(file) for name, file in files.items()})
+
+
+def place_of(name: str) -> str:
+    """The part of a run's store in which the checkpoint of that name is agreed."""
+    return f"checkpoint/{name}"
 
 
 def _tell(store: Store | None, key: str, value: Any) -> None:

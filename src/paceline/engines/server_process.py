@@ -26,6 +26,7 @@ import torch.distributed as dist
 from paceline import registry
 from paceline.endpoint import Layout
 from paceline.engines.processes import fresh_random_state, set_name, threads
+from paceline.engines.shard_saver import ShardSaver
 from paceline.op import drive
 from paceline.server.shard import Shard
 from paceline.strategy import Strategy
@@ -295,7 +296,9 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings) -> None:
             view.rank, view.layout, Clock(settings.epoch), open_mailbox=lambda: mail, trace=trace
         )
         shard = Shard(endpoint, grace_s=settings.grace_s, takes_nonfinite=settings.takes_nonfinite)
+        saver = ShardSaver(shard, rank - layout.workers, layout.servers, store, timeout_s=settings.timeout_s)
         drive(strategy.server(shard))
+        saver.wait()
         trace.move_to(rank)
         store.set(f"trace/{rank}", trace.dumps())
 

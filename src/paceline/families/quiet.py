@@ -67,6 +67,10 @@ class QuietPoint(Service):
         return self._peers.data_shard
 
     @property
+    def shards(self) -> int:
+        return 0
+
+    @property
     def is_asked(self) -> bool:
         """Whether a peer stands at a quiet point that this worker has not reached."""
         return not self._is_here and any(

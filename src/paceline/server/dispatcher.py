@@ -68,6 +68,8 @@ class Dispatcher:
 
     def restore(self, request: Restore) -> None:
         """A worker of a resumed run: it goes on with the items that it has done, and not with the others."""
+        if request.src not in self.endpoint.layout.worker_ranks:  # It replaces one that died at the start.
+            return
         if self._queue is not None:
             self._queue.keep(request.src, request.steps)
         else:

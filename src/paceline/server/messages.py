@@ -77,9 +77,13 @@ class Wake(Request):
 
 
 class Leave(Request):
-    """A worker has finished, perhaps because all work is done; it wants the final value once all workers have left."""
+    """A worker has finished, perhaps because all work is done; it wants the final value once all workers have left.
+
+    `where` is the part of the job's store in which the last checkpoint is agreed; empty if there is none.
+    """
 
     all_done: bool = False
+    where: Text = ""
 
 
 class Bye(Message):

@@ -115,7 +115,6 @@ class Reception:
                 await self.saves.stand(message)
                 return True
             case Restore():
-                self.members.check_member(message)
                 self.restore(message)
                 await self.replies.send(message, Restored())
                 return True

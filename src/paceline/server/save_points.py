@@ -14,11 +14,12 @@ the time after it; they wait until this shard has passed it too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Request, Wait
 from paceline.server.membership import Membership
-from paceline.server.messages import AskToSave, Saved, SavePoint, Update
+from paceline.server.messages import AskToSave, Leave, Saved, SavePoint, Update
 from paceline.server.replies import Replies
 
 PATIENCE_S = 120.0  # A shard that waits for longer gives up, and nothing is saved.
@@ -86,6 +87,13 @@ class SavePoints:
         if request.src in self._marks:
             await self._replies.send(request, Wait())
         self._marks[request.src] = request
+
+    def end(self, leaving: Mapping[int, Leave]) -> None:
+        """All workers have left: copy the final state, if the run is saved at its end."""
+        if where := next((leave.where for leave in leaving.values() if leave.where), ""):
+            dead = [rank for rank in self.endpoint.layout.worker_ranks if rank not in leaving]
+            with suppress(ValueError):  # The first worker misses the files, and says so.
+                self.copy(SavePoint(self.number + 1, where=where), dead)
 
     def holds(self, update: Update) -> bool:
         """Whether an update must wait, because its sender has passed the coming save point elsewhere."""

@@ -23,6 +23,7 @@ from paceline.server.queues import Event
 from paceline.server.reception import Reception
 from paceline.server.rule import Rule
 from paceline.server.shard_state import ShardState, Wanted
+from paceline.slot_values import Copies
 from paceline.state import SHARD, StateStore
 
 LINGER_S = 10.0  # When all workers have left, a shard waits this long for the next one to take the final value,
@@ -82,6 +83,7 @@ class Shard:
                     return
                 await self._work_off(rule, gate, codec, pulls)
         await self.held.flush(rule)
+        self.saves.end(self.members.leaving)
         await self._say_goodbye()
 
     async def _work_off(self, rule: Rule, gate: Gate, codec: Codec | None, pulls: Codec | None) -> None:
@@ -107,13 +109,13 @@ class Shard:
             self.held.declare(rule)
         self.states.check_complete()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, copies: Copies | None = None) -> dict[str, Any]:
         """All that a resumed run needs from this rank, in slots.
 
         The members and their requests are not saved: the workers of the resumed run begin with new ones.
         """
         index = list(self.endpoint.layout.server_ranks).index(self.endpoint.rank)
-        return self.states.state_dict(strategy=SHARD, step=self.version, rank=index)
+        return self.states.state_dict(strategy=SHARD, step=self.version, copies=copies, rank=index)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; before `serve`.  A state that does not fit is refused, and nothing is loaded.

@@ -45,6 +45,7 @@ class WorkSource:
         self._first_step = replica.cursor.step
         self._hand: deque[WorkItem] = deque()  # The next work items of this worker.
         self._ahead = 1  # How many work items it wants to have while it works.
+        self._is_in_hook = False  # Whether the next step of a worker's own data is announced, and not begun.
         self._drawn: DrawWork | DrawNow | None = None  # The request for more that has no reply yet.
 
     def take_steps(self, done: int | None = None) -> int:
@@ -52,6 +53,12 @@ class WorkSource:
         steps = self.steps if done is None else min(done, self.steps)
         self.steps -= steps
         return steps
+
+    @property
+    def unpushed(self) -> int:
+        """The steps that are done and not pushed, for a worker between two steps."""
+        is_begun = not (self._is_in_hook or self.replica.learner.has_global_data)  # A user's loop: before the gradient.
+        return max(0, self.steps - is_begun)
 
     def drop(self) -> None:
         """Drop the work items: other workers do them."""
@@ -74,7 +81,10 @@ class WorkSource:
         w = self.replica
         self.has_lost_item = False
         if not w.learner.has_global_data:  # The user's loop has its own data.
-            if w.cursor.advance():
+            self._is_in_hook = True
+            has_data = w.cursor.advance()
+            self._is_in_hook = False
+            if has_data:
                 self.steps += 1
                 return True
             if before_waiting is not None and self.steps:
@@ -86,6 +96,8 @@ class WorkSource:
             return False
         self.has_lost_item = False  # What was lost while it waited was not this item.
         await self.before_item()
+        if not self._hand and not await self._draw(before_waiting):  # It was declared dead meanwhile.
+            return False
         item = self._hand.popleft()
         await self._tell(News.ITEM, item)
         w.cursor.seek(*item)

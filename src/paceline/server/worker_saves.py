@@ -50,6 +50,7 @@ class WorkerSaves:
         self._passed = 0  # The last save point that this worker has passed,
         self._asked = 0  # and the newest that it has heard of.
         self._is_at_point = False
+        self._has_ended = False
         self._is_idle = False  # Whether it stands at a save point while it waits for work, or for the end.
         self._member = replica.rank if replica.cursor.shard is None else replica.cursor.shard
         self._slot: Slot = replica.state(
@@ -83,6 +84,10 @@ class WorkerSaves:
     def member(self) -> int:
         """The data shard of this worker, which names its state."""
         return self._member
+
+    @property
+    def shards(self) -> int:
+        return len(self._client.shards)
 
     @property
     def number(self) -> int:
@@ -128,6 +133,8 @@ class WorkerSaves:
 
     async def reach(self) -> None:
         """Stand at a save point until all workers do.  ClusterError if the run is not saved there."""
+        if self._has_ended:
+            return
         number = self._asked if self._asked > self._passed else self._passed + 1
         self._is_at_point = True
         try:
@@ -139,12 +146,12 @@ class WorkerSaves:
                 steps=self._unpushed.steps,
                 samples=self._unpushed.samples,
                 rate=self._unpushed.rate,
-                begun=self._work.steps,
+                begun=self._work.unpushed,
                 continues=1,
                 early=int(self.is_early),
                 versions=list(self._versions),
             )
-            marks = [SavePoint(number, self._member, self._cursor.where) for _ in self._client.shards]
+            marks = [SavePoint(number, self._member, self._cursor.place_of(f"rest {number}")) for _ in self._client.shards]
             await self._client.send(self._client.numbered(marks))
             answers = [
                 await self._client.answer(rank, mark, (Saved,))
@@ -163,6 +170,11 @@ class WorkerSaves:
             self.is_early = False
             if self.again is not None:
                 await self.again()
+
+    def end(self) -> None:
+        """This worker has the final value.  A longer run starts from that of the shards."""
+        self._has_ended = True
+        vars(self._slot).update(steps=0, samples=0.0, rate=1.0, begun=0, continues=0, early=0, versions=[])
 
     async def _restore(self) -> None:
         """This worker continues from a checkpoint: so do the shards."""

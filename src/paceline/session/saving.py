@@ -18,7 +18,7 @@ from paceline import __version__
 from paceline.checkpoint import BrokenCheckpoint, Checkpoint, Checkpoints, Folder
 from paceline.checkpoint.cadence import Cadence, awaited
 from paceline.checkpoint.manifest import FORMAT, Manifest, Model
-from paceline.checkpoint.saver import CheckpointFailed, Saver, now
+from paceline.checkpoint.saver import CheckpointFailed, Saver, now, place_of
 from paceline.errors import ClusterError
 from paceline.op import drive
 from paceline.slot_values import Copies
@@ -28,6 +28,7 @@ from paceline.worker.run import WorkerRun
 PATIENCE_S = (
     120.0  # How long workers that do not wait for each other wait for a file of another one, which may be dead.
 )
+FROM = "checkpoint/from"  # The key of the checkpoint from which all continue.
 _opened = itertools.count()  # All ranks count the same, so it names the keys of each.
 
 
@@ -74,18 +75,19 @@ class Saving:
         self._saved_at: int | None = None
         self._has_ended = False
         self._copies = Copies()
-        shared = PrefixStore(f"saving/{next(_opened)}", store) if workers > 1 else None
-        self._folder = Folder(settings.folder)
         endpoint = run.replica.endpoint
+        place = f"saving/{next(_opened)}"
+        shared = PrefixStore(place, store) if workers > 1 or endpoint.layout.servers else None
+        run.replica.cursor.place_of = lambda name: f"{place}/{place_of(name)}"
+        self._folder = Folder(settings.folder)
         # A worker that replaces a dead one has its state from another worker, and not from the disk.
-        is_replacement = endpoint.rank not in endpoint.layout.worker_ranks
-        self._from = self._replaced() if is_replacement else self._found(shared, timeout_s)
-        # Workers that do not wait for each other stand at no common step: the first one says when they are saved.
-        self._is_together = run.strategy.needs.ordered
-        wait_s = timeout_s if self._is_together else min(timeout_s, PATIENCE_S)
+        self._is_replacement = endpoint.rank not in endpoint.layout.worker_ranks
+        self._from = self._replaced(shared, timeout_s) if self._is_replacement else self._found(shared, timeout_s)
+        wait_s = timeout_s if run.strategy.needs.ordered else min(timeout_s, PATIENCE_S)
         self._saver = Saver(self._folder, settings.keep, rank=rank, workers=workers, store=shared, timeout_s=wait_s)
-        told = shared if self._is_together else None
-        is_first = rank == 0 or not self._is_together
+        # Where workers stand at no common step, only the first one looks at its clock.
+        told = shared if run.strategy.needs.collectives and workers > 1 else None
+        is_first = rank == 0 or told is None
         self._cadence = Cadence(settings, run.replica.plan, store=told, is_first=is_first, timeout_s=timeout_s)
         flat = run.replica.learner.flat
         trained = flat.names if whole is None else [n for n, p in whole.named_parameters() if p.requires_grad]
@@ -93,11 +95,16 @@ class Saving:
         self._trained = list(flat.names)
         self._buffers = [name for name, _ in flat.model.named_buffers()]
 
+    @property
+    def _is_together(self) -> bool:
+        """Whether all workers are saved before the same step; otherwise the first one says when they are saved."""
+        return self._run.replica.cursor.rest is None
+
     # Continue.
 
     def _found(self, store: Store | None, timeout_s: float) -> Checkpoint | None:
         """The checkpoint to continue from; the first worker chooses it, and says so to all."""
-        key = "checkpoint/from"
+        key = FROM
         if self._rank:
             assert store is not None
             found = json.loads(awaited(store, key, timeout_s))
@@ -118,9 +125,18 @@ class Saving:
             raise failure
         return chosen
 
-    def _replaced(self) -> None:
-        if self._rank == 0:
+    def _replaced(self, store: Store | None, timeout_s: float) -> Checkpoint | None:
+        """The checkpoint from which servers continue, if all workers that could tell them have died at the start."""
+        assert store is not None
+        if not self._run.replica.endpoint.layout.servers:
+            if self._rank == 0:
+                self._folder.claim()
+            return None
+        if self._rank == 0 and store.check([FROM]):
             self._folder.claim()
+            path = json.loads(store.get(FROM))["path"]
+            return None if path is None else Checkpoint(self._folder.path / path)
+        return self._found(store, timeout_s)
 
     def _chosen(self) -> Checkpoint | None:
         self._folder.claim()
@@ -141,10 +157,13 @@ class Saving:
         What was saved beside the states is returned, that of the first worker for a worker that was not there.  None if
         there is no checkpoint.
         """
-        if self._from is None:
-            self._cadence.start(self._run.replica.cursor.step)
-            return None
+        cursor = self._run.replica.cursor
         checkpoint = self._from
+        if checkpoint is not None and checkpoint.manifest.shards:
+            cursor.restored = str(checkpoint.path.resolve())
+        if checkpoint is None or self._is_replacement:
+            self._cadence.start(cursor.step)
+            return None
         if (why := checkpoint.manifest.model.difference(self._model)) is not None:
             raise ValueError(
                 f"{checkpoint.path}: it is a checkpoint of another model: {why}; give the folder of this model, or an "
@@ -165,10 +184,10 @@ class Saving:
 
     def _source(self, checkpoint: Checkpoint) -> int:
         """The worker whose place in the data this one continues."""
-        if self._workers != checkpoint.manifest.workers and not self._is_together:
+        if self._workers != checkpoint.manifest.workers and not self._run.strategy.needs.ordered:
             steps = [state["step"] for state in checkpoint.states()]
-            return steps.index(min(steps))
-        return self._worker if self._worker < checkpoint.manifest.workers else 0
+            return checkpoint.saved[steps.index(min(steps))]
+        return self._worker if self._worker in checkpoint.saved else 0
 
     def _warn_of_settings(self, checkpoint: Checkpoint) -> None:
         saved, own = checkpoint.manifest.settings, settings_of(self._run.strategy)
@@ -201,6 +220,8 @@ class Saving:
         is_due = (self._is_together or self._rank == 0) and self._cadence.is_due(step) and step != self._saved_at
         if is_due or (rest is not None and rest.is_asked):
             self.save(step)
+        elif rest is not None:
+            drive(rest.go_on())
 
     def save(self, step: int) -> None:
         """Save the run, which stands before this step.
@@ -214,7 +235,8 @@ class Saving:
         except ClusterError as error:
             if rest is None:
                 raise
-            return self._saver.give_up(step, str(error), f"rest {rest.number}")
+            self._saver.give_up(step, str(error), f"rest {rest.number}")
+            return drive(rest.go_on())
         flat = replica.learner.flat
         flat.refresh()
         self._saver.wait()  # The memory of its copies is used again.
@@ -236,11 +258,14 @@ class Saving:
             workers=self._workers,
             model=self._model,
             settings=settings_of(self._run.strategy),
+            shards=0 if rest is None else rest.shards,
             stages=self._stages,
         )
         self._saved_at = step
         key = None if rest is None else "end" if self._has_ended else f"rest {rest.number}"
         self._saver.save(step, values, lambda number: replace(manifest, number=number), key)
+        if rest is not None:
+            drive(rest.go_on())
 
     def rest(self) -> None:
         """Others save the run, and this worker has no data left."""
@@ -252,7 +277,8 @@ class Saving:
         A longer run continues with that step.  A method may have taken empty steps after it, to end what was in flight.
         """
         cursor = self._run.replica.cursor
-        cursor.step = min(cursor.step, end)
+        is_served = cursor.rest is not None and cursor.rest.shards > 0
+        cursor.step = end if is_served else min(cursor.step, end)  # Any worker may have had the last minibatch.
         self._has_ended = True
         if self._run.missed_end:
             self._saver.give_up(cursor.step, "this worker was believed dead, and missed the end", "end")

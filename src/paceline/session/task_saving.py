@@ -17,6 +17,11 @@ def check_checkpoint(terms: Terms) -> None:
     if terms.checkpoint is None:
         return
     check(terms.strategy, Offers("train(checkpoint=...)", unbroken=False))
+    if terms.strategy.needs.servers and terms.depth > 1:
+        raise ValueError(
+            f"train(checkpoint=..., stages={terms.depth}, {type(terms.strategy).__name__}): the servers of a model in "
+            "stages cannot be saved; use one stage, or a method without servers, such as PeriodicAveraging"
+        )
     if terms.checkpoint.also:
         raise ValueError(
             f"train(checkpoint=Checkpoints(also={sorted(terms.checkpoint.also)})): a Task has no schedulers of the "

@@ -36,6 +36,11 @@ class Rest(Protocol):
         """The data shard of this worker, which names its state."""
         ...
 
+    @property
+    def shards(self) -> int:
+        """How many servers save a state of their own."""
+        ...
+
     async def reach(self) -> None:
         """Return at the next one, at which this worker's state can be saved."""
         ...
@@ -61,7 +66,8 @@ class Cursor:
         self.on_end: Callable[[], None] = lambda: None  # The driver's hook: this worker computes no more gradients.
         self.on_rest: Callable[[], None] = lambda: None  # The driver's hook: others save the run after that.
         self.rest: Rest | None = None  # Of a method whose workers save the run at no common step.
-        self.where = ""  # The part of the job's store in which the coming checkpoint is agreed.
+        # The driver's: the part of the job's store in which the checkpoint of that name is agreed; empty: there is none.
+        self.place_of: Callable[[str], str] = lambda name: ""
         self.restored: str | None = None  # The folder of the checkpoint from which this run continues; "": states alone.
         self._learner = learner
         self._plan = plan
