@@ -107,7 +107,8 @@ def attach(
         run.replica.cursor.shard = job.rank
         loop = Loop(run, learner, session_optimizer, _guard(job, endpoint, run, inner), accumulate=accumulate)
         watch = on_failure.enter_context(LoopWatch(monitor, job, loop))
-        loop.start()
+        if checkpoint is None or not strategy.needs.servers:
+            loop.start()  # Otherwise the servers are told first from which checkpoint they continue.
         session = Session(job, loop, session_optimizer, strategy, watch)
         on_failure.pop_all()
     if checkpoint is not None:

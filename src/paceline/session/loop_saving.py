@@ -49,7 +49,10 @@ class LoopSaving:
         self._automatic = self._saving(settings)
         self._feed.on_minibatch = partial(self._before_minibatch, self._automatic)
         self._loop.replica.cursor.on_rest = partial(self._at_rest, self._automatic)
-        self._resume(self._automatic)
+        self._automatic.begin()
+        if not self._resume(self._automatic) and self._loop.run.strategy.needs.servers:
+            self._loop.start()
+            self._feed.start()
 
     def _saving(self, settings: Checkpoints) -> Saving:
         path = os.path.realpath(settings.folder)
@@ -105,6 +108,11 @@ class LoopSaving:
 
     def resume(self, folder: str | os.PathLike[str]) -> bool:
         """Continue from the newest checkpoint of a folder; whether there is one."""
+        if (strategy := self._loop.run.strategy).needs.servers:
+            raise ValueError(
+                f"session.resume({os.fspath(folder)!r}) under {type(strategy).__name__}: its servers have started already; "
+                "give attach(checkpoint=pl.Checkpoints(folder))"
+            )
         return self._resume(self._saving(Checkpoints(folder, keep=None)))
 
     def _resume(self, saving: Saving) -> bool:
@@ -144,6 +152,7 @@ class LoopSaving:
                 ),
                 stacklevel=4,
             )
+            self._automatic.abandon("the loop never came to a place where it is saved")
         elif self._automatic is not None:
             self._is_before_next = False
             self._automatic.finish(max(self._loop.last_own_step + 1, self.resumed or 0))

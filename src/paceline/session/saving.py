@@ -78,7 +78,7 @@ class Saving:
         endpoint = run.replica.endpoint
         place = f"saving/{next(_opened)}"
         shared = PrefixStore(place, store) if workers > 1 or endpoint.layout.servers else None
-        run.replica.cursor.place_of = lambda name: f"{place}/{place_of(name)}"
+        self._place = place
         self._folder = Folder(settings.folder)
         # A worker that replaces a dead one has its state from another worker, and not from the disk.
         self._is_replacement = endpoint.rank not in endpoint.layout.worker_ranks
@@ -99,6 +99,13 @@ class Saving:
     def _is_together(self) -> bool:
         """Whether all workers are saved before the same step; otherwise the first one says when they are saved."""
         return self._run.replica.cursor.rest is None
+
+    def begin(self) -> None:
+        """The run is saved here from now on, also at its end."""
+        self._run.replica.cursor.place_of = self._place_of
+
+    def _place_of(self, name: str) -> str:
+        return f"{self._place}/{place_of(name)}"
 
     # Continue.
 
@@ -230,6 +237,7 @@ class Saving:
         """
         replica = self._run.replica
         rest = replica.cursor.rest
+        outer, replica.cursor.place_of = replica.cursor.place_of, self._place_of
         try:
             drive(self._run.states.before_save())
         except ClusterError as error:
@@ -237,6 +245,8 @@ class Saving:
                 raise
             self._saver.give_up(step, str(error), f"rest {rest.number}")
             return drive(rest.go_on())
+        finally:
+            replica.cursor.place_of = outer
         flat = replica.learner.flat
         flat.refresh()
         self._saver.wait()  # The memory of its copies is used again.
@@ -286,6 +296,11 @@ class Saving:
             self.save(cursor.step)
         self.close()
         self._tell_failure()
+
+    def abandon(self, why: str) -> None:
+        """The run is not saved at its end."""
+        if self._run.strategy.needs.servers:
+            self._saver.give_up(self._run.replica.cursor.step, why, "end")
 
     def close(self) -> None:
         """Wait for what is being written, and let other jobs use the folder."""

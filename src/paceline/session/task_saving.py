@@ -46,6 +46,7 @@ def saving_of(terms: Terms, job: Job, run: WorkerRun) -> Generator[Saving | None
         stages=terms.depth,
     )
     run.replica.cursor.on_rest = saving.rest
+    saving.begin()
     try:
         saving.resume(run.load_state_dict)
         yield saving
