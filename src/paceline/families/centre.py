@@ -57,10 +57,10 @@ class OnShards:
         self.store = store
 
     @classmethod
-    async def of(cls, w: Replica) -> OnShards:
-        """The centre, and all workers, start at the first worker's parameters."""
+    async def of(cls, w: Replica, *, moves: bool = True) -> OnShards:
+        """The centre starts at the first worker's parameters, and so do all workers that it `moves`."""
         store = Store(w)
-        await store.pull(into=w.params)
+        await store.pull(into=w.params if moves else None)
         return cls(store)
 
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:

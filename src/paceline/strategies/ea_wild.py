@@ -24,6 +24,7 @@ from paceline.needs import Needs
 from paceline.op import Op
 from paceline.server.rules import Attract
 from paceline.server.shard import Shard
+from paceline.state import per_worker
 from paceline.strategy import Strategy
 from paceline.worker.replica import Replica
 
@@ -65,6 +66,7 @@ class EAWild(Elastic, Strategy):
             servers=self.servers > 0,
             shared_memory=not self.servers,
             global_data=self.groups == "random",
+            rests=self.group == 1,
         )
 
     @property
@@ -78,11 +80,17 @@ class EAWild(Elastic, Strategy):
         groups = groups_of(w.workers, self.group)
         self.warn_if_unstable(w, groups)
         everyone = w.endpoint
-        centre = await OnShards.of(w) if self.servers else InMemory(await everyone.shared_vector(w.params), everyone)
-        seen = w.params.clone()  # The centre at the last meeting of this worker's group.
+        m = w.state("meetings", rule=per_worker, seen=w.params, has_begun=0)
+        centre = await OnShards.of(w, moves=not m.has_begun) if self.servers else InMemory(
+            await everyone.shared_vector(w.params), everyone
+        )
+        seen = m.seen  # The centre at the last meeting of this worker's group.
+        if not m.has_begun:
+            seen.copy_(w.params)
         w.published = seen
         before = torch.empty_like(w.params)
-        group: Endpoint | None = None
+        group = everyone.group((w.rank,)) if m.has_begun else None
+        m.has_begun = 1
         for k in w.steps():
             meets = group is not None and k % self.period == 0
             alpha = await self.coming_share(w, groups) if meets else 0.0
@@ -97,13 +105,21 @@ class EAWild(Elastic, Strategy):
 
     async def _alone(self, w: Replica) -> None:
         """A worker that is a group of its own, and waits for no other."""
-        company = await Company.of(w)
+
+        async def copy_centre() -> None:
+            m.centre.copy_(company.vector.values)
+
+        m = w.state("centre", rule=per_worker, before_save=copy_centre, centre=w.params, seen=w.params, has_begun=0)
+        company = await Company.of(w, m.centre)
         self.warn_if_unstable(w, w.cursor.shards)
         centre = InMemory(company.vector, w.endpoint)
-        seen = w.params.clone()  # The centre at the last meeting.
+        seen: Tensor = m.seen  # The centre at the last meeting.
+        if not m.has_begun:
+            seen.copy_(w.params)
         w.published = seen
         before = torch.empty_like(w.params)
-        first = w.cursor.step
+        first = w.cursor.step - m.has_begun
+        m.has_begun = 1
         for k in w.steps_alone():
             await company.look_around()
             meets = k > first and k % self.period == 0
