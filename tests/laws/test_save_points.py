@@ -1,25 +1,19 @@
-"""Methods with servers that are stopped, saved and resumed: each sample is applied exactly once, and nothing is lost."""
+"""Methods with servers that are stopped, saved and resumed: each sample is applied exactly once."""
 
 from __future__ import annotations
 
 from random import Random
 
 import pytest
-import torch
 from torch import Tensor
 
 from paceline import (
     ASGD,
-    AsyncDiLoCo,
-    AsyncEASGD,
     Cluster,
-    DelayCompensated,
     Downpour,
-    Faults,
     Link,
     LogNormal,
     ParameterServer,
-    SoftSync,
     StaleSynchronous,
     Strategy,
     Task,
@@ -30,11 +24,9 @@ from paceline.codecs import OneBit
 from paceline.server.gates import RoundRobin, Turns
 from paceline.server.rules import Adagrad, Momentum, Sgd
 from tests.laws.every import STRATEGIES, Case
-from tests.laws.tasks import OPTIMIZERS, Point, close, numbers, quadratic, regression, same
+from tests.laws.tasks import OPTIMIZERS, Point, close, numbers, regression, same
 
-SERVED = {
-    name: case for name, case in STRATEGIES.items() if case.strategy.servers and case.strategy.needs.resumable
-}
+SERVED = {name: case for name, case in STRATEGIES.items() if case.strategy.servers and case.strategy.needs.resumable}
 STEPS, BATCH = 14, 12
 
 

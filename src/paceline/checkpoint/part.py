@@ -84,6 +84,10 @@ class Part:
         return Place(self.worker, name, self._digests[name])
 
 
+def _place(part: Any, name: Any, sha256: Any) -> Place:
+    return Place(part if isinstance(part, str) else int(part), str(name), str(sha256))
+
+
 class Reader:
     """Reads the parts of a checkpoint's folder."""
 
@@ -98,7 +102,7 @@ class Reader:
         name = tree_file(worker)
         try:
             found = json.loads(self._read_tree(name))
-            places = {key: Place(w if isinstance(w, str) else int(w), str(n), str(sha)) for key, (w, n, sha) in found["tensors"].items()}
+            places = {key: _place(*place) for key, place in found["tensors"].items()}
             tree = found["tree"]
             return restored(tree, lambda key: self._tensor(places[key]))
         except BrokenCheckpoint:

@@ -20,7 +20,6 @@ from paceline.server.messages import Restore, SavePoint
 from paceline.server.shard import Shard
 from paceline.slot_values import Copies
 
-
 PATIENCE_S = 120.0  # How long a server waits for the first worker, which may be dead.
 
 

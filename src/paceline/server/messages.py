@@ -112,7 +112,7 @@ class AskToSave(Message):
 
 class SavePoint(Request):
     """The sender stands at the save point of that number: none of its requests is open, and it sends no update before
-    the reply.  It has the data shard `member`.  `where` is the part of the job's store in which the checkpoint is agreed."""
+    the reply.  It has the data shard `member`.  `where` is the part of the job's store in which all agree on it."""
 
     number: Number
     member: Count = 0
@@ -121,8 +121,8 @@ class SavePoint(Request):
 
 class Restore(Request):
     """A worker of a resumed run: the shard continues from the checkpoint at `path`, in which vectors are cut at
-    multiples of `unit`.  Of its leased items the worker has done the first `steps`, and not pushed them yet.  With data of
-    its own it has pushed the steps before `position`."""
+    multiples of `unit`.  Of its leased items the worker has done the first `steps`, and not pushed them yet.  With data
+    of its own it has pushed the steps before `position`."""
 
     path: Text
     steps: Count = 0

@@ -1,8 +1,8 @@
 """What a shard saves of its workers: how often each has pushed, and the updates that it holds back.
 
-Slot `workers`, with the resize rule `shard`.  An update that waits for the gate is saved as its sender meant it; the work
-behind it counts as done.  A resumed run with another number of workers starts to count anew, and applies these updates
-first.
+Slot `workers`, with the resize rule `shard`.  An update that waits for the gate is saved as its sender meant it; the
+work behind it counts as done.  A resumed run with another number of workers starts to count anew, and applies these
+updates first.
 """
 
 from __future__ import annotations

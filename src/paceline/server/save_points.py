@@ -78,10 +78,10 @@ class SavePoints:
         if self.is_asked and self.endpoint.retransmit_s is not None and request.src not in self._marks:
             await self.endpoint.send(request.src, AskToSave(self._number))
 
-    async def stand(self, request: SavePoint) -> None:
-        """A worker stands at a save point."""
-        if request.number <= self.passed:
-            late = "" if request.number == self.passed else "the others have passed a later save point"
+    async def stand(self, request: SavePoint, *, is_over: bool = False) -> None:
+        """A worker stands at a save point; with `is_over` all others have left."""
+        if request.number <= self.passed or is_over:
+            late = "" if request.number == self.passed else "the others have passed it, or ended"
             return await self._replies.send(request, Saved(late or self._why))
         await self.ask(request.number)
         if request.src in self._marks:

@@ -17,7 +17,7 @@ from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Message, PeerDied, reply_to
 from paceline.protocol.requests import Refusal, Refusals
 from paceline.server.gates import Free, Gate
-from paceline.server.messages import Bye, Exchange, Leave, Restore, RunEnded, Saved, SavePoint, Update, Value
+from paceline.server.messages import Bye, Exchange, Leave, Restore, RunEnded, SavePoint, Update, Value
 from paceline.server.pending import Pending
 from paceline.server.queues import Event
 from paceline.server.reception import Reception
@@ -216,7 +216,7 @@ class Shard:
             elif isinstance(message, Leave):
                 await self._send_final(message)
             elif isinstance(message, SavePoint):
-                await self.replies.send(message, Saved("" if message.number == self.saves.passed else "the run is over"))
+                await self.saves.stand(message, is_over=True)
             elif message.src not in leaving and message.src not in self.endpoint.layout.server_ranks:
                 await self.endpoint.send(message.src, RunEnded())
 

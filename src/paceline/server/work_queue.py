@@ -135,8 +135,8 @@ class WorkQueue:
         if not self._free and self._row < self.last - 1:
             self._row, self._free = self._row + 1, list(range(self.data_shards))
         if self._returned and (not self._free or self._returned[0].step <= self._row):
-            first = self._returned[0]
-            return self._returned.pop(_preferred(self._returned, lambda item: item == first._replace(data_shard=worker)))
+            own = self._returned[0]._replace(data_shard=worker)
+            return self._returned.pop(_preferred(self._returned, lambda item: item == own))
         return WorkItem(self._row, self._free.pop(_preferred(self._free, lambda data_shard: data_shard == worker)))
 
     def do(self, worker: int, count: int) -> None:

@@ -16,14 +16,25 @@ from paceline.server.accumulator import Accumulator
 from paceline.server.messages import AskToSave, Restore, Restored, Saved, SavePoint
 from paceline.server.shard_client import ShardClient
 from paceline.server.work_source import WorkSource
-from paceline.state import Resize, Slot, resize_rule
+from paceline.state import Resize, Slot, copied, resize_rule
 from paceline.worker.replica import Replica
+
+# What a worker keeps that starts from the parameters of the shards: see `WorkerSaves`.
+FRESH: dict[str, Any] = {
+    "steps": 0,
+    "samples": 0.0,
+    "rate": 1.0,
+    "begun": 0,
+    "continues": 0,
+    "early": 0,
+    "versions": [],
+}
 
 
 @resize_rule("forgotten")
 def forgotten(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
     """With another number of workers the values are those of the beginning."""
-    return {**values[0], "steps": 0, "samples": 0.0, "rate": 1.0, "begun": 0, "continues": 0, "early": 0, "versions": []}
+    return {**values[0], **copied(FRESH)}
 
 
 class WorkerSaves:
@@ -44,7 +55,9 @@ class WorkerSaves:
         self.is_early = False  # Whether a reply was early, and the worker has not asked again.
         self._replica, self._cursor = replica, replica.cursor
         self._endpoint = replica.endpoint
-        self._client, self._work, self._unpushed = client, work, unpushed
+        self._client = client
+        self._work = work
+        self._unpushed = unpushed
         self._versions = versions
         self._unit = unit
         self._passed = 0  # The last save point that this worker has passed,
@@ -53,10 +66,10 @@ class WorkerSaves:
         self._has_ended = False
         self._is_idle = False  # Whether it stands at a save point while it waits for work, or for the end.
         self._member = replica.rank if replica.cursor.shard is None else replica.cursor.shard
-        self._slot: Slot = replica.state(
-            "unpushed", rule=forgotten, steps=0, samples=0.0, rate=1.0, begun=0, continues=0, early=0, versions=[]
-        )
-        unpushed.steps, unpushed.samples, unpushed.rate = self._slot.steps, self._slot.samples, self._slot.rate
+        self._slot: Slot = replica.state("unpushed", rule=forgotten, **FRESH)
+        unpushed.steps = self._slot.steps
+        unpushed.samples = self._slot.samples
+        unpushed.rate = self._slot.rate
         work.steps = self._slot.begun
         if self.has_value:
             versions[:] = self._slot.versions
@@ -151,7 +164,8 @@ class WorkerSaves:
                 early=int(self.is_early),
                 versions=list(self._versions),
             )
-            marks = [SavePoint(number, self._member, self._cursor.place_of(f"rest {number}")) for _ in self._client.shards]
+            where = self._cursor.place_of(f"rest {number}")
+            marks = [SavePoint(number, self._member, where) for _ in self._client.shards]
             await self._client.send(self._client.numbered(marks))
             answers = [
                 await self._client.answer(rank, mark, (Saved,))
@@ -174,7 +188,7 @@ class WorkerSaves:
     def end(self) -> None:
         """This worker has the final value.  A longer run starts from that of the shards."""
         self._has_ended = True
-        vars(self._slot).update(steps=0, samples=0.0, rate=1.0, begun=0, continues=0, early=0, versions=[])
+        vars(self._slot).update(copied(FRESH))
 
     async def _restore(self) -> None:
         """This worker continues from a checkpoint: so do the shards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,12 +14,13 @@ from torch import nn
 from torch.distributed import PrefixStore, Store
 
 from paceline import __version__
-from paceline.checkpoint import BrokenCheckpoint, Checkpoint, Checkpoints, Folder
-from paceline.checkpoint.cadence import Cadence, awaited
+from paceline.checkpoint import Checkpoint, Checkpoints, Folder
+from paceline.checkpoint.cadence import Cadence
 from paceline.checkpoint.manifest import FORMAT, Manifest, Model
 from paceline.checkpoint.saver import CheckpointFailed, Saver, now, place_of
 from paceline.errors import ClusterError
 from paceline.op import drive
+from paceline.session.finding import found, found_before
 from paceline.slot_values import Copies
 from paceline.strategy import Strategy
 from paceline.worker.run import WorkerRun
@@ -28,7 +28,6 @@ from paceline.worker.run import WorkerRun
 PATIENCE_S = (
     120.0  # How long workers that do not wait for each other wait for a file of another one, which may be dead.
 )
-FROM = "checkpoint/from"  # The key of the checkpoint from which all continue.
 _opened = itertools.count()  # All ranks count the same, so it names the keys of each.
 
 
@@ -82,13 +81,23 @@ class Saving:
         self._folder = Folder(settings.folder)
         # A worker that replaces a dead one has its state from another worker, and not from the disk.
         self._is_replacement = endpoint.rank not in endpoint.layout.worker_ranks
-        self._from = self._replaced(shared, timeout_s) if self._is_replacement else self._found(shared, timeout_s)
+        is_first = rank == 0
+        if self._is_replacement and not endpoint.layout.servers:
+            self._from = None
+            if is_first:
+                self._folder.claim()
+        elif self._is_replacement:
+            # If all that could tell the servers have died at the start, it does.
+            assert shared is not None
+            self._from = found_before(settings, self._folder, shared, is_first=is_first, timeout_s=timeout_s)
+        else:
+            self._from = found(settings, self._folder, shared, is_first=is_first, timeout_s=timeout_s)
         wait_s = timeout_s if run.strategy.needs.ordered else min(timeout_s, PATIENCE_S)
         self._saver = Saver(self._folder, settings.keep, rank=rank, workers=workers, store=shared, timeout_s=wait_s)
         # Where workers stand at no common step, only the first one looks at its clock.
         told = shared if run.strategy.needs.collectives and workers > 1 else None
-        is_first = rank == 0 or told is None
-        self._cadence = Cadence(settings, run.replica.plan, store=told, is_first=is_first, timeout_s=timeout_s)
+        looks = is_first or told is None
+        self._cadence = Cadence(settings, run.replica.plan, store=told, is_first=looks, timeout_s=timeout_s)
         flat = run.replica.learner.flat
         trained = flat.names if whole is None else [n for n, p in whole.named_parameters() if p.requires_grad]
         self._model = Model.of(flat.model if whole is None else whole, trained)
@@ -108,53 +117,6 @@ class Saving:
         return f"{self._place}/{place_of(name)}"
 
     # Continue.
-
-    def _found(self, store: Store | None, timeout_s: float) -> Checkpoint | None:
-        """The checkpoint to continue from; the first worker chooses it, and says so to all."""
-        key = FROM
-        if self._rank:
-            assert store is not None
-            found = json.loads(awaited(store, key, timeout_s))
-            if found["error"] is not None:
-                raise BrokenCheckpoint(found["error"])
-            return None if found["path"] is None else Checkpoint(self._folder.path / found["path"])
-        chosen: Checkpoint | None = None
-        failure: Exception | None = None
-        try:
-            chosen = self._chosen()
-        except (ValueError, OSError) as error:
-            failure = error
-        if store is not None:
-            path = None if chosen is None else chosen.path.name
-            store.set(key, json.dumps({"path": path, "error": None if failure is None else str(failure)}))
-        if failure is not None:
-            self._folder.release()
-            raise failure
-        return chosen
-
-    def _replaced(self, store: Store | None, timeout_s: float) -> Checkpoint | None:
-        """The checkpoint from which servers continue, if all workers that could tell them have died at the start."""
-        assert store is not None
-        if not self._run.replica.endpoint.layout.servers:
-            if self._rank == 0:
-                self._folder.claim()
-            return None
-        if self._rank == 0 and store.check([FROM]):
-            self._folder.claim()
-            path = json.loads(store.get(FROM))["path"]
-            return None if path is None else Checkpoint(self._folder.path / path)
-        return self._found(store, timeout_s)
-
-    def _chosen(self) -> Checkpoint | None:
-        self._folder.claim()
-        if self._settings.resume:
-            return self._folder.newest_sound()
-        if found := self._folder.complete():
-            raise ValueError(
-                f"Checkpoints({str(self._folder.path)!r}, resume=False): the folder has checkpoints already, the last "
-                f"of which is {found[-1].name}; leave out resume=False to continue from it, or give another folder"
-            )
-        return None
 
     def resume(
         self, load: Callable[[dict[str, Any]], None], check: Callable[[dict[str, Any]], None] = lambda more: None

@@ -26,7 +26,7 @@ from paceline.session.loop import Loop
 from paceline.session.loop_saving import LoopSaving
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.reading import PartLoader
-from paceline.session.resuming import check_states
+from paceline.session.resuming import check_states, refuse_served
 from paceline.session.settings import GroupSettings
 from paceline.session.shared_buffers import SharedBuffers
 from paceline.session.watching import LoopWatch
@@ -58,7 +58,7 @@ class Session:
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers, watch)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
-        self._saving = LoopSaving(job, loop, self._feed, self._load)
+        self._saving = LoopSaving(job, loop, self._feed, watch, self.load_state_dict)
 
     @property
     def rank(self) -> int:
@@ -222,11 +222,7 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; call it before the first step.  A state that does not fit changes nothing."""
-        if self.strategy.needs.servers:
-            raise ValueError(
-                f"session.load_state_dict() under {type(self.strategy).__name__}: the servers have a state of their own; "
-                "give attach(checkpoint=pl.Checkpoints(folder)), which saves and loads both"
-            )
+        refuse_served(self.strategy, "session.load_state_dict()")
         check(self.strategy, Offers("session.load_state_dict", unbroken=False))
         run = self.loop.run
         before = self.state_dict()
@@ -243,16 +239,6 @@ class Session:
             self._watch.restart()
             self.loop.start()
             raise
-
-    def _load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        if not self.strategy.needs.servers:
-            return self.load_state_dict(state)
-        check_states(state, type(self.strategy).__name__, self._endpoint, self.job.store)
-        self.loop.run.load_state_dict(state)
-        self._watch.restart()
-        self.loop.start()
-        self.loop.run.states.check_complete()
 
     # The end.
 

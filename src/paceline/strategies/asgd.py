@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from paceline.families.ramped_steps import RampedSteps
 from paceline.families.server_strategy import ServerStrategy
 from paceline.needs import Needs
 from paceline.op import Op, Ready
@@ -74,7 +75,7 @@ class ASGD(ServerStrategy):
         if not store.saves.continues:
             w.params.copy_(pulled)
         deltas = DeltaExchange(self, w, store)
-        local_step = RampedSteps(self, w).step if self.ramp and self.ramp_of == "rate" else w.local_step
+        local_step = RampedSteps(self.factor, w).step if self.ramp and self.ramp_of == "rate" else w.local_step
         while await store.next(before_waiting=deltas.exchange):
             await local_step()
             store.count_step()
@@ -100,29 +101,6 @@ class ASGD(ServerStrategy):
         if self.ramp_kind == "staircase":
             return min(1.0, self.ramp_from * (passed // self.ramp + 1))
         return min(1.0, self.ramp_from + (1 - self.ramp_from) * passed / self.ramp)
-
-
-class RampedSteps:
-    """Local steps with a learning rate that rises at the beginning.
-
-    A step is proportional to the learning rate, with momentum and weight decay too, so the step itself is scaled: the
-    optimizer's own rates remain those of its schedule.
-    """
-
-    def __init__(self, strategy: ASGD, w: Replica) -> None:
-        self.strategy = strategy
-        self.w = w
-        self.passed = w.state("ramp", rule=per_worker, steps=0)
-        self._before = torch.empty_like(w.params)
-
-    async def step(self) -> None:
-        factor = self.strategy.factor(self.passed.steps)
-        if factor < 1:
-            self._before.copy_(self.w.params)
-        await self.w.local_step()
-        if factor < 1:
-            torch.lerp(self._before, self.w.params, factor, out=self.w.params)
-        self.passed.steps += 1
 
 
 class DeltaExchange:

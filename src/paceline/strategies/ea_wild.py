@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.endpoint import Endpoint
-from paceline.families.centre import Centre, InMemory, OnShards
-from paceline.families.company import Company
+from paceline.families.centre import Centre, InMemory, OnShards, begin_alone
 from paceline.families.elastic import Elastic, check_period, groups_of
 from paceline.needs import Needs
 from paceline.op import Op
@@ -81,13 +80,12 @@ class EAWild(Elastic, Strategy):
         self.warn_if_unstable(w, groups)
         everyone = w.endpoint
         m = w.state("meetings", rule=per_worker, seen=w.params, has_begun=0)
-        centre = await OnShards.of(w, moves=not m.has_begun) if self.servers else InMemory(
-            await everyone.shared_vector(w.params), everyone
-        )
-        seen = m.seen  # The centre at the last meeting of this worker's group.
-        if not m.has_begun:
-            seen.copy_(w.params)
-        w.published = seen
+        if self.servers:
+            centre = await OnShards.of(w, moves=not m.has_begun)
+        else:
+            centre = InMemory(await everyone.shared_vector(w.params), everyone)
+        # The centre at the last meeting of this worker's group.
+        w.published = seen = m.seen if m.has_begun else m.seen.copy_(w.params)
         before = torch.empty_like(w.params)
         group = everyone.group((w.rank,)) if m.has_begun else None
         m.has_begun = 1
@@ -105,21 +103,11 @@ class EAWild(Elastic, Strategy):
 
     async def _alone(self, w: Replica) -> None:
         """A worker that is a group of its own, and waits for no other."""
-
-        async def copy_centre() -> None:
-            m.centre.copy_(company.vector.values)
-
-        m = w.state("centre", rule=per_worker, before_save=copy_centre, centre=w.params, seen=w.params, has_begun=0)
-        company = await Company.of(w, m.centre)
+        company, seen, first = await begin_alone(w)
         self.warn_if_unstable(w, w.cursor.shards)
         centre = InMemory(company.vector, w.endpoint)
-        seen: Tensor = m.seen  # The centre at the last meeting.
-        if not m.has_begun:
-            seen.copy_(w.params)
         w.published = seen
         before = torch.empty_like(w.params)
-        first = w.cursor.step - m.has_begun
-        m.has_begun = 1
         for k in w.steps_alone():
             await company.look_around()
             meets = k > first and k % self.period == 0

@@ -66,9 +66,10 @@ class Cursor:
         self.on_end: Callable[[], None] = lambda: None  # The driver's hook: this worker computes no more gradients.
         self.on_rest: Callable[[], None] = lambda: None  # The driver's hook: others save the run after that.
         self.rest: Rest | None = None  # Of a method whose workers save the run at no common step.
-        # The driver's: the part of the job's store in which the checkpoint of that name is agreed; empty: there is none.
+        # The driver's: the part of the job's store where the checkpoint of that name is agreed; empty: there is none.
         self.place_of: Callable[[str], str] = lambda name: ""
-        self.restored: str | None = None  # The folder of the checkpoint from which this run continues; "": states alone.
+        # The folder of the checkpoint from which this run continues; empty: it continues from states.
+        self.restored: str | None = None
         self._learner = learner
         self._plan = plan
         self._end: float = inf  # The step before which the current phase ends.
