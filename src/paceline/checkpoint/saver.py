@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class Saver:
         _tell(store, f"files/{self._rank}" if self._rank else "first", {"error": why})
         if self._rank == 0:
             self._failure = self._failed(step, why)
+            _tell(store, "done", {})
 
     def _store_of(self, key: str | None) -> Store | None:
         self._saves += 1
@@ -80,6 +82,13 @@ class Saver:
             self._thread.join()
             self._thread = None
 
+    def wait_for_all(self, key: str | None) -> None:
+        """Wait until the checkpoint of that name is complete, or has failed; the last one if it has no name."""
+        self.wait()
+        if self._store is not None and self._rank:
+            with suppress(Exception):  # The process that serves the store may have ended, or the first worker died.
+                awaited(PrefixStore(place_of(key or str(self._saves)), self._store), "done", self._timeout_s)
+
     def failure(self) -> str | None:
         """Why a checkpoint failed since the last call; None if none did."""
         found = self._failure
@@ -91,7 +100,10 @@ class Saver:
     def _run(self, step: int, values: Mapping[str, Any], describe: Describe, store: Store | None) -> None:
         try:
             if self._rank == 0:
-                self._lead(store, step, values, describe)
+                try:
+                    self._lead(store, step, values, describe)
+                finally:
+                    _tell(store, "done", {})
             else:
                 assert store is not None
                 self._follow(store, values)

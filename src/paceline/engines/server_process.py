@@ -233,8 +233,7 @@ def _become_server(pipe: int | None) -> None:
         if int(name) > 2:
             with suppress(OSError):  # The one of this listing is closed already.
                 os.close(int(name))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fresh_random_state()
 
 
@@ -253,6 +252,8 @@ def _run(strategy: Strategy | Mapping[str, Any], rank: int, settings: ServerSett
     """Serve until the end; the exit code."""
     torch.set_num_threads(1)
     set_name(NAME)
+    # A scheduler may send SIGTERM to every process of a job: the workers save it first, and servers end with them.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_die_with_pipe, daemon=True).start()
     try:
         _serve(registry.from_plain(strategy) if isinstance(strategy, Mapping) else strategy, rank, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from paceline.checkpoint.saver import CheckpointFailed, Saver, now, place_of
 from paceline.errors import ClusterError
 from paceline.op import drive
 from paceline.session.finding import found, found_before
+from paceline.session.stopping import Preempted, Stopping
 from paceline.slot_values import Copies
 from paceline.strategy import Strategy
 from paceline.worker.run import WorkerRun
@@ -73,6 +75,7 @@ class Saving:
         self._settings = settings
         self._saved_at: int | None = None
         self._has_ended = False
+        self._is_automatic = False
         self._copies = Copies()
         endpoint = run.replica.endpoint
         place = f"saving/{next(_opened)}"
@@ -92,6 +95,7 @@ class Saving:
             self._from = found_before(settings, self._folder, shared, is_first=is_first, timeout_s=timeout_s)
         else:
             self._from = found(settings, self._folder, shared, is_first=is_first, timeout_s=timeout_s)
+        self._stopping = Stopping(shared, is_first=rank == 0, timeout_s=timeout_s)
         wait_s = timeout_s if run.strategy.needs.ordered else min(timeout_s, PATIENCE_S)
         self._saver = Saver(self._folder, settings.keep, rank=rank, workers=workers, store=shared, timeout_s=wait_s)
         # Where workers stand at no common step, only the first one looks at its clock.
@@ -110,8 +114,11 @@ class Saving:
         return self._run.replica.cursor.rest is None
 
     def begin(self) -> None:
-        """The run is saved here from now on, also at its end."""
+        """The run is saved here from now on, also at its end, and on SIGTERM."""
         self._run.replica.cursor.place_of = self._place_of
+        if self._settings.sigterm:
+            self._stopping.listen()
+            self._is_automatic = True
 
     def _place_of(self, name: str) -> str:
         return f"{self._place}/{place_of(name)}"
@@ -186,14 +193,34 @@ class Saving:
         """The run stands before this step: save it if that is due."""
         self._tell_failure()
         rest = self._run.replica.cursor.rest
+        stops = self._is_automatic and self._stops(step)
+        if stops and step == self._saved_at and self._is_together:
+            self._stop(step, None)
         is_due = (self._is_together or self._rank == 0) and self._cadence.is_due(step) and step != self._saved_at
-        if is_due or (rest is not None and rest.is_asked):
-            self.save(step)
+        if stops or is_due or (rest is not None and rest.is_asked):
+            self.save(step, stops=stops)
         elif rest is not None:
             drive(rest.go_on())
 
-    def save(self, step: int) -> None:
-        """Save the run, which stands before this step.
+    def _stops(self, step: int) -> bool:
+        """Whether the run is saved now because a worker got SIGTERM."""
+        if self._is_together:
+            return self._stopping.is_due(step)
+        if self._stopping.has_signal:
+            self._stopping.tell()
+        return self._stopping.has_signal
+
+    def _stop(self, step: int, key: str | None) -> None:
+        """The run was saved because of SIGTERM, or could not be: end this process."""
+        self._saver.wait_for_all(key)
+        if self._rank == 0:
+            why = self._saver.failure()
+            place = f"saved in {self._folder.path} before step {step}; the same command continues it"
+            print(f"paceline: SIGTERM: the run is {place if why is None else f'not saved: {why}'}", file=sys.stderr)
+        raise Preempted
+
+    def save(self, step: int, *, stops: bool = False) -> None:
+        """Save the run, which stands before this step; if it `stops`, end this process then.
 
         Without a common step, every worker but the first has its own.
         """
@@ -205,7 +232,10 @@ class Saving:
         except ClusterError as error:
             if rest is None:
                 raise
-            self._saver.give_up(step, str(error), f"rest {rest.number}")
+            key = f"rest {rest.number}"
+            self._saver.give_up(step, str(error), key)
+            if stops or (self._is_automatic and self._stopping.is_told()):
+                self._stop(step, key)
             return drive(rest.go_on())
         finally:
             replica.cursor.place_of = outer
@@ -236,6 +266,10 @@ class Saving:
         self._saved_at = step
         key = None if rest is None else "end" if self._has_ended else f"rest {rest.number}"
         self._saver.save(step, values, lambda number: replace(manifest, number=number), key)
+        if rest is not None and not self._has_ended:
+            stops |= self._is_automatic and self._stopping.is_told()
+        if stops:
+            self._stop(step, key)
         if rest is not None:
             drive(rest.go_on())
 
@@ -267,6 +301,7 @@ class Saving:
     def close(self) -> None:
         """Wait for what is being written, and let other jobs use the folder."""
         self._saver.wait()
+        self._stopping.close()
         self._folder.release()
 
     def wait(self) -> None:

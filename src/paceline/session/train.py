@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -31,6 +34,7 @@ from paceline.engines.place import Place, detect
 from paceline.engines.processes import die_with_parent
 from paceline.engines.store_process import check_store, start_store, stop_store
 from paceline.engines.supervisor import Supervisor, Worker, write_report
+from paceline.errors import SAVED_CODE
 from paceline.monitor.monitor import INSTEAD, Monitor
 from paceline.needs import Offers, check
 from paceline.op import drive
@@ -42,6 +46,7 @@ from paceline.session.process_learner import ProcessLearner
 from paceline.session.returned import return_model, take_model
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.shared_buffers import SharedBuffers
+from paceline.session.stopping import Preempted
 from paceline.session.task_saving import check_checkpoint, saving_of
 from paceline.session.terms import Terms
 from paceline.session.watching import Watching
@@ -268,6 +273,19 @@ def _train(
         watch.end()
 
 
+class PassOn:
+    """A handler of SIGTERM that sends it on to these processes."""
+
+    def __init__(self, processes: Mapping[int, BaseProcess]) -> None:
+        self._processes = processes
+
+    def __call__(self, number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        for process in self._processes.values():
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, number)
+
+
 class _ForkedWorkers:
     """Workers forked from this process, and the folder and memory through which they return what they have done."""
 
@@ -303,7 +321,7 @@ class _ForkedWorkers:
                 with_traceback=True,
             )
             try:
-                with self._watching.forked(self._folder, self._terms, self._workers):
+                with self._watching.forked(self._folder, self._terms, self._workers), self._passing_on_sigterm():
                     supervisor.run()
             finally:
                 os.close(self._pipe[0])
@@ -311,7 +329,27 @@ class _ForkedWorkers:
                 stop_store(self._store)
                 for process in self._processes.values():
                     process.close()
+            if supervisor.has_saved:
+                raise Preempted
             return self._collect()
+
+    @contextmanager
+    def _passing_on_sigterm(self) -> Generator[None]:
+        """On SIGTERM the workers save the run.  A second SIGTERM ends this process, and so theirs."""
+        settings = self._terms.checkpoint
+        if (
+            settings is None
+            or not settings.sigterm
+            or threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        ):
+            yield
+            return
+        signal.signal(signal.SIGTERM, PassOn(self._processes))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _tick(self) -> None:
         check_store(self._store)
@@ -328,11 +366,15 @@ class _ForkedWorkers:
 
     def _child(self, rank: int, parent: int) -> None:
         die_with_parent(parent)
+        if isinstance(signal.getsignal(signal.SIGTERM), PassOn):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.close(self._pipe[1])
         os.environ[VARIABLE] = str(self._progress_path(rank))
         torch.set_num_threads(1)  # The parent's thread pool has no threads in a forked process.
         try:
             self._work(rank)
+        except Preempted:
+            os._exit(SAVED_CODE)
         except BaseException as error:
             write_report(self._report_path(rank), error)
             os._exit(1)
