@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,20 +10,26 @@ from torch import Tensor
 
 from paceline import (
     ASGD,
+    AllReduceSGD,
     Cluster,
     Downpour,
+    EAWild,
+    Faults,
+    Hogwild,
     Link,
     LogNormal,
     ParameterServer,
     StaleSynchronous,
     Strategy,
     Task,
+    Then,
     resized,
     simulate,
 )
 from paceline.codecs import OneBit
 from paceline.server.gates import RoundRobin, Turns
 from paceline.server.rules import Adagrad, Momentum, Sgd
+from paceline.state import resized_for
 from tests.laws.every import STRATEGIES, Case
 from tests.laws.tasks import OPTIMIZERS, Point, close, numbers, regression, same
 
@@ -74,7 +81,7 @@ def test_each_sample_is_applied_once_whatever_the_numbers_of_workers_and_shards_
     strategy, lr = SUMMED[name]
     task = constant_gradients()
     expected = once(task, lr)
-    for seed in range(6):
+    for seed in range(4):
         chance = Random(f"{name}/{seed}")
         workers = chance.randrange(1, 5)
         first = simulate(task, strategy, uneven(workers, seed), stop_at=chance.randrange(1, STEPS))
@@ -117,3 +124,53 @@ def test_where_the_order_of_updates_is_fixed_several_workers_continue_to_the_bit
     for stop in (1, 2, 5, 8):
         first = simulate(task, strategy, cluster, stop_at=stop)
         assert same(simulate(task, strategy, cluster, resume=first.states).params, whole.params), stop
+
+
+@pytest.mark.parametrize("name", ["one shard", "asgd", "by turns"])
+def test_a_worker_that_dies_while_the_run_is_saved_is_not_waited_for(name: str):
+    """With one shard, each sample is applied once all the same."""
+    strategy, lr = replace(SUMMED[name][0], servers=1), SUMMED[name][1]
+    task = constant_gradients()
+    for seed in range(12):
+        chance = Random(seed)
+        stop = chance.randrange(2, STEPS - 2)
+        dead = chance.randrange(1, 4)
+        faults = Faults(deaths={dead: 0.01 * stop * chance.uniform(0.5, 3)})
+        first = simulate(task, strategy, uneven(4, seed), stop_at=stop, faults=faults)
+        *workers, shard = first.states
+        workers[dead] = resized_for([state for state in workers if state["rank"] != dead], 4, dead)
+        rest = simulate(task, strategy, uneven(4, seed + 50), resume=[*workers, shard])
+        assert close(rest.params, once(task, lr)), seed
+
+
+def test_a_warm_start_and_the_servers_after_it_are_saved():
+    strategy = Then(AllReduceSGD(), ParameterServer(rule=Momentum(lr=0.05)), steps=4)
+    task = regression(steps=9, batch=8)
+    whole = simulate(task, strategy, Cluster(workers=1))
+    for stop in (2, 3, 4, 5, 8):
+        first = simulate(task, strategy, Cluster(workers=1), stop_at=stop)
+        assert same(simulate(task, strategy, Cluster(workers=1), resume=first.states).params, whole.params)
+
+
+@pytest.mark.parametrize("strategy", [Hogwild(), EAWild(), EAWild(period=3)], ids=repr)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_that_share_memory_continue_to_the_bit_if_nobody_overtakes(strategy: Strategy, workers: int):
+    task = regression(steps=9, batch=9)
+    cluster = Cluster(workers, compute=1.0)
+    whole = simulate(task, strategy, cluster)
+    for stop in (1, 4, 8):
+        first = simulate(task, strategy, cluster, stop_at=stop)
+        assert same(simulate(task, strategy, cluster, resume=first.states).params, whole.params)
+
+
+def test_under_hogwild_each_sample_is_applied_once_if_writes_do_not_overlap():
+    """Workers of different speeds stop at different steps."""
+    task = constant_gradients()
+    for seed in range(4):
+        stop = Random(seed).randrange(1, STEPS)
+        first = simulate(task, Hogwild(), Cluster(3, compute=LogNormal("10ms", 1.0), seed=seed), stop_at=stop)
+        models = [state["slots"]["model"]["values"]["params"] for state in first.states]
+        assert all(same(model, models[0]) for model in models)
+        positions = [state["step"] for state in first.states]
+        total = sum(task.part(k, rank, 3)[0].sum(0) for rank in range(3) for k in range(positions[rank]))
+        assert close(models[0], Point(7).w.detach() - 0.05 * total / BATCH), seed

@@ -71,6 +71,8 @@ class Dispatcher:
         if request.src not in self.endpoint.layout.worker_ranks:  # It replaces one that died at the start.
             return
         if self._queue is not None:
+            if request.steps > (held := self._queue.held(request.src)):
+                raise Refusal(f"it has done {request.steps} parts that are not pushed, and was given {held}")
             self._queue.keep(request.src, request.steps)
         else:
             self._done[request.src] = request.position

@@ -146,6 +146,8 @@ class Reception:
             # Another shard was the first to declare it dead.
             await self.lose(src, incarnation, rule, is_news=False)
         self.members.admit(request)
+        if isinstance(request, Join):
+            self.saves.join(src)
         return True
 
     async def _leave(self, request: Leave, rule: Rule | None) -> bool:

@@ -73,6 +73,11 @@ class SavePoints:
         for worker in [*self._members.roster.members, *self._members.leaving]:
             await self.endpoint.send(worker, AskToSave(number))
 
+    def join(self, worker: int) -> None:
+        """A worker has joined: it takes no part in a save point that was asked for before."""
+        if self.is_asked:
+            self._past.add(worker)
+
     async def remind(self, request: Request) -> None:
         """A worker has sent something: where messages may be lost, it may not know of the save point."""
         if self.is_asked and self.endpoint.retransmit_s is not None and request.src not in self._marks:
@@ -81,8 +86,10 @@ class SavePoints:
     async def stand(self, request: SavePoint, *, is_over: bool = False) -> None:
         """A worker stands at a save point; with `is_over` all others have left."""
         if request.number <= self.passed or is_over:
-            late = "" if request.number == self.passed else "the others have passed it, or ended"
-            return await self._replies.send(request, Saved(late or self._why))
+            # A worker that has left sends nothing any more, so it may be late.
+            is_whole = request.number == self.passed and request.src in self._members.leaving
+            late = self._why if is_whole else "this worker came to the save point after the others had left it"
+            return await self._replies.send(request, Saved(late))
         await self.ask(request.number)
         if request.src in self._marks:
             await self._replies.send(request, Wait())
@@ -96,8 +103,9 @@ class SavePoints:
                 self.copy(SavePoint(self.number + 1, where=where), dead)
 
     def holds(self, update: Update) -> bool:
-        """Whether an update must wait, because its sender has passed the coming save point elsewhere."""
-        if update.saves <= self.passed:
+        """Whether an update must wait, because its sender has passed the coming save point elsewhere, or joined here
+        after it was asked for."""
+        if update.saves <= self.passed and update.src not in self._past:
             return False
         self._past.add(update.src)
         self._number = max(self._number, update.saves)
@@ -122,9 +130,11 @@ class SavePoints:
 
     async def _pass(self, why: str) -> None:
         marks, self._marks = self._marks, {}
+        known = {*self._members.roster.members, *self._members.leaving}
+        whole = {worker: mark for worker, mark in marks.items() if worker in known}  # The others have died here.
         try:
-            if not why:
-                self.copy(next(iter(marks.values())), self._dead(marks))
+            if not why and whole:
+                self.copy(next(iter(whole.values())), self._dead(whole))
         except ValueError as error:
             why = str(error)
         self.passed = self._number

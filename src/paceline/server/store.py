@@ -243,8 +243,10 @@ class Store:
         for j, (rank, where) in enumerate(zip(self.shards, self.slices, strict=True)):
             answer = await self._client.answer(rank, requests[j], (Value,))
             assert isinstance(answer, Value)
-            if isinstance(requests[j], Join) and j == 0 and answer.steps_done:
-                self.replica.cursor.resume_at(answer.steps_done)
+            if isinstance(requests[j], Join):
+                self.saves.join(answer.saves)
+                if j == 0 and answer.steps_done:
+                    self.replica.cursor.resume_at(answer.steps_done)
             self._take(answer, j, where, into)
             del answer  # It may lie in the shard's own memory, which this worker must release.
         return self.value if into is None else into

@@ -126,6 +126,10 @@ class WorkerSaves:
         """Shards have named this save point."""
         self._asked = max(self._asked, number)
 
+    def join(self, number: int) -> None:
+        """This worker is new: it takes no part in save points that were asked for before."""
+        self._passed = max(self._passed, number)
+
     async def _hear(self, message: AskToSave, *, is_idle: bool) -> None:
         """The run is to be saved; a worker that has nothing to do is saved while it waits."""
         self.note(message.number)

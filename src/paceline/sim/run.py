@@ -141,6 +141,7 @@ class Simulation:
             for rank in layout.server_ranks
         ]
         self._shard_states: dict[int, State] = {}
+        self._stopped: set[int] = set()  # The workers that have stopped before the end.
         if stop_at is not None:
             for index, shard in enumerate(self.shards):
                 shard.saves.copy = partial(self._copy_shard, index)
@@ -217,6 +218,11 @@ class Simulation:
         has_finished = await run.run()
         if run.missed_end or not has_finished:  # What it still waits for does not come.
             self.simulator.at(self.simulator.now, self.simulator.kill, run.rank)
+        if not has_finished:
+            self._stopped.add(run.rank)
+            if self._stopped >= set(self.world.layout.worker_ranks) - self.world.dead.keys():
+                for shard in self.shards:  # In a warm start they have not begun.
+                    self.simulator.at(self.simulator.now, self.simulator.kill, shard.endpoint.rank)
         if has_finished and run is self.workers[0].run:
             self._end()
 
