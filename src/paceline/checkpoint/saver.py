@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from paceline.checkpoint.background import in_background
 from paceline.checkpoint.cadence import awaited
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import File, Manifest
@@ -56,9 +57,7 @@ class Saver:
         """
         self.wait()
         work = (step, dict(values), describe, self._store_of(key))
-        # No daemon: at the end of a script the interpreter waits until the files are written.
-        self._thread = threading.Thread(target=self._run, args=work, name="checkpoint")
-        self._thread.start()
+        self._thread = in_background(self._run, *work)
 
     def give_up(self, step: int, why: str, key: str) -> None:
         """This worker cannot take part in a checkpoint: tell the others."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from paceline.checkpoint.background import in_background
 from paceline.checkpoint.cadence import awaited
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.part import Part, shard_part
@@ -50,9 +51,7 @@ class ShardSaver:
             raise ValueError("this worker's driver saves no servers")
         self.wait()  # The memory of its copies is used again.
         state = self._shard.state_dict(self._copies)
-        work = (PrefixStore(request.where, self._store), state, dead)
-        self._thread = threading.Thread(target=self._write, args=work, name="checkpoint")
-        self._thread.start()
+        self._thread = in_background(self._write, PrefixStore(request.where, self._store), state, dead)
 
     def _write(self, store: Store, state: dict[str, Any], dead: list[int]) -> None:
         key = f"files/{shard_part(self._index)}"
