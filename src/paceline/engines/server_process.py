@@ -296,7 +296,12 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings) -> None:
         endpoint = ProcessEndpoint(
             view.rank, view.layout, Clock(settings.epoch), open_mailbox=lambda: mail, trace=trace
         )
-        shard = Shard(endpoint, grace_s=settings.grace_s, takes_nonfinite=settings.takes_nonfinite)
+        shard = Shard(
+            endpoint,
+            grace_s=settings.grace_s,
+            return_s=settings.timeout_s,
+            takes_nonfinite=settings.takes_nonfinite,
+        )
         saver = ShardSaver(shard, rank - layout.workers, layout.servers, store, timeout_s=settings.timeout_s)
         drive(strategy.server(shard))
         saver.wait()
