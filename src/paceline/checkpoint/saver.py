@@ -84,7 +84,7 @@ class Saver:
     def wait_for_all(self, key: str | None) -> None:
         """Wait until the checkpoint of that name is complete, or has failed; the last one if it has no name."""
         self.wait()
-        if self._store is not None and self._rank:
+        if self._store is not None and self._rank and self._saves:
             with suppress(Exception):  # The process that serves the store may have ended, or the first worker died.
                 awaited(PrefixStore(place_of(key or str(self._saves)), self._store), "done", self._timeout_s)
 

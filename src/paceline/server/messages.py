@@ -79,10 +79,12 @@ class Wake(Request):
 class Leave(Request):
     """A worker has finished, perhaps because all work is done; it wants the final value once all workers have left.
 
-    `where` is the part of the job's store in which the last checkpoint is agreed; empty if there is none.
+    It has the data shard `member`.  `where` is the part of the job's store in which all agree on the last checkpoint;
+    empty if there is none.
     """
 
     all_done: bool = False
+    member: Count = 0
     where: Text = ""
 
 

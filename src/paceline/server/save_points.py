@@ -98,7 +98,8 @@ class SavePoints:
     def end(self, leaving: Mapping[int, Leave]) -> None:
         """All workers have left: copy the final state, if the run is saved at its end."""
         if where := next((leave.where for leave in leaving.values() if leave.where), ""):
-            dead = [rank for rank in self.endpoint.layout.worker_ranks if rank not in leaving]
+            there = {leave.member for leave in leaving.values()}
+            dead = [rank for rank in self.endpoint.layout.worker_ranks if rank not in there]
             with suppress(ValueError):  # The first worker misses the files, and says so.
                 self.copy(SavePoint(self.number + 1, where=where), dead)
 

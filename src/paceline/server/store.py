@@ -161,7 +161,9 @@ class Store:
         self.saves.is_early = False  # The final value is on its way.
         all_done = self.replica.learner.has_global_data
         where = self.replica.cursor.place_of("end")
-        value = await self._ask(self._client.numbered([Leave(all_done, where) for _ in self.shards]), into)
+        value = await self._ask(
+            self._client.numbered([Leave(all_done, self.saves.member, where) for _ in self.shards]), into
+        )
         self.saves.end()
         for rank in self.shards:
             await self.endpoint.send(rank, Bye())

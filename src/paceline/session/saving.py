@@ -21,7 +21,7 @@ from paceline.checkpoint.manifest import FORMAT, Manifest, Model
 from paceline.checkpoint.saver import CheckpointFailed, Saver, now, place_of
 from paceline.errors import ClusterError
 from paceline.op import drive
-from paceline.session.finding import found, found_before
+from paceline.session.finding import Finding, check_stages
 from paceline.session.stopping import Preempted, Stopping
 from paceline.slot_values import Copies
 from paceline.strategy import Strategy
@@ -84,23 +84,14 @@ class Saving:
         self._folder = Folder(settings.folder)
         # A worker that replaces a dead one has its state from another worker, and not from the disk.
         self._is_replacement = endpoint.rank not in endpoint.layout.worker_ranks
-        is_first = rank == 0
-        if self._is_replacement and not endpoint.layout.servers:
-            self._from = None
-            if is_first:
-                self._folder.claim()
-        elif self._is_replacement:
-            # If all that could tell the servers have died at the start, it does.
-            assert shared is not None
-            self._from = found_before(settings, self._folder, shared, is_first=is_first, timeout_s=timeout_s)
-        else:
-            self._from = found(settings, self._folder, shared, is_first=is_first, timeout_s=timeout_s)
+        where = Finding(settings, self._folder, shared, is_first=rank == 0, timeout_s=timeout_s)
+        self._from = where.by_replacement(endpoint.layout) if self._is_replacement else where.found()
         self._stopping = Stopping(shared, is_first=rank == 0, timeout_s=timeout_s)
         wait_s = timeout_s if run.strategy.needs.ordered else min(timeout_s, PATIENCE_S)
         self._saver = Saver(self._folder, settings.keep, rank=rank, workers=workers, store=shared, timeout_s=wait_s)
         # Where workers stand at no common step, only the first one looks at its clock.
         told = shared if run.strategy.needs.collectives and workers > 1 else None
-        looks = is_first or told is None
+        looks = rank == 0 or told is None
         self._cadence = Cadence(settings, run.replica.plan, store=told, is_first=looks, timeout_s=timeout_s)
         flat = run.replica.learner.flat
         trained = flat.names if whole is None else [n for n, p in whole.named_parameters() if p.requires_grad]
@@ -146,7 +137,7 @@ class Saving:
                 "empty one"
             )
         try:
-            self._check_stages(checkpoint)
+            check_stages(checkpoint, self._stages, self._stage, self._trained)
             more = checkpoint.part(self._source(checkpoint), self._stage)["more"]
             check(more)
             load(checkpoint.state(self._worker, self._workers, self._stage))
@@ -171,20 +162,6 @@ class Saving:
             warnings.warn(
                 ChangedSettings(f"{checkpoint.path}: it was saved under {saved}, and continues under {own}"),
                 stacklevel=4,
-            )
-
-    def _check_stages(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError if the model was cut into other stages."""
-        if checkpoint.manifest.stages != self._stages:
-            raise ValueError(
-                f"it is a checkpoint of a model in {checkpoint.manifest.stages} stages, and this run has "
-                f"{self._stages}: give train(stages={checkpoint.manifest.stages}), or start anew from the export"
-            )
-        trained = checkpoint.part(0, self._stage)["trained"]
-        if self._stages > 1 and trained != self._trained:
-            raise ValueError(
-                f"stage {self._stage} of the saved model has the parameters {trained}, and that of this run "
-                f"{self._trained}: give train(stages=[...]) with the layers at which the saved stages begin"
             )
 
     # Save.

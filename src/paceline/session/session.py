@@ -216,16 +216,15 @@ class Session:
             )
         self.loop.check_between_steps("session.state_dict()")
         self.loop.learner.flat.refresh()
-        states = self.loop.run.states
-        drive(states.end_exchanges() if self.strategy.needs.servers else states.before_save())
-        return self.loop.run.state_dict()
+        run = self.loop.run
+        drive(run.states.end_exchanges() if self.strategy.needs.servers else run.states.before_save())
+        return run.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; call it before the first step.  A state that does not fit changes nothing."""
         refuse_served(self.strategy, "session.load_state_dict()")
         check(self.strategy, Offers("session.load_state_dict", unbroken=False))
-        run = self.loop.run
-        before = self.state_dict()
+        run, before = self.loop.run, self.state_dict()
         with self.loop.guard.during("in session.load_state_dict()"):
             store = None if self.strategy.needs.collectives else self.job.store
             check_states(state, type(self.strategy).__name__, self._endpoint, store)
