@@ -21,6 +21,7 @@ from paceline.server.messages import Restore, SavePoint
 from paceline.server.shard import Shard
 from paceline.slot_values import Copies
 
+AT_MOST_S = 5.0  # How long a shard waits for the checkpoint before, and lets workers wait.
 PATIENCE_S = 120.0  # How long a server waits for the first worker, which may be dead.
 
 
@@ -35,6 +36,7 @@ class ShardSaver:
         self._copies = Copies()
         self._thread: threading.Thread | None = None
         shard.saves.copy = self._copy
+        shard.saves.on_loss = self._note_loss
         shard.read = self._read
 
     def wait(self) -> None:
@@ -49,9 +51,20 @@ class ShardSaver:
     def _copy(self, request: SavePoint, dead: list[int]) -> None:
         if not request.where:
             raise ValueError("this worker's driver saves no servers")
-        self.wait()  # The memory of its copies is used again.
+        if self._thread is not None:  # The memory of its copies is used again.
+            self._thread.join(AT_MOST_S)
+            if self._thread.is_alive():
+                raise ValueError("the checkpoint before is still being written")
         state = self._shard.state_dict(self._copies)
         self._thread = in_background(self._write, PrefixStore(request.where, self._store), state, dead)
+
+    def _note_loss(self, request: SavePoint) -> None:
+        """Tell those that wait for a dead worker's files, unless they are there."""
+        store = PrefixStore(request.where, self._store)
+        said = json.dumps({"error": "the worker died while the run was saved"})
+        for key in (f"files/{request.member}", *(["first"] if request.member == 0 else [])):
+            if not store.check([key]):
+                store.set(key, said)
 
     def _write(self, store: Store, state: dict[str, Any], dead: list[int]) -> None:
         key = f"files/{shard_part(self._index)}"

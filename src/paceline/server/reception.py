@@ -177,6 +177,7 @@ class Reception:
         loss = self.members.lose(worker, incarnation, is_dead=is_dead, now=self.endpoint.now())
         if loss is None:
             return False
+        self.saves.lose(worker)
         if is_news:
             for other in self.endpoint.layout.server_ranks:
                 if other != self.endpoint.rank:

@@ -37,6 +37,7 @@ class SavePoints:
     def __init__(self, endpoint: Endpoint, members: Membership, replies: Replies) -> None:
         self.endpoint = endpoint
         self.copy: Copy = lambda request, dead: None
+        self.on_loss: Callable[[SavePoint], None] = lambda request: None  # A worker died after it stood there.
         self.has_ended = False  # The driver stops the run at a save point.
         self.passed = 0  # The number of the last save point that this shard has passed.
         self.later: list[Update] = []  # Updates of the time after the coming save point.
@@ -45,6 +46,7 @@ class SavePoints:
         self._number = 0  # Of the save point that was asked for last,
         self._asked_at = 0.0  # and when.
         self._marks: dict[int, SavePoint] = {}  # By worker.
+        self._last: dict[int, SavePoint] = {}  # Those of the last save point.
         self._past: set[int] = set()  # Workers that passed the coming save point at another shard.
         self._why = ""  # Why the last one was not saved.
 
@@ -133,16 +135,27 @@ class SavePoints:
         marks, self._marks = self._marks, {}
         known = {*self._members.roster.members, *self._members.leaving}
         whole = {worker: mark for worker, mark in marks.items() if worker in known}  # The others have died here.
+        dead = self._dead(whole)
+        if not why and 0 in dead:
+            why = "worker 0, which completes a checkpoint, is dead or was not there"
         try:
-            if not why and whole:
-                self.copy(next(iter(whole.values())), self._dead(whole))
+            if not why:
+                self.copy(next(iter(whole.values())), dead)
         except ValueError as error:
             why = str(error)
         self.passed = self._number
         self._past.clear()
         self._why = why[:2000]
+        self._last = marks
+        for worker in marks.keys() - whole.keys():
+            self.lose(worker)
         for request in marks.values():
             await self._replies.send(request, Saved(self._why))
+
+    def lose(self, worker: int) -> None:
+        """A worker has died: the files of its last save point may be missing."""
+        if (request := self._last.pop(worker, None)) is not None and request.where:
+            self.on_loss(request)
 
     def _dead(self, marks: Mapping[int, SavePoint]) -> list[int]:
         """The data shards whose workers are dead, and not replaced."""

@@ -9,15 +9,18 @@ process at once.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.distributed import Store
 
+from paceline.checkpoint import Checkpoints
 from paceline.checkpoint.cadence import awaited
 from paceline.errors import SAVED_CODE
 
@@ -101,3 +104,41 @@ class Stopping:
             return 1
         steps = step - last[1]
         return max(1, min(int(LOOK_S / max(1e-9, (now - last[0]) / steps)), 2 * steps))
+
+
+class PassOn:
+    """A handler of SIGTERM that sends it on to these processes, once."""
+
+    def __init__(self, processes: Mapping[int, BaseProcess]) -> None:
+        self._processes = processes
+
+    def __call__(self, number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        for process in self._processes.values():
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, number)
+
+
+@contextmanager
+def passing_on(settings: Checkpoints | None, processes: Mapping[int, BaseProcess]) -> Generator[None]:
+    """On SIGTERM the workers, which are these processes, save the run.
+
+    A second SIGTERM ends this process, and so theirs.
+    """
+    is_free = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if settings is None or not settings.sigterm or not is_free:
+        yield
+        return
+    signal.signal(signal.SIGTERM, PassOn(processes))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def leave_passing_on() -> None:
+    """This process was forked from one that passes SIGTERM on, and is one of its workers."""
+    if isinstance(signal.getsignal(signal.SIGTERM), PassOn):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

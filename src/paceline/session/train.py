@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import tempfile
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -46,7 +43,7 @@ from paceline.session.process_learner import ProcessLearner
 from paceline.session.returned import return_model, take_model
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.shared_buffers import SharedBuffers
-from paceline.session.stopping import Preempted
+from paceline.session.stopping import Preempted, leave_passing_on, passing_on
 from paceline.session.task_saving import check_checkpoint, saving_of
 from paceline.session.terms import Terms
 from paceline.session.watching import Watching
@@ -273,19 +270,6 @@ def _train(
         watch.end()
 
 
-class PassOn:
-    """A handler of SIGTERM that sends it on to these processes."""
-
-    def __init__(self, processes: Mapping[int, BaseProcess]) -> None:
-        self._processes = processes
-
-    def __call__(self, number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        for process in self._processes.values():
-            if process.pid is not None and process.exitcode is None:
-                os.kill(process.pid, number)
-
-
 class _ForkedWorkers:
     """Workers forked from this process, and the folder and memory through which they return what they have done."""
 
@@ -321,7 +305,10 @@ class _ForkedWorkers:
                 with_traceback=True,
             )
             try:
-                with self._watching.forked(self._folder, self._terms, self._workers), self._passing_on_sigterm():
+                with (
+                    self._watching.forked(self._folder, self._terms, self._workers),
+                    passing_on(self._terms.checkpoint, self._processes),
+                ):
                     supervisor.run()
             finally:
                 os.close(self._pipe[0])
@@ -332,24 +319,6 @@ class _ForkedWorkers:
             if supervisor.has_saved:
                 raise Preempted
             return self._collect()
-
-    @contextmanager
-    def _passing_on_sigterm(self) -> Generator[None]:
-        """On SIGTERM the workers save the run.  A second SIGTERM ends this process, and so theirs."""
-        settings = self._terms.checkpoint
-        if (
-            settings is None
-            or not settings.sigterm
-            or threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        ):
-            yield
-            return
-        signal.signal(signal.SIGTERM, PassOn(self._processes))
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _tick(self) -> None:
         check_store(self._store)
@@ -366,8 +335,7 @@ class _ForkedWorkers:
 
     def _child(self, rank: int, parent: int) -> None:
         die_with_parent(parent)
-        if isinstance(signal.getsignal(signal.SIGTERM), PassOn):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        leave_passing_on()
         os.close(self._pipe[1])
         os.environ[VARIABLE] = str(self._progress_path(rank))
         torch.set_num_threads(1)  # The parent's thread pool has no threads in a forked process.
