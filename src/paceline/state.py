@@ -50,7 +50,7 @@ __all__ = [
     "shard",
 ]
 
-SHARD = "Shard"  # In the header of a shard's state, in the place of a strategy.
+SHARD = "Shard"  # In the header of a shard's state.
 FORMAT = 1  # The layout of `state_dict`; a state with another format is refused.
 
 
@@ -307,8 +307,7 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     """
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")
-    shards = [copied(dict(state)) for state in states if state.get("strategy") == SHARD]
-    if shards:  # They adapt themselves to another number of workers when they are loaded.
+    if shards := [copied(dict(state)) for state in states if state.get("strategy") == SHARD]:  # They adapt when loaded.
         return resized([state for state in states if state["strategy"] != SHARD], workers) + shards
     _check_states(states)
     _check_complete(states)

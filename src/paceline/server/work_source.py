@@ -161,7 +161,7 @@ class WorkSource:
     async def _tell(self, news: News, item: WorkItem | None = None) -> None:
         learner = self.replica.learner
         if learner.stages > 1:
-            await learner.of_first_stage([news, *(item or (0, 0))])
+            await learner.of_first_stage([news, *((0, 0) if item is None else item[:2])])
 
     async def _follow(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
         """Do what the first stage has told; False if all work is done."""
