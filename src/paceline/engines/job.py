@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from paceline.elastic import ElasticEndpoint
 from paceline.endpoint import Layout
+from paceline.engines import open_files
 from paceline.engines.generations import Connections, Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerProcesses, ServerSettings
+from paceline.engines.supervisor import report_now, withdraw_report
 from paceline.errors import ClusterError
 from paceline.needs import Needs
 from paceline.strategy import Strategy
@@ -73,6 +75,7 @@ class Job(AbstractContextManager["Job"]):
         on_met: Callable[[dist.Store, int, int], None] = lambda store, rank, workers: None,
     ) -> None:
         self._is_elastic = needs.elastic
+        self._may_return = needs.elastic or elastic
         self._stages = stages
         self._device = device
         self._ordered = ordered
@@ -90,12 +93,10 @@ class Job(AbstractContextManager["Job"]):
         try:
             self._meet(place)
             on_met(self.store, self.rank, self.workers)
-            may_die = needs.elastic or elastic
-            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
+            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if self._may_return else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
-            self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
-            self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
+            self._find_hosts(needs, served)
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
@@ -111,8 +112,8 @@ class Job(AbstractContextManager["Job"]):
                 self.endpoint = self._elastic_endpoint(incarnation, needs)
             else:
                 self.endpoint = self._synchronous_endpoint(apart)
-        except BaseException:
-            self.close(failed=True)
+        except BaseException as error:
+            self._abandon(error)
             raise
 
     @property
@@ -121,6 +122,7 @@ class Job(AbstractContextManager["Job"]):
 
     def _meet(self, place: Place | None) -> None:
         """Find the store that all ranks share, and this process's rank in it."""
+        withdraw_report()
         if place is None or dist.is_initialized():
             place = detect()
         if place is None:
@@ -129,7 +131,16 @@ class Job(AbstractContextManager["Job"]):
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
         self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
+        self.store, self._key = join(
+            self._base, self._prefix, place, timeout_s=self.timeout_s, may_return=self._may_return
+        )
+
+    def _find_hosts(self, needs: Needs, served: Strategy | None) -> None:
+        """Which ranks share a host, on which interface this one listens, and whether it may open as many files."""
+        self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=self.timeout_s))
+        self._groups.interface = self.hosts.interface
+        self.layout = Layout(self.workers, _servers(served, len(self.hosts), self._stages))
+        _check_files(self.rank, self.layout, self.hosts, needs)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = self.hosts.roll.gather("pid", str(pid))
@@ -277,7 +288,24 @@ class Job(AbstractContextManager["Job"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self.close(failed=error is not None)
+        if error is None:
+            self.close()
+        else:
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
+        report_now(error)
+        self.close(failed=True)
+
+
+def _check_files(rank: int, layout: Layout, hosts: Hosts, needs: Needs) -> None:
+    """Whether this process, and the servers that it starts, may open as many files as they will."""
+    workers, servers = layout.workers, layout.servers
+    if workers > 1 or servers:
+        more = open_files.of_worker(workers, servers, takes_part=needs.collectives)
+        open_files.check(f"rank {rank} of {workers} workers", more)
+    if servers and rank == hosts.ranks[hosts.own][0]:
+        open_files.check(f"a server of {workers} workers", open_files.of_server(workers))
 
 
 def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:

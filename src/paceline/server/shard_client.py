@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from paceline.protocol.messages import Away, Message, Request
@@ -83,9 +83,10 @@ class ShardClient:
             request.incarnation = requests[0].incarnation
         return requests
 
-    async def send(self, requests: Sequence[Request]) -> None:
+    async def send(self, requests: Mapping[int, Request]) -> None:
+        """Send requests to shards, by their ranks."""
         await self.join()
-        sends = [self.endpoint.send(rank, request) for rank, request in zip(self.shards, requests, strict=True)]
+        sends = [self.endpoint.send(rank, request) for rank, request in requests.items()]
         for send in sends:
             await send
 

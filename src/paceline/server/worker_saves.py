@@ -170,7 +170,7 @@ class WorkerSaves:
             )
             where = self._cursor.place_of(f"rest {number}")
             marks = [SavePoint(number, self._member, where) for _ in self._client.shards]
-            await self._client.send(self._client.numbered(marks))
+            await self._client.send(dict(zip(self._client.shards, self._client.numbered(marks), strict=True)))
             answers = [
                 await self._client.answer(rank, mark, (Saved,))
                 for rank, mark in zip(self._client.shards, marks, strict=True)
@@ -201,6 +201,6 @@ class WorkerSaves:
         steps = self._work.steps
         position = max(0, self._cursor.step - steps)
         requests = [Restore(path, steps, position, self._unit) for _ in self._client.shards]
-        await self._client.send(self._client.numbered(requests))
+        await self._client.send(dict(zip(self._client.shards, self._client.numbered(requests), strict=True)))
         for rank, request in zip(self._client.shards, requests, strict=True):
             await self._client.answer(rank, request, (Restored,))

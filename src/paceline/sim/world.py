@@ -107,8 +107,16 @@ class World:
             self._report_lost(other, rank)
         return True
 
+    def end_early(self, rank: int) -> None:
+        """The run has ended without a worker, whose process ends: servers notice, as they notice a death."""
+        self.simulator.kill(rank)
+        for server in self.layout.server_ranks:
+            self._report_lost(server, rank)
+
     def suspect(self, rank: int) -> None:
-        """Make the servers believe that a worker is dead."""
+        """Make the servers, or without servers the other workers, believe that a worker is dead."""
+        if not self.layout.servers and self._heartbeats is not None:
+            self._heartbeats.suspect(rank)
         for server in self.layout.server_ranks:
             self.deliver(server, PeerSuspected(src=rank))
 
@@ -125,6 +133,8 @@ class World:
         """Deliver a message, unless its sender died before the last byte was sent, or its receiver is dead."""
         if self.dead.get(message.src, sent) < sent or self._returns(dst, message) or dst in self.dead:
             return
+        if self._heartbeats is not None:
+            self._heartbeats.note_message(message.src, dst)
         self.deliver(dst, message)
 
     def _returns(self, dst: int, message: Message) -> bool:

@@ -252,6 +252,7 @@ class Mailbox:
         if isinstance(message, Beat):
             self._monitor.heartbeat(message.src)
             return None
+        self._monitor.note_message(message.src)
         self._arrived.append(message)
         return message.src
 
