@@ -77,6 +77,8 @@ class ShardClient:
 
     def numbered(self, requests: list[R]) -> list[R]:
         """Give requests to all shards the same number."""
+        if not requests:  # There is one shard, and it was asked alone.
+            return requests
         self.requests.number(requests[0])
         for request in requests[1:]:
             request.request_id = requests[0].request_id

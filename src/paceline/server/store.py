@@ -155,7 +155,7 @@ class Store:
         if not self.is_locked:
             return await self._ask(exchanges, into)
         first, *others = exchanges
-        pushes = [Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate) for x in others]
+        pushes = [Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate, x.saves) for x in others]
         await self._send_pushes(dict(zip(self.shards[1:], self._client.numbered(pushes), strict=True)))
         return await self._ask([first, *self._client.numbered([Pull() for _ in others])], into)
 
