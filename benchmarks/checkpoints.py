@@ -2,7 +2,9 @@
 
 One worker trains a perceptron of about 100 million parameters by momentum SGD, in rounds of the same number of steps
 with a checkpoint and without one, by turns.  `slower` is what a checkpoint adds to the time of a round, also by the
-thread that writes; of a minute it is the overhead of a checkpoint every minute.
+thread that writes: the median of the pairs of rounds, and their quartiles.  Of a minute it is the overhead of a
+checkpoint every minute.  `processor` is what it adds to the processor time of the process, which other programs on the
+machine disturb less; it is the time that training loses where no core is free.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 from rich.console import Console
@@ -40,6 +42,7 @@ def main() -> None:
     waits: list[float] = []
     written: list[float] = []
     times: dict[bool, list[float]] = {True: [], False: []}
+    busy: dict[bool, list[float]] = {True: [], False: []}
     with pl.attach(model, optimizer, pl.AllReduceSGD()) as session:
 
         def step() -> None:
@@ -55,6 +58,7 @@ def main() -> None:
         session.save(folder, wait=True)  # The first one is slower: it takes new memory.
         for i in range(2 * args.rounds):
             is_saved = i % 2 == 0
+            used = time.process_time()
             began = time.perf_counter()
             if is_saved:
                 session.save(folder)
@@ -65,15 +69,25 @@ def main() -> None:
                 if newest is not None and newest.manifest.number == len(waits) + 1:
                     written.append(time.perf_counter() - began)
             times[is_saved].append(time.perf_counter() - began)
+            busy[is_saved].append(time.process_time() - used)
     numel = sum(p.numel() for p in model.parameters())
     newest = Folder(folder).newest()
     assert isinstance(newest, Checkpoint)
-    slower = median(a - b for a, b in zip(times[True], times[False], strict=True))
-    table = Table("parameters", "MB", "steps a round", "waits, s", "until written, s", "slower, s", "of a minute")
+    low, slower, high = _quartiles(times)
+    _, processor, _ = _quartiles(busy)
+    table = Table(
+        "parameters", "MB", "steps a round", "waits, s", "written after, s", "slower, s", "of a minute", "processor, s"
+    )
     cells = [f"{numel:,}", f"{newest.nbytes / 1e6:,.0f}", str(steps), f"{median(waits):.2f}"]
-    table.add_row(*cells, f"{median(written):.1f}" if written else "-", f"{slower:.2f}", f"{100 * slower / 60:.1f} %")
-    Console(width=110).print(table)
+    cells += [f"{median(written):.1f}" if written else "-", f"{slower:.2f} ({low:.2f} to {high:.2f})"]
+    table.add_row(*cells, f"{100 * slower / 60:.1f} %", f"{processor:.2f}")
+    Console(width=130).print(table)
     shutil.rmtree(folder)
+
+
+def _quartiles(figures: dict[bool, list[float]]) -> list[float]:
+    """Of what a round with a checkpoint takes more than the next one without."""
+    return quantiles([a - b for a, b in zip(figures[True], figures[False], strict=True)], n=4)
 
 
 if __name__ == "__main__":

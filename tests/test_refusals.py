@@ -6,6 +6,7 @@ The way is taken: what the error suggests is built, and run where that is cheap.
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,18 @@ def load_after_attach(strategy: pl.Strategy) -> None:
     model = network()
     with pl.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy) as session:
         session.load_state_dict(session.state_dict())
+
+
+def attach_saved(strategy: pl.Strategy) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pl.attach(model, optimizer, strategy, checkpoint=pl.Checkpoints(folder)) as session,
+    ):
+        for x in session.shard(LOADER):
+            model(x).sum().backward()
+            session.step()
 
 
 def of_the_first_worker() -> Any:
@@ -390,14 +403,14 @@ REFUSED: dict[str, Refused] = {
     ),
     # Stop, resume, faults.
     "a stop with servers": Refused(
-        lambda: simulate(pl.ASGD(), stop_at=2),
-        ("ASGD", "stopped or resumed", "AllReduceSGD"),
+        lambda: simulate(pl.Sandblaster(), stop_at=2),
+        ("Sandblaster", "stopped or resumed", "AllReduceSGD"),
         lambda: stopped(pl.AllReduceSGD()),
     ),
     "states with servers": Refused(
         lambda: load_after_attach(pl.ASGD(servers=1)),
-        ("ASGD", "stopped or resumed", "PeriodicAveraging"),
-        lambda: load_after_attach(pl.PeriodicAveraging(2)),
+        ("session.load_state_dict()", "ASGD", "attach(checkpoint="),
+        lambda: attach_saved(pl.ASGD(servers=1)),
     ),
     "a state of another strategy": Refused(
         lambda: simulate(pl.PeriodicAveraging(2), resume=stopped(pl.AllReduceSGD())),

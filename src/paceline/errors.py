@@ -12,6 +12,10 @@ MISTAKES = (ValueError, FloatingPointError)
 """What we raise for a mistake of the caller's, and for numbers that are not finite."""
 
 
+SAVED_CODE = 143
+"""The exit code of a worker that has saved the run after SIGTERM: that of a shell for a process that SIGTERM ended."""
+
+
 class ClusterError(RuntimeError):
     """A failure outside this process: a peer died, disagreed, or did not answer in time."""
 

@@ -74,6 +74,7 @@ class Needs:
             optimizer=self.optimizer or then.optimizer,
             global_data=self.global_data or then.global_data,
             length=tuple(dict.fromkeys([*self.length, *then.length])),
+            rests=self.ordered and then.rests,
         )
 
 

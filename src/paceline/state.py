@@ -50,6 +50,7 @@ __all__ = [
     "shard",
 ]
 
+SHARD = "Shard"  # In the header of a shard's state.
 FORMAT = 1  # The layout of `state_dict`; a state with another format is refused.
 
 
@@ -306,6 +307,8 @@ def resized(states: Sequence[Mapping[str, Any]], workers: int) -> list[dict[str,
     """
     if workers < 1 or not states:
         raise ValueError(f"resized({len(states)} states, workers={workers}): there must be at least one of each")
+    if shards := [copied(dict(state)) for state in states if state.get("strategy") == SHARD]:  # They adapt when loaded.
+        return resized([state for state in states if state["strategy"] != SHARD], workers) + shards
     _check_states(states)
     _check_complete(states)
     if workers == len(states):

@@ -301,13 +301,16 @@ class Trainee:
     def has_data(self, step: int) -> bool:
         return step < self.timetable.total_steps
 
-    def draw(self, step: int, shard: int | None = None) -> Batch | None:
-        """This worker's part of the step's minibatch, or another part `shard`; None if there is none or it is empty."""
+    def draw(self, step: int, shard: int | None = None, parts: int = 0) -> Batch | None:
+        """This worker's part of the step's minibatch, or another part `shard`; None if there is none or it is empty.
+
+        With `parts` the minibatch is cut into so many, and not into one for each worker.
+        """
         if not self.has_data(step):
             return None
         self.rates.apply(step)
         mine = self.rank if shard is None else shard
-        rank, workers = (0, 1) if self._reads_full_batches else (mine, self.workers)
+        rank, workers = (0, 1) if self._reads_full_batches else (mine, parts or self.workers)
         if self.task.is_controlled:  # The sizes of its minibatches are decided here.
             part = self.task.part_at(step, rank, workers, self.timetable)
         else:

@@ -145,7 +145,9 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path):
 @pytest.mark.parametrize(
     ("strategy", "given", "said"),
     [
-        (pl.ParameterServer(), {}, "messages in flight are in no saved state"),
+        (pl.Sandblaster(), {}, "messages in flight are in no saved state"),
+        (pl.EAWild(group=2), {}, "messages in flight are in no saved state"),
+        (pl.ParameterServer(), {"stages": 2}, "the servers of a model in stages cannot be saved"),
         (pl.AllReduceSGD(), {"checkpoint": pl.Checkpoints("x", also={"s": nn.Linear(1, 1)})}, "also"),
     ],
 )

@@ -113,7 +113,7 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path):
 
 @pytest.mark.parametrize("case", RESUMABLE.values(), ids=RESUMABLE)
 def test_a_state_of_every_method_comes_back_from_the_disk(case: Case, tmp_path: Path):
-    states = simulate(regression(steps=9, batch=8), case.strategy, Cluster(workers=3), stop_at=5).states
+    states = simulate(regression(steps=9, batch=8), case.strategy, Cluster(workers=3), stop_at=5).states[:3]
     found = Checkpoint(written(tmp_path / "run", states))
     found.verify()
     assert equal(found.states(), states)

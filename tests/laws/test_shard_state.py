@@ -20,7 +20,7 @@ from paceline.families.line_search import Point
 from paceline.server import Shard, WorkItem, WorkQueue
 from paceline.server.coordinator import Coordinator
 from paceline.server.dispatcher import Dispatcher
-from paceline.server.messages import DrawWork, Exchange, Work
+from paceline.server.messages import DrawWork, Exchange, Restore, Work
 from paceline.server.rules import (
     Adagrad,
     Adam,
@@ -251,10 +251,6 @@ def of_integers(state: dict[str, Any]) -> None:
     state["slots"]["value"]["values"]["value"] = torch.arange(NUMEL)
 
 
-def of_other_workers(state: dict[str, Any]) -> None:
-    state["slots"]["work"]["values"]["queue"] = WorkQueue(0, 3, data_shards=WORKERS + 1).save()
-
-
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
@@ -264,7 +260,6 @@ def of_other_workers(state: dict[str, Any]) -> None:
         (of_another_format, "format 99"),
         (of_a_worker, "saved under AllReduceSGD"),
         (of_integers, "the saved slot 'value' holds torch.int64"),
-        (of_other_workers, "cut into 4 parts, and this run has 3 workers"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_by_name_and_nothing_is_loaded(spoil: Any, match: str):
@@ -326,12 +321,52 @@ def test_a_loaded_work_queue_hands_out_every_remaining_item_exactly_once(seed: i
     state = queue.save()
     assert is_plain(state)
     loaded = WorkQueue.load(state)
-    while not loaded.is_over:
+    for worker in range(4):  # Each has done some of its items, and pushes them later.
+        kept = chance.randrange(len(leased[worker]) + 1)
+        loaded.keep(worker, kept)
+        done.update(leased[worker][:kept])
+        loaded.do(worker, kept)
+    longer = last + chance.randrange(3)
+    loaded.extend(longer)
+    finish(loaded, done, chance)
+    assert done == Counter(WorkItem(step, part) for step in range(longer) for part in range(parts))
+
+
+def finish(queue: WorkQueue, done: Counter[WorkItem], chance: Random) -> None:
+    while not queue.is_over:
         worker = chance.randrange(4)
-        items = loaded.take(worker, chance.randrange(1, 4))
-        loaded.do(worker, len(items))
+        items = queue.take(worker, chance.randrange(1, 4))
+        queue.do(worker, len(items))
         done.update(items)
-    assert done == Counter(WorkItem(step, part) for step in range(last) for part in range(parts))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_with_another_number_of_workers_every_sample_of_a_minibatch_is_in_one_item(seed: int):
+    """What was begun is finished in the old parts, also if the number changes twice."""
+    chance = Random(seed)
+    last, numbers_of_workers = chance.randrange(1, 6), [chance.randrange(1, 5) for _ in range(3)]
+    queue, done = WorkQueue(0, last, numbers_of_workers[0]), Counter[WorkItem]()
+    for workers in numbers_of_workers[1:]:
+        for _ in range(chance.randrange(5)):
+            worker = chance.randrange(4)
+            queue.keep(worker, 0)  # What it had before goes to others.
+            items = queue.take(worker, chance.randrange(1, 4))
+            finished = chance.randrange(len(items) + 1)
+            queue.do(worker, finished)
+            done.update(item if item.parts else item._replace(parts=queue.data_shards) for item in items[:finished])
+            if chance.random() < 0.3:
+                queue.lose(worker)
+        for worker in range(4):
+            queue.keep(worker, 0)
+        queue = WorkQueue.load(queue.save())
+        queue.recut(workers)
+    rest = Counter[WorkItem]()
+    finish(queue, rest, chance)
+    for item, times in rest.items():
+        done[item if item.parts else item._replace(parts=queue.data_shards)] += times
+    assert set(done.values()) <= {1}
+    for step in range(last):
+        assert sum(1 / item.parts for item in done if item.step == step) == pytest.approx(1)
 
 
 class Dispatch:
@@ -365,6 +400,10 @@ def test_a_loaded_dispatcher_gives_leased_items_to_other_workers():
     first.draw(1, 2)
     first.done(0, 2)
     second.states.load_state_dict(first.states.state_dict(strategy="Test", step=0), strategy="Test")
+    for worker in (0, 1):  # They have no work of before.
+        request = Restore("")
+        request.src = worker
+        second.dispatcher.restore(request)
     while items := second.draw(2, 5):
         second.done(2, len(items))
         done.update(items)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.checkpoint.files import refuse_links
 from paceline.checkpoint.manifest import NAME, Manifest, read
-from paceline.checkpoint.part import BrokenCheckpoint, Reader
-from paceline.state import resized
+from paceline.checkpoint.part import BrokenCheckpoint, Reader, shard_part
+from paceline.state import resharded, resized, resized_for
 
 __all__ = ["BrokenCheckpoint", "Checkpoint"]
 
@@ -49,15 +49,34 @@ class Checkpoint:
             raise BrokenCheckpoint(f"{self.path}: the part of worker {worker} has no state")
         return found
 
+    @property
+    def saved(self) -> list[int]:
+        """The workers that have saved a state."""
+        return [worker for worker in range(self.manifest.workers) if worker not in self.manifest.missing]
+
     def states(self, stage: int = 0) -> list[dict[str, Any]]:
         """The states of all workers."""
-        return [self.part(worker, stage)["state"] for worker in range(self.manifest.workers)]
+        return [self.part(worker, stage)["state"] for worker in self.saved]
 
     def state(self, worker: int, workers: int, stage: int = 0) -> dict[str, Any]:
         """The state of one worker of so many; with another number than was saved, by the rules of its slots."""
-        if workers == self.manifest.workers:
+        if workers == self.manifest.workers and worker in self.saved:
             return self.part(worker, stage)["state"]
+        if self.manifest.missing:
+            return resized_for(self.states(stage), workers, worker)
         return resized(self.states(stage), workers)[worker]
+
+    def shards(self) -> list[dict[str, Any]]:
+        """The states of all servers."""
+        found = [self._reader.part(shard_part(index)) for index in range(self.manifest.shards)]
+        if any(not isinstance(part, dict) or "state" not in part for part in found):
+            raise BrokenCheckpoint(f"{self.path}: the part of a server has no state")
+        return [part["state"] for part in found]
+
+    def shard(self, index: int, count: int, *, unit: int) -> dict[str, Any]:
+        """The state of one of so many servers, which cut vectors at multiples of `unit`."""
+        states = self.shards()
+        return states[index] if count == len(states) else resharded(states, count, unit=unit)[index]
 
     def verify(self) -> None:
         """Read all of it, and compare every tree and tensor with its hash."""
@@ -69,9 +88,10 @@ class Checkpoint:
                 raise BrokenCheckpoint(f"{path}: {error.strerror or error}") from None
             if size != file.nbytes:
                 raise BrokenCheckpoint(f"{path}: it has {size:,} bytes, and {file.nbytes:,} were written")
-        for worker in range(self.manifest.workers):
+        for worker in self.saved:
             for stage in range(self.manifest.stages):
                 self.part(worker, stage)
+        self.shards()
 
     def model(self) -> dict[str, Tensor]:
         """The model's state_dict, with the parameters to evaluate: the mean of the workers', if they differ."""
@@ -82,9 +102,11 @@ class Checkpoint:
 
     def _model_of(self, stage: int) -> dict[str, Tensor]:
         first = self.part(0, stage)
-        states = [first["state"]] if self.manifest.workers == 1 else resized(self.states(stage), 1)
-        values = states[0]["slots"]["model"]["values"]
+        states = self.states(stage)
+        values = (states[0] if len(states) == 1 else resized_for(states, 1, 0))["slots"]["model"]["values"]
         vector: Tensor = values["params"] if first["published"] is None else first["published"]
+        if self.manifest.shards:
+            vector = torch.cat([state["slots"]["value"]["values"]["value"] for state in self.shards()])
         layouts = {layout.name: layout for layout in self.manifest.model.parameters}
         trained = [layouts[name] for name in first["trained"]]
         parts = vector.split([torch.Size(layout.shape).numel() for layout in trained])

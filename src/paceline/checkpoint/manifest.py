@@ -88,6 +88,8 @@ class Manifest:
     workers: int
     model: Model  # The whole of it, also of a model in stages.
     settings: str = ""  # Of the strategy, as a call.
+    shards: int = 0  # The servers that have saved a state.
+    missing: Sequence[int] = ()  # Workers that were dead, and not replaced.
     stages: int = 1  # The processes of each worker, each of which has a stage of the model.
     files: dict[str, File] = field(default_factory=dict[str, File])
 

@@ -6,6 +6,7 @@ Workers of a synchronous method have the same parameters.  A tensor whose hash t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,23 +27,36 @@ class BrokenCheckpoint(ValueError):
 class Place:
     """Where a tensor is: its worker, its name there, and the hash of its bytes."""
 
-    worker: int
+    worker: int | str
     name: str
     sha256: str
 
 
-def tree_file(worker: int) -> str:
-    return f"worker-{worker}.json"
+def shard_part(index: int) -> str:
+    """The name of what a server has saved, in the place of a worker's number."""
+    return f"shard-{index}"
 
 
-def tensor_file(worker: int) -> str:
-    return f"worker-{worker}.safetensors"
+def tree_file(worker: int | str) -> str:
+    return f"{_stem(worker)}.json"
+
+
+def tensor_file(worker: int | str) -> str:
+    return f"{_stem(worker)}.safetensors"
+
+
+def _stem(part: int | str) -> str:
+    if isinstance(part, int):
+        return f"worker-{part}"
+    if not re.fullmatch(r"shard-[0-9]{1,9}", part):
+        raise ValueError(f"there is no part {part!r} of a checkpoint")
+    return part
 
 
 class Part:
-    """A worker's values, ready to be written."""
+    """A worker's values, or those of a server, ready to be written."""
 
-    def __init__(self, worker: int, values: Any) -> None:
+    def __init__(self, worker: int | str, values: Any) -> None:
         self.worker = worker
         self._tree, self._tensors = flattened(values)
         self._digests = {name: digest_of(t) for name, t in self._tensors.items()}
@@ -70,6 +84,10 @@ class Part:
         return Place(self.worker, name, self._digests[name])
 
 
+def _place(part: Any, name: Any, sha256: Any) -> Place:
+    return Place(part if isinstance(part, str) else int(part), str(name), str(sha256))
+
+
 class Reader:
     """Reads the parts of a checkpoint's folder."""
 
@@ -77,14 +95,14 @@ class Reader:
         """`read_tree` reads a file whose hash is in the manifest."""
         self._folder = folder
         self._read_tree = read_tree
-        self._files: dict[int, TensorFile] = {}
+        self._files: dict[int | str, TensorFile] = {}
 
-    def part(self, worker: int) -> Any:
-        """The values of a worker."""
+    def part(self, worker: int | str) -> Any:
+        """The values of a worker, or of a server."""
         name = tree_file(worker)
         try:
             found = json.loads(self._read_tree(name))
-            places = {key: Place(int(w), str(n), str(sha)) for key, (w, n, sha) in found["tensors"].items()}
+            places = {key: _place(*place) for key, place in found["tensors"].items()}
             tree = found["tree"]
             return restored(tree, lambda key: self._tensor(places[key]))
         except BrokenCheckpoint:

@@ -11,16 +11,18 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
+from paceline.checkpoint.background import in_background
 from paceline.checkpoint.cadence import Losses, Lost, awaited
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import File, Manifest
-from paceline.checkpoint.part import Part, Place
+from paceline.checkpoint.part import Part, Place, shard_part
 
 Describe = Callable[[int], Manifest]
 """The manifest of a checkpoint with that number, without its files."""
@@ -44,7 +46,10 @@ class Saver:
         timeout_s: float,
         losses: Losses = lambda rank: None,
     ) -> None:
-        """`store` is None for one worker alone.  `losses` says why a worker will write nothing more."""
+        """`store` is None for one worker alone, without servers.
+
+        `losses` says why a worker will write nothing more.
+        """
         self._losses = losses
         self._is_abandoned = False
         self.folder = folder
@@ -65,9 +70,7 @@ class Saver:
         """
         self.wait()
         work = (step, dict(values), describe, self._store_of(key))
-        # No daemon: at the end of a script the interpreter waits until the files are written.
-        self._thread = threading.Thread(target=self._run, args=work, name="checkpoint")
-        self._thread.start()
+        self._thread = in_background(self._run, *work)
 
     def give_up(self, step: int, why: str, key: str) -> None:
         """This worker cannot take part in a checkpoint: tell the others."""
@@ -76,10 +79,11 @@ class Saver:
         _tell(store, f"files/{self._rank}" if self._rank else "first", {"error": why})
         if self._rank == 0:
             self._failure = self._failed(step, why)
+            _tell(store, "done", {})
 
     def _store_of(self, key: str | None) -> Store | None:
         self._saves += 1
-        return None if self._store is None else PrefixStore(f"checkpoint/{key or self._saves}", self._store)
+        return None if self._store is None else PrefixStore(place_of(key or str(self._saves)), self._store)
 
     def _failed(self, step: int, why: str) -> str:
         return f"the checkpoint of step {step} in {self.folder.path} was not written: {why}"
@@ -104,6 +108,13 @@ class Saver:
         except Lost as why:
             raise CheckpointFailed(f"rank {of} has not written its part: {why}") from None
 
+    def wait_for_all(self, key: str | None) -> None:
+        """Wait until the checkpoint of that name is complete, or has failed; the last one if it has no name."""
+        self.wait()
+        if self._store is not None and self._rank and self._saves:
+            with suppress(Exception):  # The process that serves the store may have ended, or the first worker died.
+                awaited(PrefixStore(place_of(key or str(self._saves)), self._store), "done", self._timeout_s)
+
     def failure(self) -> str | None:
         """Why a checkpoint failed since the last call; None if none did."""
         found = self._failure
@@ -115,7 +126,10 @@ class Saver:
     def _run(self, step: int, values: Mapping[str, Any], describe: Describe, store: Store | None) -> None:
         try:
             if self._rank == 0:
-                self._lead(store, step, values, describe)
+                try:
+                    self._lead(store, step, values, describe)
+                finally:
+                    _tell(store, "done", {})
             else:
                 assert store is not None
                 self._follow(store, values)
@@ -130,7 +144,8 @@ class Saver:
         except Exception as error:
             _tell(store, "first", {"error": _described(error)})
             raise
-        _tell(store, "first", {"step": step, "places": {d: asdict(place) for d, place in part.places.items()}})
+        places = {digest: asdict(place) for digest, place in part.places.items()}
+        _tell(store, "first", {"step": step, "folder": str(path.resolve()), "places": places})
         try:
             self._complete(store, part, path, describe)
         except Exception:
@@ -147,7 +162,11 @@ class Saver:
         except Exception as error:
             files = {}
             failures.append(_described(error))
+        manifest = describe(self._number)
+        dead = self._files_of_shards(store, manifest.shards, files, failures)
         for rank in range(1, self._workers):
+            if rank in dead:
+                continue
             assert store is not None
             found = json.loads(self._awaited(store, f"files/{rank}", rank))
             if "error" in found:
@@ -162,7 +181,24 @@ class Saver:
         if failures:
             raise CheckpointFailed("; ".join(failures))
         self.folder.check_owner()
-        replace(describe(self._number), files=files).write(path)
+        replace(manifest, files=files, missing=dead).write(path)
+
+    def _files_of_shards(
+        self, store: Store | None, shards: int, files: dict[str, File], failures: list[str]
+    ) -> list[int]:
+        """Add the files of all servers; the workers that were dead when these were saved."""
+        dead: list[list[int]] = []
+        for index in range(shards):
+            assert store is not None
+            found = json.loads(awaited(store, f"files/{shard_part(index)}", self._timeout_s))
+            if "error" in found:
+                failures.append(f"on server {index}: {found['error']}")
+                continue
+            files |= {name: File(**file) for name, file in found["files"].items()}
+            dead.append(found["dead"])
+        if any(ranks != dead[0] for ranks in dead):
+            failures.append(f"the servers disagree which workers are dead: {dead}")
+        return dead[0] if dead else []
 
     def _follow(self, store: Store, values: Mapping[str, Any]) -> None:
         try:
@@ -176,6 +212,11 @@ class Saver:
             _tell(store, f"files/{self._rank}", {"error": _described(error)})
             raise
         _tell(store, f"files/{self._rank}", {name: asdict(file) for name, file in files.items()})
+
+
+def place_of(name: str) -> str:
+    """The part of a run's store in which the checkpoint of that name is agreed."""
+    return f"checkpoint/{name}"
 
 
 def _tell(store: Store | None, key: str, value: Any) -> None:

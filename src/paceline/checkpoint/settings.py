@@ -27,8 +27,9 @@ class Checkpoints:
     """Save all that a run remembers to `folder`, and continue from the newest checkpoint there when it starts again.
 
     `every` is a time, such as "10min", or a length, such as "500 steps", "100_000 samples" or "1 epoch".  The last
-    `keep` checkpoints stay (None: all).  With `resume=False` a folder that has checkpoints is refused.  `also` are
-    objects of the user's own loop whose states belong to it, by name: `{"scheduler": scheduler}`.
+    `keep` checkpoints stay (None: all).  With `resume=False` a folder that has checkpoints is refused.  On SIGTERM the
+    run is saved at the next step and ends, unless `sigterm` is False.  `also` are objects of the user's own loop whose
+    states belong to it, by name: `{"scheduler": scheduler}`.
 
     >>> Checkpoints("run-1", every="90s").seconds, Checkpoints("run-1", every="2 epochs").length
     (90.0, Length(value=2.0, unit='epochs'))
@@ -38,6 +39,7 @@ class Checkpoints:
     every: str | float = "10min"
     keep: int | None = 2
     resume: bool = True
+    sigterm: bool = True
     also: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
 
     def __post_init__(self) -> None:

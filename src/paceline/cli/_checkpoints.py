@@ -36,6 +36,8 @@ def show(folder: Path) -> None:
         numel = sum(_numel(layout.shape) for layout in m.model.parameters)
         sizes = (f"{numel:,}", f"{found.nbytes / 1e6:,.1f}")
         workers = str(m.workers) if m.stages == 1 else f"{m.workers} of {m.stages} stages"
+        workers += f" and {m.shards} servers" if m.shards else ""
+        workers += f", without {list(m.missing)}" if m.missing else ""
         table.add_row(path.name, f"{m.step:,}", m.written, m.strategy, workers, *sizes, m.paceline, m.torch)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 

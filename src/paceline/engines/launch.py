@@ -32,7 +32,7 @@ from paceline.engines.supervisor import (
     WorkersFailed,
     print_notice,
 )
-from paceline.errors import ClusterError
+from paceline.errors import SAVED_CODE, ClusterError
 from paceline.transport.job_key import JobKey
 from paceline.transport.progress import VARIABLE, hung_s
 
@@ -70,11 +70,14 @@ def launch(
             "after a failure, or 0 or more of them one by one"
         )
     with _listening(port) as listener, _signals_raised():
+        job = _Launch(command, workers, is_module=is_module, replacements=replacements, prefix=prefix)
         try:
-            job = _Launch(command, workers, is_module=is_module, replacements=replacements, prefix=prefix)
             job.run(listener, restarts)
         except Stopped as stopped:
             name = signal.Signals(stopped.number).name
+            if job.has_saved:
+                print_notice(f"paceline run got {name}; the workers have saved the run and ended")
+                sys.exit(SAVED_CODE)
             raise ClusterError(f"paceline run got {name}; all workers were stopped") from None
 
 
@@ -84,6 +87,7 @@ class _Launch:
     def __init__(
         self, command: Sequence[str], workers: int, *, is_module: bool, replacements: int | None, prefix: bool
     ) -> None:
+        self.has_saved = False  # Whether the workers have saved the run after SIGTERM, and ended.
         self._command = command
         self._workers = workers
         self._is_module = is_module
@@ -142,7 +146,12 @@ class _Launch:
             stop_s=STOP_S,
             output=self._output,
         )
-        supervisor.run()
+        try:
+            supervisor.run()
+        finally:
+            self.has_saved = supervisor.has_saved
+        if self.has_saved:
+            sys.exit(SAVED_CODE)
 
     def _report_path(self, rank: int, attempt: int) -> Path:
         return self._folder / f"error-{attempt}-{rank}.json"

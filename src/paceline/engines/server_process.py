@@ -26,6 +26,7 @@ import torch.distributed as dist
 from paceline import registry
 from paceline.endpoint import Layout
 from paceline.engines.processes import fresh_random_state, set_name, threads
+from paceline.engines.shard_saver import ShardSaver
 from paceline.op import drive
 from paceline.server.shard import Shard
 from paceline.strategy import Strategy
@@ -232,8 +233,7 @@ def _become_server(pipe: int | None) -> None:
         if int(name) > 2:
             with suppress(OSError):  # The one of this listing is closed already.
                 os.close(int(name))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fresh_random_state()
 
 
@@ -252,6 +252,8 @@ def _run(strategy: Strategy | Mapping[str, Any], rank: int, settings: ServerSett
     """Serve until the end; the exit code."""
     torch.set_num_threads(1)
     set_name(NAME)
+    # A scheduler may send SIGTERM to every process of a job: the workers save it first, and servers end with them.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_die_with_pipe, daemon=True).start()
     try:
         _serve(registry.from_plain(strategy) if isinstance(strategy, Mapping) else strategy, rank, settings)
@@ -300,7 +302,9 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings) -> None:
             return_s=settings.timeout_s,
             takes_nonfinite=settings.takes_nonfinite,
         )
+        saver = ShardSaver(shard, rank - layout.workers, layout.servers, store, timeout_s=settings.timeout_s)
         drive(strategy.server(shard))
+        saver.wait()
         trace.move_to(rank)
         store.set(f"trace/{rank}", trace.dumps())
 

@@ -27,8 +27,8 @@ def start_store(listener: socket, workers: int) -> Worker:
         try:
             os.setsid()
             die_with_parent(launcher)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # The workers may save the run first.
             set_name("paceline-store")
             _serving = serve_store(listener)
             while True:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.errors import ClusterError, shown_traceback
+from paceline.errors import SAVED_CODE, ClusterError, shown_traceback
 
 TICK_S = 0.1
 CAUSE_S = 3.0  # How long to wait for the rank that failed, when a rank reports that it lost a peer.
@@ -147,6 +147,7 @@ class Supervisor:
         self._with_traceback = with_traceback
         self._output = output
         self._running: dict[int, Worker] = {}
+        self.has_saved = False  # Whether workers have saved the run after SIGTERM, and ended.
 
     def run(self) -> None:
         """Until all workers have ended; WorkersFailed names the first cause if they failed."""
@@ -164,7 +165,7 @@ class Supervisor:
         while self._running:
             self._wait()
             for rank, worker, code in self._ended():
-                if code == 0:
+                if code in (0, SAVED_CODE):
                     has_finished = True
                 elif not self._can_lose(rank, code, has_finished):
                     hung_s = self._hung.get(worker.pid)
@@ -202,6 +203,7 @@ class Supervisor:
             code = worker.poll()
             if code is not None:
                 del self._running[rank]
+                self.has_saved |= code == SAVED_CODE
                 ended.append((rank, worker, code))
         return ended
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from paceline.collectives import barrier
 from paceline.endpoint import Endpoint, SharedVector, WriteCounts
+from paceline.families.company import Company
 from paceline.op import Op
 from paceline.server.store import Store
+from paceline.state import per_worker
 from paceline.worker.replica import Replica
 
 
@@ -57,10 +59,10 @@ class OnShards:
         self.store = store
 
     @classmethod
-    async def of(cls, w: Replica) -> OnShards:
-        """The centre, and all workers, start at the first worker's parameters."""
+    async def of(cls, w: Replica, *, moves: bool = True) -> OnShards:
+        """The centre starts at the first worker's parameters, and so do all workers that it `moves`."""
         store = Store(w)
-        await store.pull(into=w.params)
+        await store.pull(into=w.params if moves else None)
         return cls(store)
 
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
@@ -83,3 +85,20 @@ def note_write(endpoint: Endpoint, writes: WriteCounts, others_at_read: int, sam
     staleness = writes.of_others() - others_at_read
     writes.add_write()
     endpoint.trace.point(endpoint.now(), endpoint.rank, version, samples, None, staleness)
+
+
+async def begin_alone(w: Replica) -> tuple[Company, Tensor, int]:
+    """Map a centre in memory.  Also the centre as this worker has seen it last, and the step before its first meeting.
+
+    A worker that continues from a checkpoint has met the centre before.
+    """
+
+    async def copy_centre() -> None:
+        m.centre.copy_(company.vector.values)
+
+    m = w.state("centre", rule=per_worker, before_save=copy_centre, centre=w.params, seen=w.params, has_begun=0)
+    company = await Company.of(w, m.centre)
+    seen = m.seen if m.has_begun else m.seen.copy_(w.params)
+    first = w.cursor.step - m.has_begun
+    m.has_begun = 1
+    return company, seen, first

@@ -7,7 +7,10 @@ which the worker died is computed again, and no other.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from paceline.endpoint import SharedVector
+from paceline.families.pause import Pause
 from paceline.families.peers import Peers
 from paceline.families.run_end import RunEnd
 from paceline.worker.replica import Replica
@@ -16,24 +19,37 @@ from paceline.worker.replica import Replica
 class Company:
     """One worker's place among those with whom it shares the `vector`."""
 
-    def __init__(self, w: Replica, vector: SharedVector, peers: Peers | None, end: RunEnd | None) -> None:
+    def __init__(
+        self,
+        w: Replica,
+        vector: SharedVector,
+        peers: Peers | None = None,
+        end: RunEnd | None = None,
+        pause: Pause | None = None,
+    ) -> None:
         self.vector = vector
+        self._pause = pause
         self._w = w
         self._peers = peers
         self._end = end
         self._member = 0 if peers is None else peers.data_shard
 
     @classmethod
-    async def of(cls, w: Replica) -> Company:
-        """Map the memory, which begins with the parameters of one of the first workers, and join the others."""
+    async def of(cls, w: Replica, first: Tensor | None = None) -> Company:
+        """Map the memory, and join the others.
+
+        The memory begins with the parameters of one of the first workers, or with the values `first`.
+        """
+        first = w.params if first is None else first
         if w.cursor.shards == 1:
-            return cls(w, await w.endpoint.shared_vector(w.params), None, None)
+            return cls(w, await w.endpoint.shared_vector(first))
         peers = Peers(w)
         is_first = peers.has_model
         end = RunEnd(peers)
-        vector = await w.endpoint.shared_vector(w.params, peers.data_shard)
+        pause = Pause(peers)
+        vector = await w.endpoint.shared_vector(first, peers.data_shard)
         await peers.join(takes_model=False)
-        company = cls(w, vector, peers, end)
+        company = cls(w, vector, peers, end, pause)
         if is_first:
             vector.steps[company._member] = w.cursor.step
         else:
@@ -52,3 +68,5 @@ class Company:
         if self._end is not None:
             self.vector.steps[self._member] = self._w.cursor.step
             await self._end.wait_for_all()
+        if self._pause is not None:
+            self._pause.end()

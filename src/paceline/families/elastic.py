@@ -124,7 +124,7 @@ class ElasticServer(Elastic, ServerStrategy):
     """
 
     period: int = 4
-    needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
+    needs: ClassVar[Needs] = Needs(collectives=False, servers=True, rests=True)
     takes_turns: ClassVar[bool] = False
     pushes_gradients: ClassVar[bool] = False
 
@@ -142,11 +142,14 @@ class ElasticServer(Elastic, ServerStrategy):
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
-        w.params.copy_(await store.pull())
+        pulled = await store.pull()
+        if not store.saves.continues:
+            w.params.copy_(pulled)
         w.published = store.value
         workers = w.endpoint.layout.workers
         self.warn_if_unstable(w, workers)
         force = Force(self, w, store)
+        store.saves.settle = force.pushed
         local_step = self.local_steps(w)
         if self.takes_turns:
             force.pass_turn()
@@ -199,7 +202,7 @@ class Force:
 
     def pass_turn(self) -> None:
         """After the first pull, let the next worker pull: push nothing."""
-        self._in_flight = self.store.push(self._update, 0.0)
+        self._in_flight = self.store.push(self._update, 0.0, steps=0)
 
     async def pushed(self) -> None:
         """Wait until the last push has arrived."""

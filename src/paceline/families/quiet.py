@@ -63,6 +63,14 @@ class QuietPoint(Service):
         return self._peers.era
 
     @property
+    def member(self) -> int:
+        return self._peers.data_shard
+
+    @property
+    def shards(self) -> int:
+        return 0
+
+    @property
     def is_asked(self) -> bool:
         """Whether a peer stands at a quiet point that this worker has not reached."""
         return not self._is_here and any(
@@ -94,6 +102,9 @@ class QuietPoint(Service):
         finally:
             self._is_here = False
         self._check(self._missing_shards())
+
+    async def go_on(self) -> None:
+        """No worker waits any longer."""
 
     def _is_quiet(self, rank: int, number: int) -> bool:
         mark = self._marks.get(rank, {}).get(number)

@@ -34,7 +34,7 @@ class ServerStrategy(Strategy):
     codec: Codec | None = None
     pulls: Codec | None = None
     sparse: bool = False
-    needs: ClassVar[Needs] = Needs(collectives=False, servers=True, optimizer=False)
+    needs: ClassVar[Needs] = Needs(collectives=False, servers=True, optimizer=False, rests=True)
     pushes_gradients: ClassVar[bool] = True  # One at a time, of which rows may be sent alone.
 
     def __post_init__(self) -> None:
@@ -86,7 +86,9 @@ class ServerStrategy(Strategy):
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
         w.learner.flat.sparse_rows = self.sparse
-        await store.pull(into=w.params)
+        if not store.saves.has_value or self.pulls is not None:  # What a worker knows by a codec is in no saved state.
+            await store.pull(into=w.params)
+        store.saves.again = lambda: store.pull(into=w.params)
         room: Tensor | None = None
         while await store.next():
             w.learner.flat.rebind_grads(room := store.send_buffer(room))

@@ -1,13 +1,14 @@
 """Dispatcher: the first shard leases work items to workers and counts what is done.
 
-Slot `work`: the position of the queue, and the steps that are done of each data shard.  Leased items are free again in
-another run.  Of several shards only the first has the queue.
+Slot `work`: the position of the queue, the items that are leased, and the steps that are done of each data shard.  A
+worker of a resumed run says which of its items it has done and not pushed; the others are free again.  Of several
+shards only the first has the queue.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Reply, Request, reply_to
 from paceline.protocol.requests import Deduplicator, Refusal, Verdict
-from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, NoWork, Update, Work
+from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, NoWork, Restore, Update, Work
 from paceline.server.work_queue import WorkItem, WorkQueue
 from paceline.state import Resize, StateStore, Values, resize_rule
 
@@ -40,30 +41,41 @@ class Dispatcher:
         self._deferred: dict[int, DrawWork] = {}  # Requests in advance, when there was little work left.
         self._data_shards: dict[int, int] = {}  # The data shards of workers that have replaced a dead one.
         self._done: dict[int, int] = {}  # The steps that are done of each data shard.
+        self.applied: Callable[[], Mapping[int, int]] = dict  # Of each worker: the items behind updates that are saved.
         states.bind("work", rule=first_shard, save=self._save, load=self._load, check=self._check_saved)
 
     # State.
 
     def _save(self) -> Values:
-        return {"queue": None if self._queue is None else self._queue.save(), "done": dict(self._done)}
+        return {"queue": None if self._queue is None else self._queue.save(self.applied()), "done": dict(self._done)}
 
     def _check_saved(self, values: Any) -> None:
         if not isinstance(values, dict) or values.keys() != {"queue", "done"}:
             holds = sorted(values) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"the saved slot 'work' holds {holds}, and a dispatcher has 'done' and 'queue'")
-        parts = self.endpoint.layout.workers
-        if values["queue"] is not None and (saved := WorkQueue.load(values["queue"]).data_shards) != parts:
-            raise ValueError(
-                f"the slot 'work' has minibatches cut into {saved} parts, and this run has {parts} workers"
-            )
+        if values["queue"] is not None:
+            WorkQueue.load(values["queue"])
 
     def _load(self, values: Values) -> None:
         self._queue = None if values["queue"] is None else WorkQueue.load(values["queue"])
+        if self._queue is not None:
+            self._queue.recut(self.endpoint.layout.workers)
         self._done = dict(values["done"])
         self._drawn.clear()
         self.drawing.clear()
         self._deferred.clear()
         self._data_shards.clear()
+
+    def restore(self, request: Restore) -> None:
+        """A worker of a resumed run: it goes on with the items that it has done, and not with the others."""
+        if request.src not in self.endpoint.layout.worker_ranks:  # It replaces one that died at the start.
+            return
+        if self._queue is not None:
+            if request.steps > (held := self._queue.held(request.src)):
+                raise Refusal(f"it has done {request.steps} parts that are not pushed, and was given {held}")
+            self._queue.keep(request.src, request.steps)
+        else:
+            self._done[request.src] = request.position
 
     # Requests.
 
@@ -111,6 +123,7 @@ class Dispatcher:
                 self._queue = WorkQueue(first, last, data_shards)
             except ValueError as error:
                 raise Refusal(str(error)) from error
+        self._queue.extend(last)
         return self._queue
 
     async def draw_now(self, request: DrawNow, workers: int) -> None:
@@ -126,7 +139,7 @@ class Dispatcher:
 
     async def _give(self, request: DrawWork, items: list[WorkItem]) -> None:
         self._drawn[request.src] = request, items
-        await self._reply(request, Work(torch.tensor(items, dtype=torch.int64)))
+        await self._reply(request, Work(_numbers(items)))
 
     async def _reply(self, request: Request, reply: Reply) -> None:
         await self.endpoint.send(request.src, reply_to(request, reply))
@@ -171,6 +184,12 @@ class Dispatcher:
         if self._queue is not None and self._queue.is_over:
             while self.drawing:
                 await self._reply(self.drawing.pop(0), AllDone())
+
+
+def _numbers(items: Sequence[WorkItem]) -> torch.Tensor:
+    """Work items as rows: the step and the part of each; and the number of parts, if one of them has its own."""
+    width = 3 if any(item.parts for item in items) else 2
+    return torch.tensor([item[:width] for item in items], dtype=torch.int64)
 
 
 def _is_same(a: Request, b: Request) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 from torch import Tensor
 
-from paceline.protocol.messages import Count, Message, Rank, Rate, Reply, Request, Version
+from paceline.protocol.messages import Count, Message, Number, Rank, Rate, Reply, Request, Text, Version
 
 # Of workers to shards.
 
@@ -29,7 +29,8 @@ class Update(Request):
     """An update, computed from `version` of the shard, from this number of samples and steps.
 
     With `runs` it is for some values only, and the reply has only the values that have changed since `version`.  `rate`
-    is the factor on the learning rate that the sender's schedule gives for these steps.
+    is the factor on the learning rate that the sender's schedule gives for these steps.  The sender has passed so many
+    save points, `saves`.
     """
 
     update: Tensor
@@ -38,6 +39,7 @@ class Update(Request):
     steps: Count = 0
     runs: Tensor | None = None
     rate: Rate = 1.0
+    saves: Version = 0
 
 
 class Push(Update):
@@ -75,9 +77,15 @@ class Wake(Request):
 
 
 class Leave(Request):
-    """A worker has finished, perhaps because all work is done; it wants the final value once all workers have left."""
+    """A worker has finished, perhaps because all work is done; it wants the final value once all workers have left.
+
+    It has the data shard `member`.  `where` is the part of the job's store in which all agree on the last checkpoint;
+    empty if there is none.
+    """
 
     all_done: bool = False
+    member: Count = 0
+    where: Text = ""
 
 
 class Bye(Message):
@@ -97,6 +105,33 @@ class DrawNow(Request):
     """Wants now the work that the `DrawWork` of this number wanted in advance."""
 
 
+class AskToSave(Message):
+    """The run is to be saved at the save point of that number.  The first worker there tells the shards, and these tell
+    the other workers."""
+
+    number: Number
+
+
+class SavePoint(Request):
+    """The sender stands at the save point of that number: none of its requests is open, and it sends no update before
+    the reply.  It has the data shard `member`.  `where` is the part of the job's store in which all agree on it."""
+
+    number: Number
+    member: Count = 0
+    where: Text = ""
+
+
+class Restore(Request):
+    """A worker of a resumed run: the shard continues from the checkpoint at `path`, in which vectors are cut at
+    multiples of `unit`.  Of its leased items the worker has done the first `steps`, and not pushed them yet.  With data
+    of its own it has pushed the steps before `position`."""
+
+    path: Text
+    steps: Count = 0
+    position: Version = 0
+    unit: Annotated[int, Meta(ge=1, le=2**31)] = 1
+
+
 # Of shards to each other, or to the coordinator.
 
 
@@ -113,7 +148,9 @@ class WorkerLost(Message):
 class Value(Reply):
     """The value, or with `runs` some values of it.  To a `Join`: how many steps were done of the data shard.
 
-    The shard has applied so many `updates`; `stale` is the sum of their staleness.
+    The shard has applied so many `updates`; `stale` is the sum of their staleness.  The run is to be saved, or was
+    saved last, at the save point `saves`.  If `is_early`, the worker would have to wait if the run were not saved now:
+    it asks again afterwards.
     """
 
     value: Tensor
@@ -122,6 +159,18 @@ class Value(Reply):
     steps_done: Version = 0
     updates: Version = 0
     stale: Version = 0
+    saves: Version = 0
+    is_early: bool = False
+
+
+class Saved(Reply):
+    """All workers were at the save point, and the shard has a copy of its state there; otherwise `why` not."""
+
+    why: Text = ""
+
+
+class Restored(Reply):
+    """The shard holds the state of the checkpoint."""
 
 
 class Arrived(Reply):

@@ -8,7 +8,7 @@ from typing import TypeVar
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal
 from paceline.server.gates import Gate
-from paceline.server.messages import Update
+from paceline.server.messages import Exchange, Update
 from paceline.server.shard_state import Wanted
 
 MOST_HELD = 64  # Requests of one worker that a shard keeps until it can answer them.
@@ -25,10 +25,15 @@ class Queues:
         self.updates: list[Update] = []  # Updates that wait for the gate,
         self.waiting: list[Wanted] = []  # workers with an update that a rule holds back,
         self.wanted: list[Wanted] = []  # and workers that want the value.
+        # Workers with an early reply, of which they want another: their updates are held back by the rule,
+        self.owed: set[int] = set()
+        self.unapplied: set[int] = set()  # or wait for the gate.
 
     def add(self, event: Event) -> None:
         if isinstance(event, Update):
             self.updates.append(event)
+        elif event.src in self.owed:
+            self.waiting.append(event)
         else:
             self.wanted.append(event)
 
@@ -36,12 +41,30 @@ class Queues:
         return _first(self.updates, gate.may_push, clocks)
 
     def next_wanted(self, gate: Gate, clocks: Mapping[int, int]) -> Wanted | None:
-        return _first(self.wanted, gate.may_go_on, clocks)
+        return _first(
+            self.wanted, lambda src, clocks: src not in self.unapplied and gate.may_go_on(src, clocks), clocks
+        )
 
     def release(self) -> None:
         """Answer the workers with updates that a rule has held back until now."""
         self.wanted += self.waiting
         self.waiting = []
+        self.owed.clear()
+
+    def let_go(self) -> list[Wanted]:
+        """The workers that wait for a reply, which get it early so that they come to a save point."""
+        held = [u for u in self.updates if isinstance(u, Exchange) and u.src not in self.unapplied]
+        early = [*self.wanted, *self.waiting, *(Wanted.by(update) for update in held)]
+        self.owed |= {wanted.src for wanted in self.waiting}
+        self.unapplied |= {update.src for update in held}
+        self.wanted, self.waiting = [], []
+        return early
+
+    def owe(self, worker: int) -> None:
+        """The rule holds back the update of a worker that had an early reply."""
+        self.owed.add(worker)
+        self.waiting += [wanted for wanted in self.wanted if wanted.src == worker]
+        self.wanted = [wanted for wanted in self.wanted if wanted.src != worker]
 
     def held(self, worker: int) -> list[Event]:
         """The requests of a worker that were not answered."""
@@ -64,6 +87,8 @@ class Queues:
         self.updates = [update for update in self.updates if update.src != worker]
         self.waiting = [wanted for wanted in self.waiting if wanted.src != worker]
         self.wanted = [wanted for wanted in self.wanted if wanted.src != worker]
+        self.owed.discard(worker)
+        self.unapplied.discard(worker)
 
 
 def _first(queue: list[E], may: Callable[[int, Mapping[int, int]], bool], clocks: Mapping[int, int]) -> E | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paceline.endpoint import Endpoint
-from paceline.protocol.messages import Message, PeerDied, PeerSuspected, Wait
+from paceline.protocol.messages import Message, PeerDied, PeerSuspected, Request, Wait
 from paceline.protocol.requests import Deduplicator, Refusal, UnknownRequest, Verdict
 from paceline.protocol.roster import State
 from paceline.server.dispatcher import Dispatcher
 from paceline.server.membership import NOT_A_MEMBER, Membership
 from paceline.server.messages import (
     Arrived,
+    AskToSave,
     Bring,
     Bye,
     DrawNow,
@@ -21,6 +24,9 @@ from paceline.server.messages import (
     ProbePush,
     Pull,
     Push,
+    Restore,
+    Restored,
+    SavePoint,
     SendAgain,
     Start,
     Update,
@@ -30,6 +36,7 @@ from paceline.server.messages import (
 from paceline.server.queues import Event, Queues
 from paceline.server.replies import Replies
 from paceline.server.rule import Rule
+from paceline.server.save_points import SavePoints
 from paceline.server.shard_state import ShardState, Wanted, check_value
 from paceline.state import StateStore
 
@@ -46,6 +53,8 @@ class Reception:
         self.members = Membership(endpoint.layout.worker_ranks, grace_s, return_s)
         self.replies = Replies(endpoint)
         self.queues = Queues()
+        self.saves = SavePoints(endpoint, self.members, self.replies)
+        self.restore: Callable[[Restore], None] = lambda request: None  # Continue from a checkpoint.
         self._updates = Deduplicator()
 
     async def event(self, rule: Rule | None) -> Event | None:
@@ -53,13 +62,15 @@ class Reception:
         while True:
             if self.queues.early and self.held.is_there:
                 return self.queues.early.pop(0)
-            due = _earlier(self.held.due(rule), self.members.waits_until())
+            due = _earlier(_earlier(self.held.due(rule), self.members.waits_until()), self.saves.due)
             try:
                 message = await self.endpoint.recv(timeout=None if due is None else max(0.0, due - self.endpoint.now()))
             except TimeoutError:
                 self.members.stop_waiting(self.endpoint.now())
                 return None
             try:
+                if isinstance(message, Request):
+                    await self.saves.remind(message)
                 if isinstance(message, (Join, Wake)) and not await self._admit(message, rule):
                     continue
                 if isinstance(message, (Pull, Join, Update)):
@@ -97,6 +108,18 @@ class Reception:
                 return True
             case Leave():
                 return await self._leave(message, rule)
+            case AskToSave():
+                await self.saves.ask(message.number)
+                return True
+            case SavePoint():
+                if src not in self.members.leaving:
+                    self.members.check_member(message)
+                await self.saves.stand(message)
+                return True
+            case Restore():
+                self.restore(message)
+                await self.replies.send(message, Restored())
+                return True
             case Bye():
                 pass
             case PeerDied() | PeerSuspected():
@@ -125,6 +148,8 @@ class Reception:
             # Another shard was the first to declare it dead.
             await self.lose(src, incarnation, rule, is_news=False)
         self.members.admit(request)
+        if isinstance(request, Join):
+            self.saves.join(src)
         return True
 
     async def _leave(self, request: Leave, rule: Rule | None) -> bool:
@@ -152,6 +177,7 @@ class Reception:
         loss = self.members.lose(worker, incarnation, is_dead=is_dead, now=self.endpoint.now())
         if loss is None:
             return False
+        self.saves.lose(worker)
         if is_news:
             for other in self.endpoint.layout.server_ranks:
                 if other != self.endpoint.rank:

@@ -7,7 +7,7 @@ that makes no sense is refused with a reason, and the shard goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,16 +18,17 @@ from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Message, PeerDied, reply_to
 from paceline.protocol.requests import Refusal, Refusals
 from paceline.server.gates import Free, Gate
-from paceline.server.messages import Bye, Exchange, Leave, RunEnded, Update, Value
+from paceline.server.messages import Bye, Exchange, Leave, Restore, RunEnded, SavePoint, Update, Value
+from paceline.server.pending import Pending
 from paceline.server.queues import Event
 from paceline.server.reception import Reception
 from paceline.server.rule import Rule
 from paceline.server.shard_state import ShardState, Wanted
-from paceline.state import StateStore
+from paceline.slot_values import Copies
+from paceline.state import SHARD, StateStore
 
 LINGER_S = 10.0  # When all workers have left, a shard waits this long for the next one to take the final value,
 LINGERS = 12  # and at most this many times as long in all.
-SAVED_BY = "Shard"  # In the header of a saved state.
 
 
 class Shard:
@@ -51,6 +52,13 @@ class Shard:
         self.replies = self._reception.replies
         self._queues = self._reception.queues
         self._dispatcher = self._reception.dispatcher
+        self.saves = self._reception.saves
+        self._pending = Pending(endpoint.layout, self.members, self._queues, self.states)
+        self._dispatcher.applied = self._pending.applied
+        self._reception.restore = self._restore
+        # Of the driver: the state of this shard in a checkpoint.
+        self.read: Callable[[Restore], Mapping[str, Any] | None] = lambda request: None
+        self._is_restored = False
 
     async def serve(
         self,
@@ -62,22 +70,37 @@ class Shard:
     ) -> None:
         """Apply updates and answer requests, each as soon as the gate lets it pass, until the last worker has left."""
         self.declare(rule)
+        self._pending.decode = lambda update: self.held.decoded(update, codec)
         queues = self._queues
         while self.is_needed:
             event = await self._reception.event(rule)
             if event is not None:
-                queues.add(event)
+                if not (isinstance(event, Update) and self.saves.holds(event)):
+                    queues.add(event)
             elif await self.held.tick(rule, len(self.clocks)):
                 queues.release()
-            while True:
-                # Answer a worker before the next update: then no answer depends on which other workers wait.
-                while (wanted := queues.next_wanted(gate, self.clocks)) is not None:
-                    await self.reply(wanted, rule, codec=pulls)
-                if (update := queues.next_update(gate, self.clocks)) is None:
-                    break
-                await self._apply_and_queue(rule, update, codec)
+            await self._work_off(rule, gate, codec, pulls)
+            if self.saves.is_asked:
+                for wanted in queues.let_go():
+                    await self.reply(wanted, rule, codec=pulls, is_early=True)
+                queues.updates += await self.saves.pass_if_complete()
+                if self.saves.has_ended:
+                    return
+                await self._work_off(rule, gate, codec, pulls)
         await self.held.flush(rule)
+        self.saves.end(self.members.leaving)
         await self._say_goodbye()
+
+    async def _work_off(self, rule: Rule, gate: Gate, codec: Codec | None, pulls: Codec | None) -> None:
+        """Answer all requests and apply all updates that the gate lets pass."""
+        queues = self._queues
+        while True:
+            # Answer a worker before the next update: then no answer depends on which other workers wait.
+            while (wanted := queues.next_wanted(gate, self.clocks)) is not None:
+                await self.reply(wanted, rule, codec=pulls)
+            if (update := queues.next_update(gate, self.clocks)) is None:
+                return
+            await self._apply_and_queue(rule, update, codec)
 
     # State.
 
@@ -91,20 +114,33 @@ class Shard:
             self.held.declare(rule)
         self.states.check_complete()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, copies: Copies | None = None) -> dict[str, Any]:
         """All that a resumed run needs from this rank, in slots.
 
-        The members, their clocks and their requests are not saved: the workers of the resumed run begin with new ones.
+        The members and their requests are not saved: the workers of the resumed run begin with new ones.
         """
         index = list(self.endpoint.layout.server_ranks).index(self.endpoint.rank)
-        return self.states.state_dict(strategy=SAVED_BY, step=self.version, rank=index)
+        return self.states.state_dict(strategy=SHARD, step=self.version, copies=copies, rank=index)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; before `serve`.  A state that does not fit is refused, and nothing is loaded.
 
         The memory of rules is loaded once `serve` or `declare` names them.
         """
-        self.states.load_state_dict(state, strategy=SAVED_BY)
+        self.states.load_state_dict(state, strategy=SHARD)
+
+    def _restore(self, request: Restore) -> None:
+        """A worker of a resumed run says where it continues.  The first one lets this shard load its state."""
+        if not self._is_restored:
+            self._is_restored = True
+            try:
+                if (state := self.read(request)) is not None:
+                    self.load_state_dict(state)
+            except (ValueError, OSError) as error:
+                self._is_restored = False
+                raise Refusal(str(error)) from error
+            self.states.check_complete()
+        self._dispatcher.restore(request)
 
     @property
     def clocks(self) -> Mapping[int, int]:
@@ -131,7 +167,11 @@ class Shard:
             return await self.refuse(update, error)
         if was_applied:
             self._queues.release()
-        if isinstance(update, Exchange) and self.members.roster.is_member(update.src):
+        if update.src in self._queues.unapplied:  # Its sender had an early reply, and wants another.
+            self._queues.unapplied.discard(update.src)
+            if rule.holds_answers and update.samples and not was_applied:
+                self._queues.owe(update.src)
+        elif isinstance(update, Exchange) and self.members.roster.is_member(update.src):
             waits = rule.holds_answers and update.samples and not was_applied
             (self._queues.waiting if waits else self._queues.wanted).append(Wanted.by(update))
 
@@ -155,10 +195,14 @@ class Shard:
         await self._dispatcher.note(update)
         return applied
 
-    async def reply(self, request: Event, rule: Rule | None = None, *, codec: Codec | None = None) -> None:
+    async def reply(
+        self, request: Event, rule: Rule | None = None, *, codec: Codec | None = None, is_early: bool = False
+    ) -> None:
         """Send the value as it is now, with its version."""
         wanted = Wanted.by(request) if isinstance(request, Update) else request
-        if not await self.replies.is_taken(request.src, self.held.answer(wanted, rule, codec)):
+        answer = self.held.answer(wanted, rule, codec)
+        answer.saves, answer.is_early = self.saves.number, is_early
+        if not await self.replies.is_taken(request.src, answer):
             await self._reception.lose(request.src, self.members.roster.incarnation(request.src), rule)
 
     async def _say_goodbye(self) -> None:
@@ -176,6 +220,8 @@ class Shard:
                 leaving.pop(message.src, None)
             elif isinstance(message, Leave):
                 await self._send_final(message)
+            elif isinstance(message, SavePoint):
+                await self.saves.stand(message, is_over=True)
             elif message.src not in leaving and message.src not in self.endpoint.layout.server_ranks:
                 await self.endpoint.send(message.src, RunEnded())
 

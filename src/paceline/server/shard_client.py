@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from paceline.protocol.messages import Away, Message, Request
 from paceline.protocol.requests import PeerFinished, Requests
 from paceline.server.messages import (
+    AskToSave,
     Bring,
     DrawNow,
     DrawWork,
     Idle,
+    Leave,
     ProbeExchange,
     ProbePush,
     Pull,
@@ -29,7 +31,14 @@ from paceline.worker.replica import Replica
 R = TypeVar("R", bound=Request)
 
 # Besides the reply itself, a shard may answer any request by one of these.
-ANY = (SendAgain, Away, Bring, RunEnded)
+ANY = (SendAgain, Away, Bring, RunEnded, AskToSave)
+IDLE = (DrawWork, DrawNow, Leave)  # Requests whose reply may take as long as other workers work.
+
+
+class OnAsk(Protocol):
+    """Handles a message that the run is to be saved; a worker that is idle waits for others."""
+
+    async def __call__(self, message: AskToSave, *, is_idle: bool) -> None: ...
 
 
 class ShardClient:
@@ -46,6 +55,8 @@ class ShardClient:
         self.has_joined = False
         self.drop_work: Callable[[], None] = lambda: None
         self.draw_again: Callable[[], Awaitable[Request]] | None = None
+        self.on_ask: OnAsk | None = None  # The run is to be saved.
+        self.restore: Callable[[], Awaitable[None]] | None = None  # Of a resumed run: the shards have a value then.
 
     async def tell_all(self, request: type[Idle | Wake]) -> None:
         for rank in self.shards:
@@ -55,7 +66,9 @@ class ShardClient:
         """Worker 0 sends the first value."""
         if not self.has_joined:
             self.has_joined = True
-            if self.endpoint.rank == 0:
+            if self.restore is not None:
+                await self.restore()
+            elif self.endpoint.rank == 0:
                 await self._bring()
 
     async def _bring(self) -> None:
@@ -64,6 +77,8 @@ class ShardClient:
 
     def numbered(self, requests: list[R]) -> list[R]:
         """Give requests to all shards the same number."""
+        if not requests:  # There is one shard, and it was asked alone.
+            return requests
         self.requests.number(requests[0])
         for request in requests[1:]:
             request.request_id = requests[0].request_id
@@ -92,6 +107,9 @@ class ShardClient:
                 request, replies = await self._come_back(rank, request, replies)
             elif isinstance(answer, SendAgain):
                 await self.endpoint.send(rank, request)
+            elif isinstance(answer, AskToSave):
+                if self.on_ask is not None:
+                    await self.on_ask(answer, is_idle=isinstance(request, IDLE))
             else:
                 return answer
 

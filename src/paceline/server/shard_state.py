@@ -78,7 +78,7 @@ class ShardState:
         self.on_answer: Callable[[Value, int], None] | None = None  # and with each answer and the worker that gets it.
         self._states = states
         self._slots: dict[Rule, str] = {}  # The slot of each rule that was declared.
-        states.bind("value", rule=shard, save=self._save, load=self._load, check=_check_saved)
+        states.bind("value", rule=shard, save=self._save, load=self._load, check=_check_saved, is_live=True)
 
     def begin(self, first: Tensor) -> None:
         """Take the first value, unless there is one."""
@@ -104,7 +104,7 @@ class ShardState:
         self._slots[rule] = slot
 
     def _save(self) -> Values:
-        return {"value": self.value.clone() if self.is_there else None, "version": self.version}
+        return {"value": self.value if self.is_there else None, "version": self.version}
 
     def _load(self, values: Values) -> None:
         """Take a saved value in the place of the one that is here.  No worker knows it yet."""
@@ -225,6 +225,11 @@ class ShardState:
         data = kernels.encode(codec, self.value - known, None, None)
         kernels.add(codec, data, known, 1.0, False)
         return data
+
+    def decoded(self, push: Update, codec: Codec | None) -> Tensor:
+        """The values of an update that is held back."""
+        is_encoded = codec is not None and push.update.dtype == torch.uint8
+        return codec.decode(push.update, self.value.numel()) if codec is not None and is_encoded else push.update
 
     def _update(self, rule: Rule, push: Update, codec: Codec | None) -> Tensor:
         """The decoded update, if it can be applied; without samples, only its form is checked."""

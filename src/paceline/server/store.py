@@ -15,6 +15,7 @@ from paceline.server.accumulator import Accumulator
 from paceline.server.messages import Arrived, Bye, Exchange, Join, Leave, Pull, Push, Update, Value
 from paceline.server.shard_client import ShardClient
 from paceline.server.work_source import WorkSource
+from paceline.server.worker_saves import WorkerSaves
 from paceline.stripes import stripe_of
 from paceline.trace import Staleness
 from paceline.worker.replica import Replica
@@ -81,6 +82,7 @@ class Store:
         self._client = ShardClient(replica, self.slices)
         self._client.drop_work = self._drop_work
         self._work = WorkSource(replica, self._client)
+        self.saves = WorkerSaves(replica, self._client, self._work, self.unpushed, self.versions, unit=unit)
 
     @property
     def value(self) -> Tensor:
@@ -160,9 +162,14 @@ class Store:
     async def leave(self, into: Tensor | None = None) -> Tensor:
         """Leave the run; the final parameters of the shards, once all workers have left."""
         self.replica.cursor.end()
+        self.saves.is_early = False  # The final value is on its way.
         all_done = self.replica.learner.has_global_data
         self.is_locked = False  # A worker that leaves takes no lock, and all shards should know at once.
-        value = await self._ask(self._client.numbered([Leave(all_done) for _ in self.shards]), into)
+        where = self.replica.cursor.place_of("end")
+        value = await self._ask(
+            self._client.numbered([Leave(all_done, self.saves.member, where) for _ in self.shards]), into
+        )
+        self.saves.end()
         for rank in self.shards:
             await self.endpoint.send(rank, Bye())
         return value
@@ -218,7 +225,7 @@ class Store:
         updates: list[Update] = []
         for where, version in zip(self.slices, self.versions, strict=True):
             data, mine = self._encoded(update, where, runs, seen)
-            updates.append(of(data, version, seen, done, mine, factor))
+            updates.append(of(data, version, seen, done, mine, factor, self.saves.number))
         return self._client.numbered(updates)
 
     def _rate(self) -> float:
@@ -246,8 +253,10 @@ class Store:
                 await self._client.send({r: by_shard[r] for r in (self.shards[j:] if j else together)})
             answer = await self._client.answer(rank, requests[j], (Value,))
             assert isinstance(answer, Value)
-            if isinstance(requests[j], Join) and j == 0 and answer.steps_done:
-                self.replica.cursor.resume_at(answer.steps_done)
+            if isinstance(requests[j], Join):
+                self.saves.join(answer.saves)
+                if j == 0 and answer.steps_done:
+                    self.replica.cursor.resume_at(answer.steps_done)
             self._take(answer, j, where, into)
             del answer  # It may lie in the shard's own memory, which this worker must release.
         return self.value if into is None else into
@@ -267,6 +276,8 @@ class Store:
         else:
             target.copy_(values)
         self.versions[shard] = answer.version
+        self.saves.note(answer.saves)
+        self.saves.is_early |= answer.is_early
         if answer.updates:
             self.endpoint.trace.servers_staleness[self.shards[shard]] = Staleness(answer.stale, answer.updates)
 
@@ -285,6 +296,6 @@ async def unlocked(client: ShardClient, exchanges: Sequence[Update]) -> list[Req
     first, *others = exchanges
     if not others:
         return [first]
-    pushes = client.numbered([Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate) for x in others])
+    pushes = client.numbered([Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate, x.saves) for x in others])
     await push_all(client, dict(zip(client.shards[1:], pushes, strict=True)), is_locked=False)
     return [first, *client.numbered([Pull() for _ in others])]

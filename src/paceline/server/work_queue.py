@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from paceline.state import Values
@@ -18,20 +18,24 @@ T = TypeVar("T")
 
 
 class WorkItem(NamedTuple):
-    """Part `data_shard` of minibatch `step`."""
+    """Part `data_shard` of minibatch `step`.
+
+    With `parts` the minibatch is cut into so many: it was left over by a run with another number of workers.
+    """
 
     step: int
     data_shard: int
+    parts: int = 0
 
 
 class WorkQueue:
     """The parts of the minibatches from `first` to before `last`, each cut into `data_shards` parts.
 
     >>> queue = WorkQueue(0, 2, data_shards=2)
-    >>> [tuple(queue.take(worker)[0]) for worker in (7, 1, 7)]
+    >>> [queue.take(worker)[0][:2] for worker in (7, 1, 7)]
     [(0, 0), (0, 1), (1, 0)]
     >>> queue.lose(7)
-    >>> [tuple(item) for item in queue.take(1, 5)]
+    >>> [item[:2] for item in queue.take(1, 5)]
     [(0, 0), (1, 0), (1, 1)]
     """
 
@@ -50,30 +54,58 @@ class WorkQueue:
 
     # State.
 
-    def save(self) -> Values:
-        """The position, as plain numbers.  Leased items are saved as returned: in another run they are free again."""
-        leased = [item for items in self._held.values() for item in items]
+    def save(self, applied: Mapping[int, int] | None = None) -> Values:
+        """The position, as plain numbers.  Of the items of each worker so many, `applied`, count as done."""
         return {
             "first": self.first,
             "last": self.last,
             "data_shards": self.data_shards,
             "row": self._row,
             "free": list(self._free),
-            "returned": [list(item) for item in sorted([*self._returned, *leased])],
+            "returned": [list(item) for item in self._returned],
+            "leased": {
+                worker: [list(item) for item in list(items)[(applied or {}).get(worker, 0) :]]
+                for worker, items in self._held.items()
+            },
         }
 
     @classmethod
     def load(cls, saved: Any) -> WorkQueue:
         """A queue at a saved position."""
-        names = {"first", "last", "data_shards", "row", "free", "returned"}
+        names = {"first", "last", "data_shards", "row", "free", "returned", "leased"}
         if not isinstance(saved, dict) or saved.keys() != names:
             holds = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
             raise ValueError(f"a saved work queue holds {sorted(names)}, not {holds}")
         queue = cls(saved["first"], saved["last"], saved["data_shards"])
         queue._row = saved["row"]
         queue._free = list(saved["free"])
-        queue._returned = [WorkItem(step, data_shard) for step, data_shard in saved["returned"]]
+        queue._returned = [WorkItem(*item) for item in saved["returned"]]
+        queue._held = {worker: deque(WorkItem(*item) for item in items) for worker, items in saved["leased"].items()}
         return queue
+
+    def recut(self, data_shards: int) -> None:
+        """From now on minibatches are cut into so many parts; what is left of those that were begun stays as it is."""
+        if data_shards == self.data_shards:
+            return
+        for worker in list(self._held):
+            self.lose(worker)
+        left = [*self._returned, *(WorkItem(self._row, part) for part in self._free)]
+        self._returned = sorted(WorkItem(i.step, i.data_shard, i.parts or self.data_shards) for i in left)
+        self.data_shards = data_shards
+        self._free = []
+
+    def extend(self, last: int) -> None:
+        """The run ends later than it did when it was saved."""
+        if last > self.last and self.first == self.last:
+            self._free = list(range(self.data_shards))
+        self.last = max(last, self.last)
+
+    def keep(self, worker: int, count: int) -> None:
+        """Of the items that a worker has leased, it has the first `count`; the others are free again."""
+        items = list(self._held.pop(worker, ()))
+        self._held[worker] = deque(items[:count])
+        for item in items[count:]:
+            insort(self._returned, item)
 
     # Work.
 
@@ -103,7 +135,8 @@ class WorkQueue:
         if not self._free and self._row < self.last - 1:
             self._row, self._free = self._row + 1, list(range(self.data_shards))
         if self._returned and (not self._free or self._returned[0].step <= self._row):
-            return self._returned.pop(_preferred(self._returned, lambda item: item == (self._returned[0].step, worker)))
+            own = self._returned[0]._replace(data_shard=worker)
+            return self._returned.pop(_preferred(self._returned, lambda item: item == own))
         return WorkItem(self._row, self._free.pop(_preferred(self._free, lambda data_shard: data_shard == worker)))
 
     def do(self, worker: int, count: int) -> None:

@@ -38,12 +38,14 @@ class WorkSource:
     def __init__(self, replica: Replica, client: ShardClient) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
         self.steps = 0
+        self.before_item: Callable[[], Awaitable[None]] = _nothing  # The worker is between two items.
         self.has_lost_item = False  # Whether the item of the current step goes to another worker.
         self._client = client
         client.draw_again = self._draw_again
         self._first_step = replica.cursor.step
         self._hand: deque[WorkItem] = deque()  # The next work items of this worker.
         self._ahead = 1  # How many work items it wants to have while it works.
+        self._is_in_hook = False  # Whether the next step of a worker's own data is announced, and not begun.
         self._drawn: DrawWork | DrawNow | None = None  # The request for more that has no reply yet.
 
     def take_steps(self, done: int | None = None) -> int:
@@ -51,6 +53,12 @@ class WorkSource:
         steps = self.steps if done is None else min(done, self.steps)
         self.steps -= steps
         return steps
+
+    @property
+    def unpushed(self) -> int:
+        """The steps that are done and not pushed, for a worker between two steps."""
+        is_begun = not (self._is_in_hook or self.replica.learner.has_global_data)  # A user's loop: before the gradient.
+        return max(0, self.steps - is_begun)
 
     def drop(self) -> None:
         """Drop the work items: other workers do them."""
@@ -73,7 +81,10 @@ class WorkSource:
         w = self.replica
         self.has_lost_item = False
         if not w.learner.has_global_data:  # The user's loop has its own data.
-            if w.cursor.advance():
+            self._is_in_hook = True
+            has_data = w.cursor.advance()
+            self._is_in_hook = False
+            if has_data:
                 self.steps += 1
                 return True
             if before_waiting is not None and self.steps:
@@ -84,6 +95,9 @@ class WorkSource:
         if not self._hand and not await self._draw(before_waiting):
             return False
         self.has_lost_item = False  # What was lost while it waited was not this item.
+        await self.before_item()
+        if not self._hand and not await self._draw(before_waiting):  # It was declared dead meanwhile.
+            return False
         item = self._hand.popleft()
         await self._tell(News.ITEM, item)
         w.cursor.seek(*item)
@@ -133,7 +147,7 @@ class WorkSource:
             await self._client.tell_all(Wake)
         elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
             self._ahead = min(2 * self._ahead, MOST_DRAWN)
-        self._hand.extend(WorkItem(int(step), int(data_shard)) for step, data_shard in answer.items)
+        self._hand.extend(WorkItem(*map(int, item)) for item in answer.items)
         return True
 
     async def _wait(self, before_waiting: Callable[[], Awaitable[None]] | None) -> None:
@@ -147,7 +161,7 @@ class WorkSource:
     async def _tell(self, news: News, item: WorkItem | None = None) -> None:
         learner = self.replica.learner
         if learner.stages > 1:
-            await learner.of_first_stage([news, *(item or (0, 0))])
+            await learner.of_first_stage([news, *((0, 0) if item is None else item[:2])])
 
     async def _follow(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
         """Do what the first stage has told; False if all work is done."""
@@ -168,3 +182,7 @@ class WorkSource:
         self.replica.cursor.seek(step, data_shard)
         self.steps += 1
         return True
+
+
+async def _nothing() -> None:
+    pass

@@ -155,8 +155,11 @@ def _opened(
         guard = _guard(job, run, inner)
         loop = Loop(run, learner, session_optimizer, guard, accumulate=given["accumulate"])
         watch = on_failure.enter_context(LoopWatch(given["monitor"], job, loop))
-        if job.elastic is None:
-            loop.start()  # An elastic one starts when its worker has joined the others.
+        is_told_later = strategy.needs.servers and given["checkpoint"] is not None
+        if job.elastic is None and not is_told_later:
+            # An elastic one starts when its worker has joined the others.  Servers are first told from which
+            # checkpoint they continue.
+            loop.start()
         session = Session(job, loop, session_optimizer, strategy, watch)
         on_failure.pop_all()
     return session

@@ -51,11 +51,17 @@ class Feed:
         self._turn = 0  # How often this worker's part has changed.
         self._is_whole = False  # Whether the last minibatch was read whole, to evaluate the model.
         # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
-        self._to_skip = 0 if self._may_change else loop.replica.cursor.step * loop.accumulate
+        self._to_skip = 0
+        if not self._may_change:
+            self.start()
         self.place = LoopPlace(loop)
         self._visit: Visit | None = None  # The pass that has begun last, if it is one to train.
         self.on_minibatch: Callable[[], None] = lambda: None  # The session's hook, before a minibatch is trained,
         self.on_read: Callable[[], None] = lambda: None  # and before it is read.
+
+    def start(self) -> None:
+        """The strategy has started, and knows at which step."""
+        self._to_skip = self.loop.replica.cursor.step * self.loop.accumulate
 
     @property
     def is_training(self) -> bool:

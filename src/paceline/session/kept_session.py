@@ -19,7 +19,7 @@ from paceline.session.feed import Feed
 from paceline.session.loop import Loop
 from paceline.session.loop_members import LoopMembers
 from paceline.session.loop_saving import LoopSaving
-from paceline.session.resuming import check_states
+from paceline.session.resuming import check_states, refuse_served
 from paceline.session.watching import LoopWatch
 from paceline.strategy import Strategy
 
@@ -110,11 +110,13 @@ class KeptSession:
             )
         self.loop.check_between_steps("session.state_dict()")
         self.loop.learner.flat.refresh()
-        drive(self.loop.run.states.before_save())
-        return self.loop.run.state_dict()
+        run = self.loop.run
+        drive(run.states.end_exchanges() if self.strategy.needs.servers else run.states.before_save())
+        return run.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; call it before the first step.  A state that does not fit changes nothing."""
+        refuse_served(self.strategy, "session.load_state_dict()")
         check(self.strategy, Offers("session.load_state_dict", unbroken=False))
         if self._members is not None:
             raise ValueError(

@@ -18,7 +18,9 @@ from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.session.feed import Feed
 from paceline.session.loop import Loop
+from paceline.session.resuming import load_and_start, refuse_served
 from paceline.session.saving import Saving
+from paceline.session.watching import LoopWatch
 
 Load = Callable[[dict[str, Any]], None]
 
@@ -30,12 +32,12 @@ class UnsavedRun(RuntimeWarning):
 class LoopSaving:
     """Saves a session: when its settings say so, and when the user calls `save`."""
 
-    def __init__(self, job: Job, loop: Loop, feed: Feed, load: Load) -> None:
-        """`load` takes a state of this rank."""
+    def __init__(self, job: Job, loop: Loop, feed: Feed, watch: LoopWatch, load: Load) -> None:
+        """`load` takes a state of this rank, of a method without servers."""
         self._job = job
         self._loop = loop
         self._feed = feed
-        self._load = load
+        self._load = partial(load_and_start, loop, watch, job.store) if loop.run.strategy.needs.servers else load
         self._also: Mapping[str, HasState] = {}
         self._savings: dict[str, Saving] = {}
         self._last_step = -1  # For which it was found out whether to save.
@@ -49,7 +51,10 @@ class LoopSaving:
         self._automatic = self._saving(settings)
         self._feed.on_minibatch = partial(self._before_minibatch, self._automatic)
         self._loop.replica.cursor.on_rest = partial(self._at_rest, self._automatic)
-        self._resume(self._automatic)
+        self._automatic.begin()
+        if not self._resume(self._automatic) and self._loop.run.strategy.needs.servers:
+            self._loop.start()
+            self._feed.start()
 
     def _saving(self, settings: Checkpoints) -> Saving:
         path = os.path.realpath(settings.folder)
@@ -121,6 +126,7 @@ class LoopSaving:
     def resume(self, folder: str | os.PathLike[str]) -> bool:
         """Continue from the newest checkpoint of a folder; whether there is one."""
         self._refuse_elastic("session.resume()")
+        refuse_served(self._loop.run.strategy, f"session.resume({os.fspath(folder)!r})")
         return self._resume(self._saving(Checkpoints(folder, keep=None)))
 
     def _resume(self, saving: Saving) -> bool:
@@ -160,6 +166,7 @@ class LoopSaving:
                 ),
                 stacklevel=4,
             )
+            self._automatic.abandon("the loop never came to a place where it is saved")
         elif self._automatic is not None:
             self._is_before_next = False
             self._automatic.finish(max(self._loop.last_own_step + 1, self.resumed or 0))

@@ -50,7 +50,7 @@ class ProcessLearner(TaskLearner):
 
     def _backward(self, replica: Replica, each: Each | None) -> bool:
         """Compute the next minibatch's gradient and hand its buckets to `each`; False if there is no minibatch left."""
-        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
+        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard, replica.cursor.parts)
         replica.batch.begin(0 if batch is None else len(batch[0]))
         if batch is None:
             return False

@@ -10,7 +10,10 @@ import torch
 from torch.distributed import Store
 
 from paceline.endpoint import Endpoint
+from paceline.session.loop import Loop
+from paceline.session.watching import LoopWatch
 from paceline.state import check_header
+from paceline.strategy import Strategy
 
 CALL = "session.load_state_dict"
 
@@ -50,3 +53,22 @@ def check_states(state: Mapping[str, Any], strategy: str, endpoint: Endpoint, st
                 f"{CALL}: rank {ranks[0]} loads a state of step {first}, and rank {rank} one of step {int(step)}: load "
                 "states that the ranks saved at the same step"
             )
+
+
+def refuse_served(strategy: Strategy, call: str) -> None:
+    """Raise ValueError if the strategy has servers, which have started before the call."""
+    if strategy.needs.servers:
+        raise ValueError(
+            f"{call} under {type(strategy).__name__}: its servers have a state of their own, and have started already; "
+            "give attach(checkpoint=pl.Checkpoints(folder))"
+        )
+
+
+def load_and_start(loop: Loop, watch: LoopWatch, store: Store, state: dict[str, Any]) -> None:
+    """Continue from a checkpoint of a method with servers, which starts now: the servers are told so first."""
+    run = loop.run
+    check_states(state, type(run.strategy).__name__, run.replica.endpoint, store)
+    run.load_state_dict(state)
+    watch.restart()
+    loop.start()
+    run.states.check_complete()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,13 +15,15 @@ from torch import nn
 from torch.distributed import PrefixStore, Store
 
 from paceline import __version__
-from paceline.checkpoint import BrokenCheckpoint, Checkpoint, Checkpoints, Folder
-from paceline.checkpoint.cadence import Cadence, Losses, Lost, awaited
+from paceline.checkpoint import Checkpoint, Checkpoints, Folder
+from paceline.checkpoint.cadence import Cadence, Losses
 from paceline.checkpoint.manifest import FORMAT, Manifest, Model
-from paceline.checkpoint.saver import CheckpointFailed, Saver, now
+from paceline.checkpoint.saver import CheckpointFailed, Saver, now, place_of
 from paceline.elastic import ElasticEndpoint
 from paceline.errors import ClusterError
 from paceline.op import drive
+from paceline.session.finding import Finding, check_stages
+from paceline.session.stopping import Preempted, Stopping
 from paceline.slot_values import Copies
 from paceline.strategy import Strategy
 from paceline.worker.run import WorkerRun
@@ -72,6 +74,7 @@ class Saving:
         self._settings = settings
         self._saved_at: int | None = None
         self._has_ended = False
+        self._is_automatic = False
         self._copies = Copies()
         self._store = store
         self._elastic = elastic
@@ -79,24 +82,19 @@ class Saving:
         self._timeout_s = timeout_s
         self._name = "" if elastic is not None else f"{next(_opened)}"
         self._take_place(rank, workers)
-        shared = self._shared() if elastic is None or workers == 1 else PrefixStore("saving/begin", store)
         self._folder = Folder(settings.folder)
-        endpoint = run.replica.endpoint
-        # A worker that replaces a dead one has its state from another worker, and not from the disk.
-        is_replacement = endpoint.rank not in endpoint.layout.worker_ranks or (
-            elastic is not None and elastic.has_joined_late
-        )
-        self._from = None if is_replacement else self._found(shared, timeout_s)
-        if is_replacement and rank == 0 and elastic is None:
-            self._folder.claim()
-        # Workers that do not wait for each other stand at no common step: the first one says when they are saved.
-        self._is_together = run.strategy.needs.ordered
-        self._saver, self._cadence = self._opened(None)
+        self._is_replacement, self._from = self._found()
+        self._stopping, self._saver, self._cadence = self._opened(None)
         flat = run.replica.learner.flat
         trained = flat.names if whole is None else [n for n, p in whole.named_parameters() if p.requires_grad]
         self._model = Model.of(flat.model if whole is None else whole, trained)
         self._trained = list(flat.names)
         self._buffers = [name for name, _ in flat.model.named_buffers()]
+
+    @property
+    def _is_together(self) -> bool:
+        """Whether all workers are saved before the same step; otherwise the first one says when they are saved."""
+        return self._run.replica.cursor.rest is None
 
     def _take_place(self, rank: int, workers: int) -> None:
         self._rank = rank
@@ -104,75 +102,91 @@ class Saving:
         self._workers = workers // self._stages
         self._worker, self._stage = divmod(rank, self._stages)
 
-    def _shared(self) -> Store | None:
-        """The part of the store for the saving of these workers."""
-        if self._processes == 1:
-            return None
-        name = self._name if self._elastic is None else f"of generation {self._elastic.number}"
-        return PrefixStore(f"saving/{name}", self._store)
+    @property
+    def _place(self) -> str:
+        """Where in the store these workers save."""
+        return f"saving/{self._name if self._elastic is None else f'of generation {self._elastic.number}'}"
 
-    def _opened(self, saved: float | None) -> tuple[Saver, Cadence]:
-        shared = self._shared()
+    def _shared(self, place: str) -> Store | None:
+        """That part of the store; None for one worker alone, without servers."""
+        is_alone = self._processes == 1 and not self._run.replica.endpoint.layout.servers
+        return None if is_alone else PrefixStore(place, self._store)
+
+    def _found(self) -> tuple[bool, Checkpoint | None]:
+        """Whether this worker replaces a dead one, and the checkpoint from which the run continues.
+
+        One that replaces a dead one has its state from another worker, and not from the disk.
+        """
+        endpoint = self._run.replica.endpoint
+        if self._elastic is not None and self._elastic.has_joined_late:
+            return True, None
+        shared = self._shared(self._place if self._elastic is None else "saving/begin")
+        where = Finding(
+            self._settings,
+            self._folder,
+            shared,
+            is_first=self._rank == 0,
+            timeout_s=self._timeout_s,
+            losses=self._losses,
+        )
+        if endpoint.rank not in endpoint.layout.worker_ranks:
+            return True, where.by_replacement(endpoint.layout)
+        return False, where.found()
+
+    def _opened(self, saved: float | None) -> tuple[Stopping, Saver, Cadence]:
+        """What these workers save with; `saved` is the time of the last checkpoint."""
+        shared, needs = self._shared(self._place), self._run.strategy.needs
+        is_first, timeout_s, losses = self._rank == 0, self._timeout_s, self._losses
         saver = Saver(
             self._folder,
             self._settings.keep,
             rank=self._rank,
             workers=self._processes,
             store=shared,
-            timeout_s=self._timeout_s if self._is_together else min(self._timeout_s, PATIENCE_S),
-            losses=self._losses,
+            timeout_s=timeout_s if needs.ordered else min(timeout_s, PATIENCE_S),
+            losses=losses,
         )
+        # Where workers stand at no common step, only the first one looks at its clock.
+        told = shared if needs.collectives and self._processes > 1 else None
         cadence = Cadence(
             self._settings,
             self._run.replica.plan,
-            store=shared if self._is_together else None,
-            is_first=self._rank == 0 or not self._is_together,
-            timeout_s=self._timeout_s,
+            store=told,
+            is_first=is_first or told is None,
+            timeout_s=timeout_s,
             saved=saved,
-            losses=self._losses,
+            losses=losses,
         )
-        return saver, cadence
+        return Stopping(shared, is_first=is_first, timeout_s=timeout_s, losses=losses), saver, cadence
 
     def change(self) -> None:
         """The workers of the run have changed: from now on these save it."""
         assert self._elastic is not None
-        rank, workers = self._elastic.rank, self._elastic.layout.workers
         self._saver.abandon()
         self._tell_failure()
-        self._take_place(rank, workers)
-        if rank == 0:
+        self._take_place(self._elastic.rank, self._elastic.layout.workers)
+        if self._rank == 0:
             self._folder.release()
             self._folder.claim(takes_over=True)
-        self._saver, self._cadence = self._opened(self._cadence.saved)
+        before = self._stopping
+        before.close()
+        self._stopping, self._saver, self._cadence = self._opened(self._cadence.saved)
+        self._stopping.has_signal = before.has_signal
+        if self._is_automatic:
+            self._stopping.listen()
         self._cadence.start(self._run.replica.cursor.step - 1)  # It may be due at the very next step.
 
-    # Continue.
+    def begin(self) -> None:
+        """The run is saved here from now on, also at its end, and on SIGTERM."""
+        self._run.replica.cursor.place_of = self._place_of
+        if self._settings.sigterm:
+            self._stopping.listen()
+            self._is_automatic = True
 
-    def _found(self, store: Store | None, timeout_s: float) -> Checkpoint | None:
-        """The checkpoint to continue from; the first worker chooses it, and says so to all."""
-        key = "checkpoint/from"
-        if self._rank:
-            assert store is not None
-            try:
-                found = json.loads(awaited(store, key, timeout_s, losses=self._losses))
-            except Lost as why:
-                raise ClusterError(f"rank 0 has not said which checkpoint to continue from: {why}") from None
-            if found["error"] is not None:
-                raise BrokenCheckpoint(found["error"])
-            return None if found["path"] is None else Checkpoint(self._folder.path / found["path"])
-        chosen: Checkpoint | None = None
-        failure: Exception | None = None
-        try:
-            chosen = _chosen(self._folder, resume=self._settings.resume)
-        except (ValueError, OSError) as error:
-            failure = error
-        if store is not None:
-            path = None if chosen is None else chosen.path.name
-            store.set(key, json.dumps({"path": path, "error": None if failure is None else str(failure)}))
-        if failure is not None:
-            self._folder.release()
-            raise failure
-        return chosen
+    def _place_of(self, name: str) -> str:
+        return f"{self._place}/{place_of(name)}"
+
+    # Continue.
 
     def resume(
         self, load: Callable[[dict[str, Any]], None], check: Callable[[dict[str, Any]], None] = lambda more: None
@@ -182,29 +196,45 @@ class Saving:
         What was saved beside the states is returned, that of the first worker for a worker that was not there.  None if
         there is no checkpoint.
         """
-        if self._from is None:
-            self._cadence.start(self._run.replica.cursor.step)
-            return None
+        cursor = self._run.replica.cursor
         checkpoint = self._from
+        if checkpoint is not None and checkpoint.manifest.shards:
+            cursor.restored = str(checkpoint.path.resolve())
+        if checkpoint is None or self._is_replacement:
+            self._cadence.start(cursor.step)
+            return None
         if (why := checkpoint.manifest.model.difference(self._model)) is not None:
             raise ValueError(
                 f"{checkpoint.path}: it is a checkpoint of another model: {why}; give the folder of this model, or an "
                 "empty one"
             )
         try:
-            _check_stages(checkpoint, self._stages, self._stage, self._trained)
-            source = _source(checkpoint, self._worker, self._workers, is_together=self._is_together)
-            more = checkpoint.part(source, self._stage)["more"]
+            check_stages(checkpoint, self._stages, self._stage, self._trained)
+            more = checkpoint.part(self._source(checkpoint), self._stage)["more"]
             check(more)
             load(checkpoint.state(self._worker, self._workers, self._stage))
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}") from error
-        if self._rank == 0:
-            _warn_of_settings(checkpoint, self._run.strategy)
+        self._warn_of_settings(checkpoint)
         self._from = None
         self._saved_at = checkpoint.step
         self._cadence.start(checkpoint.step)
         return more
+
+    def _source(self, checkpoint: Checkpoint) -> int:
+        """The worker whose place in the data this one continues."""
+        if self._workers != checkpoint.manifest.workers and not self._run.strategy.needs.ordered:
+            steps = [state["step"] for state in checkpoint.states()]
+            return checkpoint.saved[steps.index(min(steps))]
+        return self._worker if self._worker in checkpoint.saved else 0
+
+    def _warn_of_settings(self, checkpoint: Checkpoint) -> None:
+        saved, own = checkpoint.manifest.settings, settings_of(self._run.strategy)
+        if self._rank == 0 and saved and saved != own:
+            warnings.warn(
+                ChangedSettings(f"{checkpoint.path}: it was saved under {saved}, and continues under {own}"),
+                stacklevel=4,
+            )
 
     # Save.
 
@@ -212,23 +242,52 @@ class Saving:
         """The run stands before this step: save it if that is due."""
         self._tell_failure()
         rest = self._run.replica.cursor.rest
+        stops = self._is_automatic and self._stops(step)
+        if stops and step == self._saved_at and self._is_together:
+            self._stop(step, None)
         is_due = (self._is_together or self._rank == 0) and self._cadence.is_due(step) and step != self._saved_at
-        if is_due or (rest is not None and rest.is_asked):
-            self.save(step)
+        if stops or is_due or (rest is not None and rest.is_asked):
+            self.save(step, stops=stops)
+        elif rest is not None:
+            drive(rest.go_on())
 
-    def save(self, step: int) -> None:
-        """Save the run, which stands before this step.
+    def _stops(self, step: int) -> bool:
+        """Whether the run is saved now because a worker got SIGTERM."""
+        if self._is_together:
+            return self._stopping.is_due(step)
+        if self._stopping.has_signal:
+            self._stopping.tell()
+        return self._stopping.has_signal
+
+    def _stop(self, step: int, key: str | None) -> None:
+        """The run was saved because of SIGTERM, or could not be: end this process."""
+        self._saver.wait_for_all(key)
+        if self._rank == 0:
+            why = self._saver.failure()
+            place = f"saved in {self._folder.path} before step {step}; the same command continues it"
+            print(f"paceline: SIGTERM: the run is {place if why is None else f'not saved: {why}'}", file=sys.stderr)
+        raise Preempted
+
+    def save(self, step: int, *, stops: bool = False) -> None:
+        """Save the run, which stands before this step; if it `stops`, end this process then.
 
         Without a common step, every worker but the first has its own.
         """
         replica = self._run.replica
         rest = replica.cursor.rest
+        outer, replica.cursor.place_of = replica.cursor.place_of, self._place_of
         try:
             drive(self._run.states.before_save())
         except ClusterError as error:
             if rest is None:
                 raise
-            return self._saver.give_up(step, str(error), f"rest {rest.number}")
+            key = f"rest {rest.number}"
+            self._saver.give_up(step, str(error), key)
+            if stops or (self._is_automatic and self._stopping.is_told()):
+                self._stop(step, key)
+            return drive(rest.go_on())
+        finally:
+            replica.cursor.place_of = outer
         flat = replica.learner.flat
         flat.refresh()
         self._saver.wait()  # The memory of its copies is used again.
@@ -250,11 +309,18 @@ class Saving:
             workers=self._workers,
             model=self._model,
             settings=settings_of(self._run.strategy),
+            shards=0 if rest is None else rest.shards,
             stages=self._stages,
         )
         self._saved_at = step
         key = None if rest is None else "end" if self._has_ended else f"rest {rest.number}"
         self._saver.save(step, values, lambda number: replace(manifest, number=number), key)
+        if rest is not None and not self._has_ended:
+            stops |= self._is_automatic and self._stopping.is_told()
+        if stops:
+            self._stop(step, key)
+        if rest is not None:
+            drive(rest.go_on())
 
     def rest(self) -> None:
         """Others save the run, and this worker has no data left."""
@@ -266,7 +332,8 @@ class Saving:
         A longer run continues with that step.  A method may have taken empty steps after it, to end what was in flight.
         """
         cursor = self._run.replica.cursor
-        cursor.step = min(cursor.step, end)
+        is_served = cursor.rest is not None and cursor.rest.shards > 0
+        cursor.step = end if is_served else min(cursor.step, end)  # Any worker may have had the last minibatch.
         self._has_ended = True
         if self._run.missed_end and self._elastic is not None:
             pass
@@ -277,9 +344,15 @@ class Saving:
         self.close()
         self._tell_failure()
 
+    def abandon(self, why: str) -> None:
+        """The run is not saved at its end."""
+        if self._run.strategy.needs.servers:
+            self._saver.give_up(self._run.replica.cursor.step, why, "end")
+
     def close(self) -> None:
         """Wait for what is being written, and let other jobs use the folder."""
         self._saver.wait()
+        self._stopping.close()
         self._folder.release()
 
     def wait(self) -> None:
@@ -291,48 +364,3 @@ class Saving:
     def _tell_failure(self) -> None:
         if (why := self._saver.failure()) is not None:
             warnings.warn(CheckpointFailed(f"{why}; training goes on"), stacklevel=3)
-
-
-def _warn_of_settings(checkpoint: Checkpoint, strategy: Strategy) -> None:
-    saved, own = checkpoint.manifest.settings, settings_of(strategy)
-    if saved and saved != own:
-        warnings.warn(
-            ChangedSettings(f"{checkpoint.path}: it was saved under {saved}, and continues under {own}"),
-            stacklevel=4,
-        )
-
-
-def _check_stages(checkpoint: Checkpoint, stages: int, stage: int, trained: list[str]) -> None:
-    """Raise ValueError if the model was cut into other stages."""
-    if checkpoint.manifest.stages != stages:
-        raise ValueError(
-            f"it is a checkpoint of a model in {checkpoint.manifest.stages} stages, and this run has {stages}: give "
-            f"train(stages={checkpoint.manifest.stages}), or start anew from the export"
-        )
-    saved = checkpoint.part(0, stage)["trained"]
-    if stages > 1 and saved != trained:
-        raise ValueError(
-            f"stage {stage} of the saved model has the parameters {saved}, and that of this run {trained}: give "
-            "train(stages=[...]) with the layers at which the saved stages begin"
-        )
-
-
-def _chosen(folder: Folder, *, resume: bool) -> Checkpoint | None:
-    """The checkpoint to continue from, in a folder that this job claims."""
-    folder.claim()
-    if resume:
-        return folder.newest_sound()
-    if found := folder.complete():
-        raise ValueError(
-            f"Checkpoints({str(folder.path)!r}, resume=False): the folder has checkpoints already, the last of which "
-            f"is {found[-1].name}; leave out resume=False to continue from it, or give another folder"
-        )
-    return None
-
-
-def _source(checkpoint: Checkpoint, worker: int, workers: int, *, is_together: bool) -> int:
-    """The worker whose place in the data this one continues."""
-    if workers != checkpoint.manifest.workers and not is_together:
-        steps = [state["step"] for state in checkpoint.states()]
-        return steps.index(min(steps))
-    return worker if worker < checkpoint.manifest.workers else 0

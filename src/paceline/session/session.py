@@ -55,7 +55,8 @@ class Session(KeptSession):
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers, watch)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
-        self._saving = LoopSaving(job, loop, self._feed, self.load_state_dict if job.elastic is None else self._load)
+        load = self.load_state_dict if job.elastic is None else self._load
+        self._saving = LoopSaving(job, loop, self._feed, watch, load)
         self._members = None
 
     @property

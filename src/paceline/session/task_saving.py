@@ -18,6 +18,11 @@ def check_checkpoint(terms: Terms) -> None:
     if terms.checkpoint is None:
         return
     check(terms.strategy, Offers("train(checkpoint=...)", unbroken=False))
+    if terms.strategy.needs.servers and terms.depth > 1:
+        raise ValueError(
+            f"train(checkpoint=..., stages={terms.depth}, {type(terms.strategy).__name__}): the servers of a model in "
+            "stages cannot be saved; use one stage, or a method without servers, such as PeriodicAveraging"
+        )
     if terms.checkpoint.also:
         raise ValueError(
             f"train(checkpoint=Checkpoints(also={sorted(terms.checkpoint.also)})): a Task has no schedulers of the "
@@ -45,6 +50,7 @@ def saving_of(terms: Terms, job: Job, run: WorkerRun, members: Members | None) -
     if members is not None:
         members.on_changed = saving.change
     run.replica.cursor.on_rest = saving.rest
+    saving.begin()
     try:
         saving.resume(run.load_state_dict)
         yield saving

@@ -31,6 +31,7 @@ from paceline.engines.place import Place, detect
 from paceline.engines.processes import die_with_parent
 from paceline.engines.store_process import check_store, start_store, stop_store
 from paceline.engines.supervisor import ERROR_FILE, Supervisor, Worker, write_report
+from paceline.errors import SAVED_CODE
 from paceline.monitor.monitor import INSTEAD, Monitor
 from paceline.needs import Offers, check
 from paceline.op import drive
@@ -42,6 +43,7 @@ from paceline.session.process_learner import ProcessLearner
 from paceline.session.returned import return_model, take_model
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.shared_buffers import SharedBuffers
+from paceline.session.stopping import Preempted, leave_passing_on, passing_on
 from paceline.session.task_saving import check_checkpoint, saving_of
 from paceline.session.terms import Terms
 from paceline.session.watching import Watching
@@ -308,7 +310,10 @@ class _ForkedWorkers:
                 with_traceback=True,
             )
             try:
-                with self._watching.forked(self._folder, self._terms, self._workers):
+                with (
+                    self._watching.forked(self._folder, self._terms, self._workers),
+                    passing_on(self._terms.checkpoint, self._processes),
+                ):
                     supervisor.run()
             finally:
                 os.close(self._pipe[0])
@@ -316,6 +321,8 @@ class _ForkedWorkers:
                 stop_store(self._store)
                 for process in self._processes.values():
                     process.close()
+            if supervisor.has_saved:
+                raise Preempted
             return self._collect()
 
     def _tick(self) -> None:
@@ -333,12 +340,15 @@ class _ForkedWorkers:
 
     def _child(self, rank: int, parent: int) -> None:
         die_with_parent(parent)
+        leave_passing_on()
         os.close(self._pipe[1])
         os.environ[VARIABLE] = str(self._progress_path(rank))
         os.environ[ERROR_FILE] = str(self._report_path(rank))
         torch.set_num_threads(1)  # The parent's thread pool has no threads in a forked process.
         try:
             self._work(rank)
+        except Preempted:
+            os._exit(SAVED_CODE)
         except BaseException as error:
             write_report(self._report_path(rank), error)
             os._exit(1)

@@ -124,6 +124,7 @@ class CheckpointTable:
     every: str = "10min"
     keep: int | None = 2
     resume: bool = True
+    sigterm: bool = True
 
 
 @dataclass(frozen=True)

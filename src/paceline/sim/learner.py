@@ -83,7 +83,7 @@ class SimLearner(TaskLearner):
             self.trainee.local_step()
 
     def _begin(self, replica: Replica) -> Batch | None:
-        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard)
+        batch = self.trainee.draw(replica.cursor.step, replica.cursor.shard, replica.cursor.parts)
         replica.batch.begin(0 if batch is None else len(batch[0]))
         return batch
 

@@ -19,7 +19,9 @@ from paceline.op import Op
 from paceline.pipeline.stand_in import check_stages, count
 from paceline.pipeline.timing import pipelined
 from paceline.run import Run
+from paceline.server.messages import SavePoint
 from paceline.server.shard import Shard
+from paceline.server.worker_saves import WorkerSaves
 from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint
 from paceline.sim.fault_schedule import FaultSchedule, check_faults
@@ -28,6 +30,7 @@ from paceline.sim.learner import SimLearner
 from paceline.sim.simulator import Simulator
 from paceline.sim.watching import watches
 from paceline.sim.world import World
+from paceline.state import SHARD, resharded
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Task, Trainee
 from paceline.worker.batch import NonFinite
@@ -75,9 +78,10 @@ def simulate(
     else:
         Simulated = Simulation
     check(strategy, replace(offers, fixed_workers=elastic or not faults.needs_elastic, unbroken=is_unbroken))
-    if resume is not None and len(resume) != cluster.workers:
+    of_workers = [state for state in resume or () if state.get("strategy") != SHARD]
+    if resume is not None and len(of_workers) != cluster.workers:
         raise ValueError(
-            f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "
+            f"simulate: {len(of_workers)} workers' states for {cluster.workers} workers; "
             f"give resized(states, {cluster.workers})"
         )
     check_faults(faults, strategy, cluster.workers, count(cluster.stages), elastic=elastic)
@@ -145,6 +149,11 @@ class Simulation:
             Shard(SimEndpoint(self.world, rank), grace_s=10.0, takes_nonfinite=nonfinite == "pass")
             for rank in layout.server_ranks
         ]
+        self._shard_states: dict[int, State] = {}
+        self._stopped: set[int] = set()  # The workers that have stopped before the end.
+        if stop_at is not None:
+            for index, shard in enumerate(self.shards):
+                shard.saves.copy = partial(self._copy_shard, index)
         self._watches: dict[int, Watch] = {}
         self._buffers: dict[int, torch.Tensor] = {}  # Of each worker that has computed its last gradient.
         self.workers = [self._worker(rank, copy.deepcopy(model)) for rank in ranks]
@@ -166,8 +175,26 @@ class Simulation:
 
     def load(self, states: list[State]) -> None:
         """Continue from the states of a stopped run."""
-        for worker, state in zip(self.workers, states, strict=True):
+        shards = [state for state in states if state["strategy"] == SHARD]
+        for worker, state in zip(self.workers, (s for s in states if s["strategy"] != SHARD), strict=False):
             worker.run.load_state_dict(state)
+            worker.replica.cursor.restored = "" if shards else None
+        if shards:
+            self._load_shards(shards)
+
+    def _load_shards(self, states: list[State]) -> None:
+        """Every shard continues with its part of the vectors when the first worker tells it where these are cut."""
+        count = len(self.shards)
+        for index, shard in enumerate(self.shards):
+            shard.read = lambda request, index=index: (
+                states[index] if len(states) == count else resharded(states, count, unit=request.unit)[index]
+            )
+
+    def _copy_shard(self, index: int, request: SavePoint, dead: list[int]) -> None:
+        """The run stops at a save point."""
+        shard = self.shards[index]
+        self._shard_states[index] = shard.state_dict()
+        shard.saves.has_ended = True
 
     def run(self, monitors: Monitors) -> Run:
         """Run every rank to its end."""
@@ -184,6 +211,7 @@ class Simulation:
         for watch in reversed(self._watches.values()):  # The first worker reports on the others.
             watch.end()
         states = [worker.run.state_dict() for worker in self.workers]
+        states += [state for _, state in sorted(self._shard_states.items())]
         flat = first.trainee.flat
         params = flat.round(flat.params.clone())
         untie(flat.parameters)
@@ -203,6 +231,12 @@ class Simulation:
         has_finished = await run.run()
         if run.missed_end:  # What it still waits for does not come.
             self.simulator.at(self.simulator.now, self.world.end_early, run.rank)
+        if not has_finished:
+            self.simulator.at(self.simulator.now, self.simulator.kill, run.rank)
+            self._stopped.add(run.rank)
+            if self._stopped >= set(self.world.layout.worker_ranks) - self.world.dead.keys():
+                for shard in self.shards:  # In a warm start they have not begun.
+                    self.simulator.at(self.simulator.now, self.simulator.kill, shard.endpoint.rank)
         if has_finished and run is self.workers[0].run:
             self._end()
 
@@ -223,7 +257,8 @@ class Simulation:
             self._evaluate(step)
         if self._watches:
             self._watch(worker, step)
-        if step == self.stop_at:
+        rest = worker.replica.cursor.rest
+        if step == self.stop_at or (self.stop_at is not None and isinstance(rest, WorkerSaves) and rest.has_heard):
             raise Stopped
 
     def _stop(self) -> None:

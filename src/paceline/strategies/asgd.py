@@ -13,11 +13,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from paceline.families.ramped_steps import RampedSteps
 from paceline.families.server_strategy import ServerStrategy
 from paceline.needs import Needs
 from paceline.op import Op, Ready
 from paceline.server.rules import Rule, Sgd
 from paceline.server.store import Store
+from paceline.state import per_worker
 from paceline.worker.replica import Replica
 
 
@@ -40,7 +42,7 @@ class ASGD(ServerStrategy):
     ramp_from: float = 0.1
     ramp_kind: Literal["staircase", "linear"] = "staircase"
     ramp_of: Literal["rate", "delta"] = "rate"
-    needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
+    needs: ClassVar[Needs] = Needs(collectives=False, servers=True, rests=True)
     pushes_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -69,9 +71,11 @@ class ASGD(ServerStrategy):
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
-        w.params.copy_(await store.pull())
+        pulled = await store.pull()
+        if not store.saves.continues:
+            w.params.copy_(pulled)
         deltas = DeltaExchange(self, w, store)
-        local_step = RampedSteps(self, w).step if self.ramp and self.ramp_of == "rate" else w.local_step
+        local_step = RampedSteps(self.factor, w).step if self.ramp and self.ramp_of == "rate" else w.local_step
         while await store.next(before_waiting=deltas.exchange):
             await local_step()
             store.count_step()
@@ -99,29 +103,6 @@ class ASGD(ServerStrategy):
         return min(1.0, self.ramp_from + (1 - self.ramp_from) * passed / self.ramp)
 
 
-class RampedSteps:
-    """Local steps with a learning rate that rises at the beginning.
-
-    A step is proportional to the learning rate, with momentum and weight decay too, so the step itself is scaled: the
-    optimizer's own rates remain those of its schedule.
-    """
-
-    def __init__(self, strategy: ASGD, w: Replica) -> None:
-        self.strategy = strategy
-        self.w = w
-        self.steps = 0
-        self._before = torch.empty_like(w.params)
-
-    async def step(self) -> None:
-        factor = self.strategy.factor(self.steps)
-        if factor < 1:
-            self._before.copy_(self.w.params)
-        await self.w.local_step()
-        if factor < 1:
-            torch.lerp(self._before, self.w.params, factor, out=self.w.params)
-        self.steps += 1
-
-
 class DeltaExchange:
     """A worker's exchanges with the shards: `base` is the model that it pulled last."""
 
@@ -129,26 +110,33 @@ class DeltaExchange:
         self.strategy = strategy
         self.w = w
         self.store = store
-        self.base = w.learner.flat.round(w.params.clone())
+        first = w.learner.flat.round(w.params.clone())
+        self.m = w.state("deltas", rule=per_worker, base=first, exchanges=0)
+        if not store.saves.continues:
+            self.m.base.copy_(first)
+        self.base: Tensor = self.m.base
         self.in_flight: Op[Tensor] = Ready("pull", self.base)
-        self.exchanges = 0
         self._delta = store.send_buffer()
         store.forget = self._forget
+        store.saves.settle = self._settle
 
     def _forget(self) -> None:
         """Go back to `base`: other workers do what this one has done since then."""
         self.w.params.copy_(self.w.learner.flat.round(self.base))
 
+    async def _settle(self) -> None:
+        await self.in_flight
+
     async def exchange(self) -> None:
         """Push the delta since `base` and continue from the shards' model, or with a pipeline from the one before."""
         store = self.store
         params = self.w.params
-        self.exchanges += 1
+        self.m.exchanges += 1
         if self.strategy.pipeline:
             await self.in_flight
         self._delta = torch.sub(self.base, params, out=store.send_buffer(self._delta))
         if self.strategy.ramp_of == "delta":
-            self._delta.mul_(self.strategy.factor(self.exchanges))
+            self._delta.mul_(self.strategy.factor(self.m.exchanges))
         if self.strategy.pipeline:
             self.base.copy_(store.value)
             self.in_flight = store.exchange(self._delta, store.unpushed.take())

@@ -10,17 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from paceline.codecs.shares import followed
+from paceline.families.outer_exchange import OuterExchange
 from paceline.families.server_strategy import ServerStrategy
 from paceline.needs import Needs
-from paceline.op import Op
-from paceline.server.rule import Push as Update
 from paceline.server.rules import Momentum, Quorum, Rule, Sgd
-from paceline.server.store import Store
-from paceline.state import Slot
 from paceline.worker.replica import Replica
 
 
@@ -39,7 +32,7 @@ class AsyncDiLoCo(ServerStrategy):
     quorum: int | None = None
     grace: float = 1.0
     delay: int = 0
-    needs: ClassVar[Needs] = Needs(collectives=False, servers=True)
+    needs: ClassVar[Needs] = Needs(collectives=False, servers=True, rests=True)
     pushes_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -63,8 +56,11 @@ class AsyncDiLoCo(ServerStrategy):
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
-        w.params.copy_(await store.pull())
-        outer = OuterExchange(w, store, self.outer())
+        pulled = await store.pull()
+        if not store.saves.continues:
+            w.params.copy_(pulled)
+        outer = OuterExchange(w, store, self.outer(), waits=not self.delay)
+        await outer.go_on()
         while await store.next(before_waiting=outer.push_and_merge):
             await w.local_step()
             store.count_step()
@@ -77,56 +73,3 @@ class AsyncDiLoCo(ServerStrategy):
                     await outer.merge()
         await outer.merge()
         w.params.copy_(await store.leave())
-
-
-class OuterExchange:
-    """A worker's exchanges with the shards.
-
-    `base` is the shards' model that the worker merged last, `snapshot` its parameters at its last push, and `in_flight`
-    the exchange whose answer it has not merged yet.  `effect` is what the outer optimizer would make of `unsent`, which
-    the codec has left out.  Divided by the worker's weight, it stays in its parameters as `offset`: see
-    `paceline.families.unsent`.
-    """
-
-    def __init__(self, w: Replica, store: Store, outer: Rule) -> None:
-        self.w = w
-        self.store = store
-        self.base = w.params.clone()
-        self.snapshot = w.params.clone()
-        self.outer = outer
-        self.unsent = torch.zeros_like(w.params)
-        self.effect = torch.zeros_like(w.params)
-        self.offset = torch.zeros_like(w.params)
-        self.weight: float | None = None  # The samples of a push; it follows a smaller push slowly.
-        self.memory = Slot(**outer.memory(self.effect))
-        self.in_flight: Op[Tensor] | None = None
-        store.forget = self._forget
-
-    def _forget(self) -> None:
-        """Go back to the last push: other workers do what this one has done since then."""
-        self.w.params.copy_(self.base + self.offset if self.in_flight is None else self.snapshot)
-
-    def push(self) -> None:
-        """Push the delta since `base`, and do not wait for the answer."""
-        delta = self.base - self.snapshot.copy_(self.w.params) + self.offset
-        if samples := self.store.unpushed.take():
-            self.weight = followed(self.weight, samples)
-        self.in_flight = self.store.exchange(delta, samples)
-
-    async def merge(self) -> None:
-        """Continue from the shards' model, plus what this worker has learnt since its push."""
-        if self.in_flight is not None:
-            self.base.copy_(await self.in_flight)
-            self.w.params.add_(self.base - self.snapshot)
-            if (unsent := self.store.unsent()) is not None and self.weight:
-                change = unsent - self.unsent
-                self.unsent.copy_(unsent)
-                self.outer.apply(self.effect, change.to(self.effect.dtype), self.memory, Update())
-                self.w.params.add_(torch.div(self.effect, self.weight, out=self.offset))
-            self.in_flight = None
-
-    async def push_and_merge(self) -> None:
-        """Merge what is in flight, push the rest, and wait for the answer."""
-        await self.merge()
-        self.push()
-        await self.merge()

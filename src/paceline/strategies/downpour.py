@@ -7,9 +7,10 @@ steps=...)`.  One replica that pushes and fetches at every step is torch's Adagr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,14 @@ from torch import Tensor
 from paceline.families.server_strategy import ServerStrategy
 from paceline.server.rules import Adagrad, Rule
 from paceline.server.store import Store
+from paceline.state import Resize, resize_rule
 from paceline.worker.replica import Replica
+
+
+@resize_rule("dropped")
+def dropped(values: Sequence[dict[str, Any]], resize: Resize) -> dict[str, Any]:
+    """With another number of workers the gradients that were not pushed are computed again."""
+    return {"total": torch.zeros_like(values[0]["total"]), "steps": 0}
 
 
 @dataclass(frozen=True)
@@ -50,20 +58,23 @@ class Downpour(ServerStrategy):
 
     async def worker(self, w: Replica) -> None:
         store = self.store(w)
-        w.params.copy_(await store.pull())
-        total = torch.zeros_like(w.params)  # The sum of the gradients since the last push.
+        pulled = await store.pull()
+        if not store.saves.continues or store.saves.was_early:
+            w.params.copy_(pulled)
+        m = w.state("sum", rule=dropped, total=torch.zeros_like(w.params), steps=0)
+        total: Tensor = m.total  # The sum of the gradients since the last push.
+        store.saves.again = lambda: store.pull(into=w.params)
         store.forget = partial(total.fill_, 0.0)
         exchange = partial(self._exchange, w, store, total)
-        steps = 0
         while await store.next(before_waiting=exchange):
             g = await w.gradient()
             total.add_(g)
             store.count_step()
-            steps += 1
+            m.steps += 1
             if self.local_lr:
                 w.params.add_(g, alpha=-self.local_lr * w.cursor.rate)
-            pushes = steps % self.push == 0
-            fetches = steps % self.fetch == 0
+            pushes = m.steps % self.push == 0
+            fetches = m.steps % self.fetch == 0
             if pushes and fetches:
                 await exchange()
             elif pushes:

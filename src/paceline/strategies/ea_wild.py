@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from paceline.endpoint import Endpoint
-from paceline.families.centre import Centre, InMemory, OnShards
-from paceline.families.company import Company
+from paceline.families.centre import Centre, InMemory, OnShards, begin_alone
 from paceline.families.elastic import Elastic, check_period, groups_of
 from paceline.needs import Needs
 from paceline.op import Op
 from paceline.server.rules import Attract
 from paceline.server.shard import Shard
+from paceline.state import per_worker
 from paceline.strategy import Strategy
 from paceline.worker.replica import Replica
 
@@ -65,6 +65,7 @@ class EAWild(Elastic, Strategy):
             servers=self.servers > 0,
             shared_memory=not self.servers,
             global_data=self.groups == "random",
+            rests=self.group == 1,
         )
 
     @property
@@ -78,11 +79,16 @@ class EAWild(Elastic, Strategy):
         groups = groups_of(w.workers, self.group)
         self.warn_if_unstable(w, groups)
         everyone = w.endpoint
-        centre = await OnShards.of(w) if self.servers else InMemory(await everyone.shared_vector(w.params), everyone)
-        seen = w.params.clone()  # The centre at the last meeting of this worker's group.
-        w.published = seen
+        m = w.state("meetings", rule=per_worker, seen=w.params, has_begun=0)
+        if self.servers:
+            centre = await OnShards.of(w, moves=not m.has_begun)
+        else:
+            centre = InMemory(await everyone.shared_vector(w.params), everyone)
+        # The centre at the last meeting of this worker's group.
+        w.published = seen = m.seen if m.has_begun else m.seen.copy_(w.params)
         before = torch.empty_like(w.params)
-        group: Endpoint | None = None
+        group = everyone.group((w.rank,)) if m.has_begun else None
+        m.has_begun = 1
         for k in w.steps():
             meets = group is not None and k % self.period == 0
             alpha = await self.coming_share(w, groups) if meets else 0.0
@@ -97,13 +103,11 @@ class EAWild(Elastic, Strategy):
 
     async def _alone(self, w: Replica) -> None:
         """A worker that is a group of its own, and waits for no other."""
-        company = await Company.of(w)
+        company, seen, first = await begin_alone(w)
         self.warn_if_unstable(w, w.cursor.shards)
         centre = InMemory(company.vector, w.endpoint)
-        seen = w.params.clone()  # The centre at the last meeting.
         w.published = seen
         before = torch.empty_like(w.params)
-        first = w.cursor.step
         for k in w.steps_alone():
             await company.look_around()
             meets = k > first and k % self.period == 0

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from paceline.families.elastic import Elastic, ElasticServer, check_period
 from paceline.server.gates import Gate, Turns
+from paceline.state import per_worker
 from paceline.strategy import Strategy
 from paceline.worker.replica import Replica
 
@@ -105,7 +107,7 @@ class NesterovSteps:
     def __init__(self, w: Replica, momentum: float) -> None:
         self.w = w
         self.momentum = momentum
-        self._velocity = torch.zeros_like(w.params)
+        self._velocity: Tensor = w.state("nesterov", rule=per_worker, velocity=torch.zeros_like(w.params)).velocity
         self._before = torch.empty_like(w.params)
 
     async def step(self) -> None:

@@ -28,7 +28,7 @@ class Hogwild(Strategy):
     and add the step's change to it.
     """
 
-    needs: ClassVar[Needs] = Needs(collectives=False, shared_memory=True)
+    needs: ClassVar[Needs] = Needs(collectives=False, shared_memory=True, rests=True)
     WITHOUT_CODEC: ClassVar = (
         "its workers share memory and send nothing; ParameterServer(codec=...) sends encoded gradients"
     )

@@ -31,8 +31,22 @@ class Rest(Protocol):
         """How many such moments there were."""
         ...
 
+    @property
+    def member(self) -> int:
+        """The data shard of this worker, which names its state."""
+        ...
+
+    @property
+    def shards(self) -> int:
+        """How many servers save a state of their own."""
+        ...
+
     async def reach(self) -> None:
         """Return at the next one, at which this worker's state can be saved."""
+        ...
+
+    async def go_on(self) -> None:
+        """This worker's state is saved, and it continues."""
         ...
 
 
@@ -45,12 +59,17 @@ class Cursor:
     def __init__(self, learner: Learner, plan: Plan, shards: int) -> None:
         self.step = 0
         self.shard: int | None = None
+        self.parts = 0  # If not 0, the current minibatch is cut into so many.
         self.shards = shards  # Each minibatch is cut into this many parts.
         self.is_over = False  # No worker has data left, and all workers know it.
         self.on_step: Callable[[int], None] = lambda step: None  # The driver's hook: called once for every step.
         self.on_end: Callable[[], None] = lambda: None  # The driver's hook: this worker computes no more gradients.
         self.on_rest: Callable[[], None] = lambda: None  # The driver's hook: others save the run after that.
         self.rest: Rest | None = None  # Of a method whose workers save the run at no common step.
+        # The driver's: the part of the job's store where the checkpoint of that name is agreed; empty: there is none.
+        self.place_of: Callable[[str], str] = lambda name: ""
+        # The folder of the checkpoint from which this run continues; empty: it continues from states.
+        self.restored: str | None = None
         self._learner = learner
         self._plan = plan
         self._end: float = inf  # The step before which the current phase ends.
@@ -126,12 +145,17 @@ class Cursor:
         self._announce(following)
         return True
 
-    def seek(self, step: int, shard: int) -> None:
-        """Go to any part of any minibatch, as a dispatcher assigned it."""
+    def seek(self, step: int, shard: int, parts: int = 0) -> None:
+        """Go to any part of any minibatch, as a dispatcher assigned it.
+
+        With `parts` it is cut into so many, and not into one for each worker.
+        """
         for k in range(self._announced + 1, step + 1):  # The hook is called once for every step, however far this goes.
+            self.step = k
             self._announce(k)
         self.step = step
         self.shard = shard
+        self.parts = parts
 
     def resume_at(self, step: int) -> None:
         """Continue where another worker was, whose part of the data this one takes over."""

@@ -138,7 +138,7 @@ class WorkerRun:
             strategy=type(self.strategy).__name__,
             step=replica.cursor.step,
             copies=copies,
-            rank=replica.rank if replica.cursor.rest is None or replica.cursor.shard is None else replica.cursor.shard,
+            rank=replica.rank if replica.cursor.rest is None else replica.cursor.rest.member,
             workers=replica.workers,
             weight=replica.batch.unsynced,
             is_finite=is_finite(replica.params),
