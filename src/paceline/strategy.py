@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from paceline.checked import Checked
 from paceline.needs import Needs
@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from paceline.worker.replica import Replica
 
 
+Durability = Literal["none", "process"]
+"""What a server's state survives: nothing, or that its process is killed."""
+
+
 class Strategy(Checked):
     """See `strategies/block_momentum.py` for a whole one."""
 
     KIND: ClassVar = "strategy"
 
     servers: int = 0
+    durability: Durability = "none"  # What becomes of a server that is killed.
     coordinators: ClassVar[int] = 0  # How many of the servers, the first ones, hold no part of the model.
     needs: ClassVar[Needs] = Needs()  # A property where it depends on the settings.
     steps_itself: ClassVar[bool] = False  # It takes the steps in place of the optimizer, by its rates.

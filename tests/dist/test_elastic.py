@@ -150,8 +150,27 @@ def test_an_error_names_a_killed_server():
 
     with pytest.raises(pl.ClusterError, match=r"server|exit code 70"):
         pl.train(
-            counting(steps=300, batch=6, slow_s=0.01), pl.ParameterServer(servers=1), workers=2, progress=kill_a_server
+            counting(steps=300, batch=6, slow_s=0.01),
+            pl.ParameterServer(servers=1),
+            workers=2,
+            progress=kill_a_server,
         )
+
+
+def test_killed_shards_come_back_and_every_sample_is_applied_once_in_each():
+    killed = list[int]()
+
+    def kill_a_server(k: int) -> None:
+        servers = [pid for pid in _servers() if pid not in killed]
+        if k >= 8 * (len(killed) + 1) and len(killed) < 4 and servers:
+            killed.append(servers[k % len(servers)])
+            os.kill(killed[-1], signal.SIGKILL)
+
+    task = counting(steps=100, batch=6, slow_s=0.01)
+    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=2, durability="process")
+    run = pl.train(task, strategy, workers=2, progress=kill_a_server, timeout_s=60)
+    assert len(killed) >= 2
+    assert run.params.tolist() == [1.0] * task.samples
 
 
 def _servers() -> list[int]:

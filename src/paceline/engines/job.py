@@ -22,7 +22,8 @@ from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
-from paceline.engines.server_process import ServerProcesses, ServerSettings
+from paceline.engines.server_process import ServerSettings
+from paceline.engines.servers import ServerProcesses
 from paceline.errors import ClusterError
 from paceline.needs import Needs
 from paceline.strategy import Strategy
@@ -74,6 +75,7 @@ class Job(AbstractContextManager["Job"]):
     ) -> None:
         self._is_elastic = needs.elastic
         self._stages = stages
+        self.returning: Sequence[int] = ()  # Servers that come back when they are killed.
         self._device = device
         self._ordered = ordered
         self.timeout_s = timeout_s
@@ -96,6 +98,8 @@ class Job(AbstractContextManager["Job"]):
             self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
             self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
+            if served is not None and served.durability != "none":
+                self.returning = self.layout.server_ranks
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
@@ -215,7 +219,9 @@ class Job(AbstractContextManager["Job"]):
         from paceline.transport.mailbox import Mailbox
 
         address = mailbox_address(self.hosts, self._key)
-        return Mailbox(self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s)
+        return Mailbox(
+            self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s, returning=self.returning
+        )
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
         """Memory shared with these ranks, if they are all on this host."""
@@ -319,6 +325,7 @@ def _elastic_mailbox(job: Job, rank: int, bind: str) -> Mailbox:
         timeout_s=job.timeout_s,
         beat_s=None if has_servers else beat_s,
         silent_s=None if has_servers else silent_s,
+        returning=job.returning,
     )
     if has_servers:
         mailbox.beat(job.layout.server_ranks, every_s=beat_s)

@@ -6,12 +6,14 @@ receiver does what a request asks for once, however often it comes.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from paceline.errors import ClusterError
-from paceline.protocol.messages import Away, Message, PeerDied, Refused, Reply, Request, Wait, reply_to
+from paceline.op import Op
+from paceline.protocol.messages import Away, Message, PeerDied, Refused, Reply, Request, Returned, Wait, reply_to
 
 if TYPE_CHECKING:
     from paceline.endpoint import Endpoint
@@ -40,6 +42,8 @@ class Requests:
         self.endpoint = endpoint
         self.incarnation = 0
         self._last_id = 0
+        # What each rank was sent and has not answered, by its number: the request, or the probe for it.
+        self._open: dict[int, dict[int, Request]] = defaultdict(dict)
         self._waiting: set[tuple[int, int]] = set()  # The rank and the number of each request that waits for a reply.
         self._replies: dict[tuple[int, int], Message] = {}  # Replies to one, which another one has received.
 
@@ -50,9 +54,21 @@ class Requests:
         request.incarnation = self.incarnation
         return request
 
+    async def send(self, rank: int, request: Request, *, probe: Request | None = None) -> None:
+        """Send a request, and send it, or the `probe`, again if its receiver was killed and is back."""
+        await self.begin(rank, request, probe=probe)
+
+    def begin(self, rank: int, request: Request, *, probe: Request | None = None) -> Op[None]:
+        self._open[rank][request.request_id] = request if probe is None else probe
+        return self.endpoint.send(rank, request)
+
+    def forget(self, rank: int, request: Request) -> None:
+        """The answer to a request is not wanted any longer."""
+        self._open[rank].pop(request.request_id, None)
+
     async def ask(self, rank: int, request: Request, *replies: type[M]) -> M:
         """Number a request, send it, and wait for a reply of one of these types."""
-        await self.endpoint.send(rank, self.number(request))
+        await self.send(rank, self.number(request))
         return await self.reply(rank, request, *replies)
 
     async def reply(self, rank: int, request: Request, *replies: type[M], probe: Request | None = None) -> M:
@@ -68,11 +84,12 @@ class Requests:
         finally:
             self._waiting.discard(this)
             self._replies.pop(this, None)
+            self.forget(rank, request)
 
     async def _reply(self, this: tuple[int, int], request: Request, replies: tuple[type[M], ...], again: Request) -> M:
         endpoint, rank = self.endpoint, this[0]
         timeouts = 0
-        types = (*replies, Wait, Refused, PeerDied)
+        types = (*replies, Wait, Refused, PeerDied, Returned)
         while True:
             message = self._replies.pop(this, None)
             if message is None:
@@ -85,6 +102,10 @@ class Requests:
                         await endpoint.send(rank, again)
                     continue
             timeouts = 0
+            if isinstance(message, Returned):
+                for other, unanswered in [(r, u) for r, sent in self._open.items() for u in sent.values()]:
+                    await endpoint.send(other, unanswered)
+                continue
             check_reply(endpoint, message)
             if isinstance(message, Reply) and message.request_id != request.request_id:
                 # Another request of this rank may wait for it; otherwise it is the second answer to an older one.
@@ -166,6 +187,10 @@ class Deduplicator:
         """What a repeated request is answered by: the same as before, or that its sender is to wait."""
         return self._replies.get(request.src) or reply_to(request, Wait())
 
+    def last_reply(self, src: int) -> Reply | None:
+        """The reply to the newest request of a sender, if it is still kept."""
+        return self._replies.get(src)
+
     def kept_reply(self, request: Request) -> Reply | None:
         """The reply to this request, if it is still kept."""
         reply = self._replies.get(request.src)
@@ -184,6 +209,13 @@ class Deduplicator:
         """The sender needs no reply to its requests up to this number, also if they arrive later."""
         incarnation, newest = self._newest.get(src, (0, 0))
         self._newest[src] = incarnation, max(newest, request_id)
+
+    def snapshot(self) -> dict[int, tuple[int, int]]:
+        """The newest request of each sender, without the replies."""
+        return dict(self._newest)
+
+    def restore(self, saved: Mapping[int, tuple[int, int]]) -> None:
+        self._newest = dict(saved)
 
     def forget(self, src: int) -> None:
         """A sender is dead."""

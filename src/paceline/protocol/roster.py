@@ -7,9 +7,10 @@ next incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class State(Enum):
@@ -57,6 +58,14 @@ class Roster:
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self._states: dict[int, State] = dict.fromkeys(ranks, State.ACTIVE)
         self._incarnations: dict[int, int] = {}
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {"states": {r: s.value for r, s in self._states.items()}, "incarnations": dict(self._incarnations)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self._states = {rank: State(value) for rank, value in saved["states"].items()}
+        self._incarnations = dict(saved["incarnations"])
 
     # What is known.
 

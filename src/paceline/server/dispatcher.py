@@ -16,6 +16,7 @@ from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Reply, Request, reply_to
 from paceline.protocol.requests import Deduplicator, Refusal, Verdict
 from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, NoWork, Update, Work
+from paceline.server.snapshots import message_of, plain_message
 from paceline.server.work_queue import WorkItem, WorkQueue
 from paceline.state import Resize, StateStore, Values, resize_rule
 
@@ -64,6 +65,29 @@ class Dispatcher:
         self.drawing.clear()
         self._deferred.clear()
         self._data_shards.clear()
+
+    def snapshot(self) -> Values:
+        """All that is known, as plain values; unlike what is saved for another run, with the work that is leased."""
+        return {
+            "queue": None if self._queue is None else self._queue.snapshot(),
+            "done": dict(self._done),
+            "drawn": [[plain_message(draw), [list(i) for i in items]] for draw, items in self._drawn.values()],
+            "drawing": [plain_message(draw) for draw in self.drawing],
+            "deferred": [plain_message(draw) for draw in self._deferred.values()],
+            "data_shards": dict(self._data_shards),
+            "requests": self._requests.snapshot(),
+        }
+
+    def restore(self, saved: Values) -> None:
+        self._queue = None if saved["queue"] is None else WorkQueue.restored(saved["queue"])
+        self._done = dict(saved["done"])
+        drawn = [(message_of(draw, DrawWork), items) for draw, items in saved["drawn"]]
+        self._drawn = {draw.src: (draw, [WorkItem(*item) for item in items]) for draw, items in drawn}
+        self.drawing = [message_of(draw, DrawWork) for draw in saved["drawing"]]
+        deferred = [message_of(draw, DrawWork) for draw in saved["deferred"]]
+        self._deferred = {draw.src: draw for draw in deferred}
+        self._data_shards = dict(saved["data_shards"])
+        self._requests.restore(saved["requests"])
 
     # Requests.
 

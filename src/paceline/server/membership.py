@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import NotAMember, OlderIncarnation, Refusal
 from paceline.protocol.roster import Change, Roster, State
 from paceline.server.messages import Idle, Join, Leave, Wake
+from paceline.server.snapshots import message_of, plain_message
 
 NOT_A_MEMBER = "it is not, or no longer, among the workers; it may join"
 
@@ -28,6 +30,30 @@ class Membership:
         self._newest: dict[int, tuple[int, int]] = {}  # Of each worker: the request that its state is from.
         self._awaited: list[float] = []  # Until when the shard waits for each replacement.
         self._ahead = 0  # How many have joined before the death of the worker that they replace was noticed.
+
+    # Snapshots.
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {
+            "roster": self.roster.snapshot(),
+            "clocks": dict(self.clocks),
+            "leaving": [plain_message(request) for request in self.leaving.values()],
+            "all_done": self.all_done,
+            "newest": dict(self._newest),
+            "awaited": list(self._awaited),
+            "ahead": self._ahead,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.roster.restore(saved["roster"])
+        self.clocks = dict(saved["clocks"])
+        leaving = [message_of(plain, Leave) for plain in saved["leaving"]]
+        self.leaving = {request.src: request for request in leaving}
+        self.all_done = saved["all_done"]
+        self._newest = dict(saved["newest"])
+        self._awaited = list(saved["awaited"])
+        self._ahead = saved["ahead"]
 
     # Queries.
 

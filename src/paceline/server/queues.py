@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import astuple
+from typing import Any, TypeVar
 
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal
 from paceline.server.gates import Gate
 from paceline.server.messages import Update
 from paceline.server.shard_state import Wanted
+from paceline.server.snapshots import message_of, plain_message
 
 MOST_HELD = 64  # Requests of one worker that a shard keeps until it can answer them.
 
@@ -25,6 +27,14 @@ class Queues:
         self.updates: list[Update] = []  # Updates that wait for the gate,
         self.waiting: list[Wanted] = []  # workers with an update that a rule holds back,
         self.wanted: list[Wanted] = []  # and workers that want the value.
+
+    def snapshot(self) -> dict[str, Any]:
+        """All requests, as plain values."""
+        return {name: [_plain(event) for event in queue] for name, queue in vars(self).items()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        for name, queue in saved.items():
+            setattr(self, name, [_event_of(plain) for plain in queue])
 
     def add(self, event: Event) -> None:
         if isinstance(event, Update):
@@ -64,6 +74,14 @@ class Queues:
         self.updates = [update for update in self.updates if update.src != worker]
         self.waiting = [wanted for wanted in self.waiting if wanted.src != worker]
         self.wanted = [wanted for wanted in self.wanted if wanted.src != worker]
+
+
+def _plain(event: Event) -> Any:
+    return {"update": plain_message(event)} if isinstance(event, Update) else {"wanted": list(astuple(event))}
+
+
+def _event_of(plain: Any) -> Any:
+    return message_of(plain["update"], Update) if "update" in plain else Wanted(*plain["wanted"])
 
 
 def _first(queue: list[E], may: Callable[[int, Mapping[int, int]], bool], clocks: Mapping[int, int]) -> E | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from paceline.endpoint import Endpoint
-from paceline.protocol.messages import Message, PeerDied, PeerSuspected, Wait
+from paceline.protocol.messages import Message, PeerDied, PeerSuspected, Returned, Wait
 from paceline.protocol.requests import Deduplicator, Refusal, UnknownRequest, Verdict
 from paceline.protocol.roster import State
 from paceline.server.dispatcher import Dispatcher
@@ -45,6 +48,23 @@ class Reception:
         self.replies = Replies(endpoint)
         self.queues = Queues()
         self._updates = Deduplicator()
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {
+            "held": self.held.snapshot(),
+            "work": self.dispatcher.snapshot(),
+            "members": self.members.snapshot(),
+            "queues": self.queues.snapshot(),
+            "updates": self._updates.snapshot(),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.held.restore(saved["held"])
+        self.dispatcher.restore(saved["work"])
+        self.members.restore(saved["members"])
+        self.queues.restore(saved["queues"])
+        self._updates.restore(saved["updates"])
 
     async def event(self, rule: Rule | None) -> Event | None:
         """The next request, once there is a value; None if a rule is due first, or if the members have changed."""
@@ -93,6 +113,10 @@ class Reception:
                 self.members.check_member(message)
                 self.members.idle(message)
                 return True
+            case Returned() if src in self.endpoint.layout.server_ranks:
+                await self._retell_losses(src)
+                for worker in self.members.roster.members:  # It may wait for this shard, and not look at others.
+                    await self.endpoint.send(worker, Returned())
             case Leave():
                 return await self._leave(message, rule)
             case Bye():
@@ -161,6 +185,13 @@ class Reception:
         await self.dispatcher.hand_on(worker)
         await self._ask_for_value()
         return True
+
+    async def _retell_losses(self, shard: int) -> None:
+        """A shard that was killed may not have heard of them."""
+        roster = self.members.roster
+        for state, newer in ((State.DEAD, 0), (State.SUSPECTED, 1)):
+            for worker in roster.ranks_in(state):
+                await self.endpoint.send(shard, WorkerLost(worker, roster.incarnation(worker) - newer))
 
     async def _ask_for_value(self) -> None:
         """Ask a worker for the first value: worker 0, or if it is dead another one."""

@@ -17,6 +17,7 @@ from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Message, PeerDied, reply_to
 from paceline.protocol.requests import Refusal, Refusals
 from paceline.server.gates import Free, Gate
+from paceline.server.logged_endpoint import LoggedEndpoint
 from paceline.server.messages import Bye, Exchange, Leave, RunEnded, Update, Value
 from paceline.server.queues import Event
 from paceline.server.reception import Reception
@@ -57,6 +58,7 @@ class Shard:
     ) -> None:
         """Apply updates and answer requests, each as soon as the gate lets it pass, until the last worker has left."""
         self.declare(rule)
+        self._come_back()
         queues = self._queues
         while self.is_needed:
             event = await self._reception.event(rule)
@@ -117,6 +119,13 @@ class Shard:
                 return event
         await self._say_goodbye()
         return None
+
+    def _come_back(self) -> None:
+        """Continue from the snapshot of a process that was killed, and let this one be saved in the same way."""
+        if isinstance(self.endpoint, LoggedEndpoint):
+            if self.endpoint.snapshot is not None:
+                self._reception.restore(self.endpoint.snapshot)
+            self.endpoint.save = self._reception.snapshot
 
     async def _apply_and_queue(self, rule: Rule, update: Update, codec: Codec | None) -> None:
         """Apply an update, and queue the reply if its sender wants the value."""

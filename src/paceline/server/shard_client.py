@@ -44,12 +44,19 @@ class ShardClient:
         self.slices = slices
         self.requests = Requests(self.endpoint)
         self.has_joined = False
+        self._told: list[Idle | Wake] = []
         self.drop_work: Callable[[], None] = lambda: None
         self.draw_again: Callable[[], Awaitable[Request]] | None = None
 
-    async def tell_all(self, request: type[Idle | Wake]) -> None:
-        for rank in self.shards:
-            await self.endpoint.send(rank, self.requests.number(request()))
+    async def tell_all(self, kind: type[Idle | Wake]) -> None:
+        """Tell all shards.  That this worker is idle they are told again if they are killed: others may wait for it."""
+        for rank, request in zip(self.shards, self._told, strict=False):
+            self.requests.forget(rank, request)
+        self._told = self.numbered([kind() for _ in self.shards])
+        for rank, request in zip(self.shards, self._told, strict=True):
+            await self.requests.send(rank, request)
+            if kind is Wake:
+                self.requests.forget(rank, request)
 
     async def join(self) -> None:
         """Worker 0 sends the first value."""
@@ -72,7 +79,10 @@ class ShardClient:
 
     async def send(self, requests: Sequence[Request]) -> None:
         await self.join()
-        sends = [self.endpoint.send(rank, request) for rank, request in zip(self.shards, requests, strict=True)]
+        sends = [
+            self.requests.begin(rank, request, probe=_probe_of(request))
+            for rank, request in zip(self.shards, requests, strict=True)
+        ]
         for send in sends:
             await send
 
@@ -109,7 +119,7 @@ class ShardClient:
             assert self.draw_again is not None
             return await self.draw_again(), replies
         again = self.requests.number(Pull())
-        await self.endpoint.send(rank, again)
+        await self.requests.send(rank, again)
         return again, (Value,)
 
 

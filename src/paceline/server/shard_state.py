@@ -121,6 +121,29 @@ class ShardState:
         if self.is_there:
             self._memories[rule] = loaded_memory(slot, Slot(**rule.memory(self.value)), values)
 
+    def snapshot(self) -> Values:
+        """All of it, as plain values that share memory with it."""
+        return {
+            "value": self.value if self.is_there else None,
+            "version": self.version,
+            "memories": {self._slots[rule]: _shared(m) for rule, m in self._memories.items()},
+            "known": dict(self._known),
+            "changes": [list(change) for change in self._changes],
+            "updates": self._updates,
+            "stale": self._stale,
+        }
+
+    def restore(self, saved: Values) -> None:
+        """Continue from a snapshot; the rules were declared."""
+        self._load(saved)
+        for rule, slot in self._slots.items():
+            if slot in saved["memories"]:
+                self._memories[rule] = loaded_memory(slot, Slot(**rule.memory(self.value)), saved["memories"][slot])
+        self._known = dict(saved["known"])
+        self._changes.extend((version, runs) for version, runs in saved["changes"])
+        self._updates = saved["updates"]
+        self._stale = saved["stale"]
+
     # Workers and updates.
 
     def forget(self, worker: int, rule: Rule | None) -> None:
@@ -270,6 +293,10 @@ class ShardState:
         if rule not in self._memories:
             self._memories[rule] = Slot(**rule.memory(self.value))
         return self._memories[rule]
+
+
+def _shared(m: Slot) -> Values:
+    return {name: _shared(value) if isinstance(value, Slot) else value for name, value in vars(m).items()}
 
 
 def _check_saved(values: Any) -> None:

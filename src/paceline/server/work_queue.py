@@ -75,6 +75,18 @@ class WorkQueue:
         queue._returned = [WorkItem(step, data_shard) for step, data_shard in saved["returned"]]
         return queue
 
+    def snapshot(self) -> Values:
+        """The position and what each worker has leased."""
+        held = {worker: [list(item) for item in items] for worker, items in self._held.items()}
+        return {**self.save(), "returned": [list(item) for item in self._returned], "held": held}
+
+    @classmethod
+    def restored(cls, saved: Values) -> WorkQueue:
+        held = saved["held"]
+        queue = cls.load({name: value for name, value in saved.items() if name != "held"})
+        queue._held = {worker: deque(WorkItem(*item) for item in items) for worker, items in held.items()}
+        return queue
+
     # Work.
 
     @property

@@ -55,6 +55,8 @@ class WorkSource:
     def drop(self) -> None:
         """Drop the work items: other workers do them."""
         self._hand.clear()
+        if self._drawn is not None:
+            self._client.requests.forget(self._client.shards[0], self._drawn)
         self._drawn = None
         self.steps = 0
         self.has_lost_item = True
@@ -97,7 +99,7 @@ class WorkSource:
         assert end is not None
         extent = torch.tensor([self._first_step, end, self.replica.cursor.shards])
         self._drawn = self._client.requests.number(DrawWork(extent, wanted, now))
-        await self.endpoint.send(self._client.shards[0], self._drawn)
+        await self._client.requests.send(self._client.shards[0], self._drawn)
 
     async def _draw(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
         await self._client.join()
@@ -115,7 +117,7 @@ class WorkSource:
                 continue
             if isinstance(answer, Deferred):
                 self._drawn = DrawNow(request_id=answer.request_id, incarnation=answer.incarnation)
-                await self.endpoint.send(self._client.shards[0], self._drawn)
+                await self._client.requests.send(self._client.shards[0], self._drawn)
                 continue
             if not isinstance(answer, NoWork):
                 break

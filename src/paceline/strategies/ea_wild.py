@@ -24,7 +24,7 @@ from paceline.needs import Needs
 from paceline.op import Op
 from paceline.server.rules import Attract
 from paceline.server.shard import Shard
-from paceline.strategy import Strategy
+from paceline.strategy import Durability, Strategy
 from paceline.worker.replica import Replica
 
 # The number of random partitions into groups that are used in turn.  It is bounded, since every group has connections
@@ -46,6 +46,7 @@ class EAWild(Elastic, Strategy):
     groups: Literal["fixed", "random"] = "fixed"
     regroup: int = 64
     servers: int = 0
+    durability: Durability = "none"
 
     def __post_init__(self) -> None:
         self.check_force()

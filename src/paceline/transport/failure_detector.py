@@ -6,6 +6,7 @@ power sends nothing, and neither does a process that is stopped: their heartbeat
 
 from __future__ import annotations
 
+GONE = "mail/gone/"  # The prefix under which the store has the ranks that were killed and will not be back.
 # Seconds after the last message of an ended process in which another one is still expected.
 DRAIN_S = 1.0
 

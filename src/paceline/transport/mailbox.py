@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -45,6 +45,10 @@ class Mailbox:
     all ranks.  If it `is_open`, other ranks may join the first ones, and the last message from a process of this host
     is `PeerDied`.  `PeerSuspected` says that a rank has sent no heartbeat for `silent_s` seconds.  With `beat_s` the
     mailbox sends heartbeats to all ranks that it sends messages to, and `PeerReturned` ends a suspicion.
+
+    `returning` ranks may be killed and come back as other processes: messages to the old one are lost, those of the old
+    one that come after the first of the new one are refused, and there is no `PeerDied` unless the store says that a
+    rank is gone for good.  With `replaces` this process is such another one.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Mailbox:
         is_open: bool = False,
         silent_s: float | None = None,
         beat_s: float | None = None,
+        returning: Collection[int] = (),
+        replaces: bool = False,
     ) -> None:
         self.size: float = math.inf if is_open else size
         if not 0 <= rank < self.size:
@@ -75,8 +81,21 @@ class Mailbox:
         self._readers: dict[int, SegmentReader | None] = {}  # None: the rank is on another host, or dead.
         self._heartbeats: HeartbeatSender | None = None
         self._beat_s = beat_s
+        self._beat_to: set[int] = set()
+        self._returning = frozenset(returning)
+        self._processes: dict[int, int] = {}  # Of each rank that may return, the process that it is taken for,
+        self._watched: dict[int, int] = {}  # and the one that is watched.
+        self._lost: set[int] = set()  # Ranks that were killed and are not known to be back,
+        self._gone: set[int] = set()  # and those that will not be.
         self._connections = Connections(
-            store, rank, self.size, bind=bind, domain=self._domain, max_nbytes=max_nbytes, refuse=self._refuse
+            store,
+            rank,
+            math.inf if returning else self.size,
+            bind=bind,
+            domain=self._domain,
+            max_nbytes=max_nbytes,
+            refuse=self._refuse,
+            replaces=replaces,
         )
         self.address = self._connections.address
         self._inbox = self._connections.inbox
@@ -91,6 +110,8 @@ class Mailbox:
             self._check_tensor(tensor)
         if dst in self._monitor.dead:
             return Ready("send", None)
+        if dst in self._lost:
+            self._look_for(dst)
         pending = self._outbox.send(dst, message, tensors, is_local=self._reader(dst) is not None)
         if self._outbox.is_done(pending):
             return Ready("send", None)
@@ -120,11 +141,19 @@ class Mailbox:
 
     def watch(self, rank: int, pid: int) -> None:
         """Watch a process of this host that was, is or will be a rank: its end is reported by a message."""
-        self._monitor.watch(rank, pid)
+        if self._monitor.watch(rank, pid):
+            self._watched[rank] = pid
+
+    def expect(self, rank: int) -> None:
+        """Watch a rank from which nothing has come yet: its process, or its heartbeats."""
+        if self._connections.is_there(rank):
+            self._reader(rank)
+            self._monitor.heartbeat(rank)
 
     def beat(self, ranks: Sequence[int], every_s: float) -> None:
         """From now on send heartbeats to these ranks."""
-        sockets = [self._connections.connect(rank, max_unsent=MAX_UNSENT) for rank in ranks]
+        sockets = {rank: self._connections.connect(rank, max_unsent=MAX_UNSENT) for rank in ranks}
+        self._beat_to.update(ranks)
         if self._heartbeats is not None:
             return self._heartbeats.add(sockets)
         frame = header_of(Beat(), ())
@@ -191,6 +220,7 @@ class Mailbox:
         """Reads the segments of a rank on this host, which then can read those of this one; None for other ranks."""
         if rank not in self._readers:
             peer = self._connections.peer(rank)
+            self._processes[rank] = peer.pid
             is_local = bool(self._domain) and peer.domain == self._domain
             self._readers[rank] = SegmentReader(peer.pid) if is_local else None
             if is_local and self.is_open and rank != self.rank:
@@ -219,6 +249,8 @@ class Mailbox:
                     del self._arrived[i]
                     return message
             if not self._take(max(0.0, deadline - time.monotonic())):
+                for rank in self._returning & ({src} if src is not None else self._lost):
+                    self._look_for(rank)
                 sender = "any rank" if src is None else f"rank {src}"
                 raise TimeoutError(f"rank {self.rank} waited {limit:g} s for a message from {sender}")
 
@@ -230,12 +262,52 @@ class Mailbox:
         if self._beat_s is not None:  # Workers among each other; on servers a suspected worker joins again.
             self._arrived.extend(PeerReturned(src=rank) for rank in events.returned)
         for rank in events.dead:
+            if rank in self._returning:
+                self._lose(rank)
+                continue
             self._readers[rank] = None
             self._outbox.drop(rank)
             self._arrived.append(PeerDied(src=rank))
         if events.has_message:
             self._receive()
         return events.is_any
+
+    # Ranks that may return.
+
+    def _lose(self, rank: int) -> None:
+        """A process of a rank has ended, and another one may be there already."""
+        self._monitor.revive(rank)
+        if self._watched.pop(rank, None) == self._processes.get(rank):
+            self._outbox.drop(rank)
+            self._lost.add(rank)
+            self._look_for(rank)
+        else:
+            self.watch(rank, self._processes[rank])
+
+    def _look_for(self, rank: int) -> None:
+        """Turn to another process of a rank, if there is one by now."""
+        if self._connections.has_moved(rank) or self._connections.peer(rank).pid != self._processes.get(rank):
+            self._turn_to_new(rank)
+        elif self._connections.is_gone(rank) and rank not in self._gone:
+            self._gone.add(rank)
+            self._arrived.append(PeerDied(src=rank))
+
+    def _turn_to_new(self, rank: int) -> None:
+        self._lost.discard(rank)
+        self._outbox.drop(rank)
+        self._readers.pop(rank, None)
+        self._reader(rank)
+        if rank in self._beat_to and self._heartbeats is not None:
+            self._heartbeats.add({rank: self._connections.connect(rank, max_unsent=MAX_UNSENT)})
+
+    def _check_process(self, src: int, process: int) -> None:
+        """Refuse a message from a process of a rank that was killed; turn to a new one."""
+        if process != self._connections.peer(src).pid and (
+            not self._connections.has_moved(src) or process != self._connections.peer(src).pid
+        ):
+            raise ValueError("its sender was killed since, and another process has taken its place")
+        if src in self._processes and process != self._processes[src]:
+            self._turn_to_new(src)
 
     def _receive(self) -> int | None:
         """Receive a message from the inbox; its sender, or None if there was none, it was refused or a heartbeat."""
@@ -247,7 +319,7 @@ class Mailbox:
             message = self._read(frames)
         except (msgspec.MsgspecError, ValueError) as error:
             reason: Reason = "unknown type" if isinstance(error, UnknownType) else "malformed"
-            self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}", reason)
+            self._refuse(f"a message from rank {_sender(frames[0])[0]}: {error}", reason)
             return None
         if isinstance(message, Beat):
             self._monitor.heartbeat(message.src)
@@ -258,7 +330,9 @@ class Mailbox:
     def _read(self, frames: Sequence[zmq.Frame]) -> Message:
         """The message in these frames, or an error that says what is wrong with them."""
         header = _headers.decode(frames[0].buffer)
-        src = int(str(frames[0].get("User-Id")))  # The rank of the key, which CURVE has verified.
+        src, process = _sender(frames[0])
+        if src in self._returning:
+            self._check_process(src, process)
         if src in self._monitor.dead:
             raise ValueError("it arrived after the death of its sender was reported")
         reader = self._reader(src)  # Even if there is nothing to read: from now on its process is watched.
@@ -285,3 +359,9 @@ class Mailbox:
             )
         check_form(name, shape, location.nbytes)
         return typed(reader.open(location), name, shape)
+
+
+def _sender(frame: zmq.Frame) -> tuple[int, int]:
+    """The rank and the process of the key with which a message came, which CURVE has verified."""
+    rank, process = str(frame.get("User-Id")).split()
+    return int(rank), int(process)
