@@ -75,7 +75,7 @@ class Job(AbstractContextManager["Job"]):
     ) -> None:
         self._is_elastic = needs.elastic
         self._stages = stages
-        self.returning: Sequence[int] = ()  # Servers that come back when they are killed.
+        self._is_durable = served is not None and served.durability != "none"
         self._device = device
         self._ordered = ordered
         self.timeout_s = timeout_s
@@ -92,14 +92,11 @@ class Job(AbstractContextManager["Job"]):
         try:
             self._meet(place)
             on_met(self.store, self.rank, self.workers)
-            may_die = needs.elastic or elastic
-            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if may_die else 1
+            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic or elastic else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
             self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
             self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
-            if served is not None and served.durability != "none":
-                self.returning = self.layout.server_ranks
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
@@ -118,6 +115,11 @@ class Job(AbstractContextManager["Job"]):
         except BaseException:
             self.close(failed=True)
             raise
+
+    @property
+    def returning(self) -> Sequence[int]:
+        """The servers that come back when they are killed."""
+        return self.layout.server_ranks if self._is_durable else ()
 
     @property
     def is_one_host(self) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from paceline import registry
 from paceline.engines.keeper import FAILED, SETTINGS, keep
-from paceline.engines.processes import fresh_random_state, threads
+from paceline.engines.processes import fresh_random_state, threads, use_own_streams
 from paceline.engines.server_process import ServerSettings
 from paceline.strategy import Strategy
 from paceline.transport.job_key import JobKey
@@ -157,7 +157,9 @@ def _fork(strategy: Strategy, ranks: Sequence[int], settings: ServerSettings, la
         if own_pipe is not None:
             os.close(own_pipe[1])
 
-    reap = lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # noqa: E731
+    def reap() -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
     return Keeper(reap, lambda: send(signal.SIGTERM), kill, release)
 
 
@@ -167,6 +169,7 @@ def _become_keeper(pipe: int | None) -> None:
     gc.freeze()  # Nothing of the worker's is finalised here: that could close a file of a server.
     os.setsid()
     os.dup2(pipe, 0)
+    use_own_streams()
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             with suppress(OSError):  # The one of this listing is closed already.

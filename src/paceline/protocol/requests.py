@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from enum import Enum
+from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from paceline.errors import ClusterError
@@ -262,10 +263,12 @@ class Refusals:
     def __init__(self) -> None:
         self.counts: Counter[Reason] = Counter()
         self.last: str | None = None
+        self._adding = Lock()  # Several threads of a mailbox refuse.
 
     def add(self, reason: Reason, text: str) -> None:
-        self.counts[reason] += 1
-        self.last = text
+        with self._adding:
+            self.counts[reason] += 1
+            self.last = text
 
     @property
     def total(self) -> int:

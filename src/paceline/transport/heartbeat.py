@@ -17,6 +17,7 @@ class HeartbeatSender(threading.Thread):
 
     def __init__(self, sockets: Mapping[int, zmq.SyncSocket], frame: bytes, name: str, *, every_s: float) -> None:
         super().__init__(name=name, daemon=True)
+        self.ranks = set(sockets)
         self._sockets = dict(sockets)
         self._added = deque[tuple[int, zmq.SyncSocket]]()
         self._frame = frame
@@ -25,6 +26,7 @@ class HeartbeatSender(threading.Thread):
 
     def add(self, sockets: Mapping[int, zmq.SyncSocket]) -> None:
         """Send on these sockets too, in the place of those to the same ranks."""
+        self.ranks.update(sockets)
         self._added.extend(sockets.items())
 
     def run(self) -> None:

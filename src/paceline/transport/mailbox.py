@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -25,16 +24,16 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op, Ready
-from paceline.protocol.messages import Beat, Message, PeerDied, PeerReturned, PeerSuspected, UnknownType, decode
+from paceline.protocol.messages import Beat, Message, PeerDied, PeerReturned, PeerSuspected, UnknownType
 from paceline.protocol.requests import Reason, Refusals
 from paceline.transport.connections import Connections
+from paceline.transport.contents import check_tensor, message_in, sender_of
 from paceline.transport.heartbeat import MAX_UNSENT, HeartbeatSender
 from paceline.transport.outbox import Outbox, PendingSend
 from paceline.transport.peer_monitor import PeerMonitor
-from paceline.transport.segments import Location, SegmentReader, memory_domain
-from paceline.transport.wire import DTYPES, NAMES, Header, Name, check_form, header_of, in_frame, typed
-
-_headers = msgspec.msgpack.Decoder(Header)
+from paceline.transport.returning import Returning
+from paceline.transport.segments import SegmentReader, memory_domain
+from paceline.transport.wire import header_of
 
 
 class Mailbox:
@@ -46,9 +45,8 @@ class Mailbox:
     is `PeerDied`.  `PeerSuspected` says that a rank has sent no heartbeat for `silent_s` seconds.  With `beat_s` the
     mailbox sends heartbeats to all ranks that it sends messages to, and `PeerReturned` ends a suspicion.
 
-    `returning` ranks may be killed and come back as other processes: messages to the old one are lost, those of the old
-    one that come after the first of the new one are refused, and there is no `PeerDied` unless the store says that a
-    rank is gone for good.  With `replaces` this process is such another one.
+    `returning` ranks may be killed and come back as other processes (`returning`).  With `replaces` this process is
+    such another one.
     """
 
     def __init__(
@@ -74,19 +72,12 @@ class Mailbox:
         self.max_nbytes = max_nbytes
         self.is_open = is_open
         self.refusals = Refusals()
-        self._refusing = threading.Lock()
         self._pid = os.getpid()
         self._arrived: deque[Message] = deque()
         self._domain = memory_domain()
         self._readers: dict[int, SegmentReader | None] = {}  # None: the rank is on another host, or dead.
         self._heartbeats: HeartbeatSender | None = None
         self._beat_s = beat_s
-        self._beat_to: set[int] = set()
-        self._returning = frozenset(returning)
-        self._processes: dict[int, int] = {}  # Of each rank that may return, the process that it is taken for,
-        self._watched: dict[int, int] = {}  # and the one that is watched.
-        self._lost: set[int] = set()  # Ranks that were killed and are not known to be back,
-        self._gone: set[int] = set()  # and those that will not be.
         self._connections = Connections(
             store,
             rank,
@@ -100,6 +91,13 @@ class Mailbox:
         self.address = self._connections.address
         self._inbox = self._connections.inbox
         self._outbox = Outbox(self._connect)
+        self._returning = Returning(
+            returning,
+            self._connections,
+            turn=self._turn_to_new,
+            drop=self._outbox.drop,
+            give_up=lambda rank: self._arrived.append(PeerDied(src=rank)),
+        )
         self._monitor = PeerMonitor(self._inbox, self.address, self._receive, silent_s=silent_s)
 
     def send(self, dst: int, message: Message) -> Op[None]:
@@ -107,11 +105,11 @@ class Mailbox:
         self._check_call("send", dst)
         tensors = message.tensors()
         for tensor in tensors:
-            self._check_tensor(tensor)
+            check_tensor(tensor, self.max_nbytes)
         if dst in self._monitor.dead:
             return Ready("send", None)
-        if dst in self._lost:
-            self._look_for(dst)
+        if dst in self._returning.lost:
+            self._returning.look_for(dst)
         pending = self._outbox.send(dst, message, tensors, is_local=self._reader(dst) is not None)
         if self._outbox.is_done(pending):
             return Ready("send", None)
@@ -141,8 +139,7 @@ class Mailbox:
 
     def watch(self, rank: int, pid: int) -> None:
         """Watch a process of this host that was, is or will be a rank: its end is reported by a message."""
-        if self._monitor.watch(rank, pid):
-            self._watched[rank] = pid
+        self._returning.watch(rank, pid, self._monitor)
 
     def expect(self, rank: int) -> None:
         """Watch a rank from which nothing has come yet: its process, or its heartbeats."""
@@ -153,7 +150,6 @@ class Mailbox:
     def beat(self, ranks: Sequence[int], every_s: float) -> None:
         """From now on send heartbeats to these ranks."""
         sockets = {rank: self._connections.connect(rank, max_unsent=MAX_UNSENT) for rank in ranks}
-        self._beat_to.update(ranks)
         if self._heartbeats is not None:
             return self._heartbeats.add(sockets)
         frame = header_of(Beat(), ())
@@ -187,14 +183,6 @@ class Mailbox:
         if rank is not None and not 0 <= rank < self.size:
             raise ValueError(f"{call}: rank {rank} is not in this job, whose ranks are 0 to {self.size - 1}")
 
-    def _check_tensor(self, tensor: Tensor) -> None:
-        if tensor.dtype not in NAMES:
-            raise ValueError(f"send of a {tensor.dtype} tensor: a mailbox carries {', '.join(DTYPES)}")
-        if self.max_nbytes is not None and tensor.nbytes > self.max_nbytes:
-            raise ValueError(
-                f"send of a tensor of {tensor.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
-            )
-
     @property
     def refused(self) -> int:
         """How many connections and messages were refused."""
@@ -205,8 +193,7 @@ class Mailbox:
         return self.refusals.last
 
     def _refuse(self, text: str, reason: Reason = "stranger") -> None:
-        with self._refusing:  # The authenticator's thread refuses too.
-            self.refusals.add(reason, text)
+        self.refusals.add(reason, text)  # In the authenticator's thread too.
 
     def _connect(self, dst: int) -> zmq.SyncSocket:
         # send() must not block: two ranks that both send first would wait for each other.  The socket queues any number
@@ -220,7 +207,7 @@ class Mailbox:
         """Reads the segments of a rank on this host, which then can read those of this one; None for other ranks."""
         if rank not in self._readers:
             peer = self._connections.peer(rank)
-            self._processes[rank] = peer.pid
+            self._returning.met(rank, peer.pid)
             is_local = bool(self._domain) and peer.domain == self._domain
             self._readers[rank] = SegmentReader(peer.pid) if is_local else None
             if is_local and self.is_open and rank != self.rank:
@@ -249,8 +236,7 @@ class Mailbox:
                     del self._arrived[i]
                     return message
             if not self._take(max(0.0, deadline - time.monotonic())):
-                for rank in self._returning & ({src} if src is not None else self._lost):
-                    self._look_for(rank)
+                self._returning.look(src)
                 sender = "any rank" if src is None else f"rank {src}"
                 raise TimeoutError(f"rank {self.rank} waited {limit:g} s for a message from {sender}")
 
@@ -262,8 +248,8 @@ class Mailbox:
         if self._beat_s is not None:  # Workers among each other; on servers a suspected worker joins again.
             self._arrived.extend(PeerReturned(src=rank) for rank in events.returned)
         for rank in events.dead:
-            if rank in self._returning:
-                self._lose(rank)
+            if rank in self._returning.ranks:
+                self._returning.ended(rank, self._monitor)
                 continue
             self._readers[rank] = None
             self._outbox.drop(rank)
@@ -272,42 +258,13 @@ class Mailbox:
             self._receive()
         return events.is_any
 
-    # Ranks that may return.
-
-    def _lose(self, rank: int) -> None:
-        """A process of a rank has ended, and another one may be there already."""
-        self._monitor.revive(rank)
-        if self._watched.pop(rank, None) == self._processes.get(rank):
-            self._outbox.drop(rank)
-            self._lost.add(rank)
-            self._look_for(rank)
-        else:
-            self.watch(rank, self._processes[rank])
-
-    def _look_for(self, rank: int) -> None:
-        """Turn to another process of a rank, if there is one by now."""
-        if self._connections.has_moved(rank) or self._connections.peer(rank).pid != self._processes.get(rank):
-            self._turn_to_new(rank)
-        elif self._connections.is_gone(rank) and rank not in self._gone:
-            self._gone.add(rank)
-            self._arrived.append(PeerDied(src=rank))
-
     def _turn_to_new(self, rank: int) -> None:
-        self._lost.discard(rank)
+        """There is another process of a rank: nothing of the old one is of use."""
         self._outbox.drop(rank)
         self._readers.pop(rank, None)
         self._reader(rank)
-        if rank in self._beat_to and self._heartbeats is not None:
+        if self._heartbeats is not None and rank in self._heartbeats.ranks:
             self._heartbeats.add({rank: self._connections.connect(rank, max_unsent=MAX_UNSENT)})
-
-    def _check_process(self, src: int, process: int) -> None:
-        """Refuse a message from a process of a rank that was killed; turn to a new one."""
-        if process != self._connections.peer(src).pid and (
-            not self._connections.has_moved(src) or process != self._connections.peer(src).pid
-        ):
-            raise ValueError("its sender was killed since, and another process has taken its place")
-        if src in self._processes and process != self._processes[src]:
-            self._turn_to_new(src)
 
     def _receive(self) -> int | None:
         """Receive a message from the inbox; its sender, or None if there was none, it was refused or a heartbeat."""
@@ -316,52 +273,18 @@ class Mailbox:
         except zmq.Again:  # A connection that breaks within a message makes the socket readable without a message.
             return None
         try:
-            message = self._read(frames)
+            src, process = sender_of(frames[0])
+            self._returning.check(src, process)
+            if src in self._monitor.dead:
+                raise ValueError("it arrived after the death of its sender was reported")
+            # The reader is made even if there is nothing to read: from now on the sender's process is watched.
+            message = message_in(frames, self._reader(src), self.max_nbytes)
         except (msgspec.MsgspecError, ValueError) as error:
             reason: Reason = "unknown type" if isinstance(error, UnknownType) else "malformed"
-            self._refuse(f"a message from rank {_sender(frames[0])[0]}: {error}", reason)
+            self._refuse(f"a message from rank {sender_of(frames[0])[0]}: {error}", reason)
             return None
         if isinstance(message, Beat):
             self._monitor.heartbeat(message.src)
             return None
         self._arrived.append(message)
         return message.src
-
-    def _read(self, frames: Sequence[zmq.Frame]) -> Message:
-        """The message in these frames, or an error that says what is wrong with them."""
-        header = _headers.decode(frames[0].buffer)
-        src, process = _sender(frames[0])
-        if src in self._returning:
-            self._check_process(src, process)
-        if src in self._monitor.dead:
-            raise ValueError("it arrived after the death of its sender was reported")
-        reader = self._reader(src)  # Even if there is nothing to read: from now on its process is watched.
-        if not header.tensors and len(frames) == 1:
-            return decode(header.body, (), src)
-        sent = [form for form in header.tensors if form[2] is None]
-        if len(sent) != len(frames) - 1:
-            raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
-        rest = iter(frames[1:])
-        tensors = [
-            in_frame(next(rest), name, shape) if location is None else self._in_segment(reader, location, name, shape)
-            for name, shape, location in header.tensors
-        ]
-        return decode(header.body, tensors, src)
-
-    def _in_segment(
-        self, reader: SegmentReader | None, location: Location, name: Name, shape: tuple[int, ...]
-    ) -> Tensor:
-        if reader is None:
-            raise ValueError("its tensor is in memory of its sender, which is not on this host")
-        if self.max_nbytes is not None and location.nbytes > self.max_nbytes:
-            raise ValueError(
-                f"its tensor has {location.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
-            )
-        check_form(name, shape, location.nbytes)
-        return typed(reader.open(location), name, shape)
-
-
-def _sender(frame: zmq.Frame) -> tuple[int, int]:
-    """The rank and the process of the key with which a message came, which CURVE has verified."""
-    rank, process = str(frame.get("User-Id")).split()
-    return int(rank), int(process)
