@@ -124,6 +124,10 @@ class Roster:
         self._incarnations[rank] = (current if incarnation is None else incarnation) + 1
         return changes
 
+    def void(self, rank: int, incarnation: int) -> None:
+        """Nothing of this incarnation counts any more, also if the worker was not known yet."""
+        self._incarnations[rank] = max(self.incarnation(rank), incarnation + 1)
+
     def die(self, rank: int) -> list[Change]:
         """The process of a worker has ended."""
         return self._change(rank, State.DEAD)

@@ -10,6 +10,7 @@ from paceline.protocol.messages import Message, PeerDied, PeerSuspected, Returne
 from paceline.protocol.requests import Deduplicator, Refusal, UnknownRequest, Verdict
 from paceline.protocol.roster import State
 from paceline.server.dispatcher import Dispatcher
+from paceline.server.landings import Applied
 from paceline.server.membership import NOT_A_MEMBER, Membership
 from paceline.server.messages import (
     Arrived,
@@ -17,6 +18,7 @@ from paceline.server.messages import (
     Bye,
     DrawNow,
     DrawWork,
+    HowFar,
     Idle,
     Join,
     Leave,
@@ -25,6 +27,7 @@ from paceline.server.messages import (
     Pull,
     Push,
     SendAgain,
+    SoFar,
     Start,
     Update,
     Wake,
@@ -47,6 +50,7 @@ class Reception:
         self.members = Membership(endpoint.layout.worker_ranks, grace_s)
         self.replies = Replies(endpoint)
         self.queues = Queues()
+        self.applied = Applied(endpoint)
         self._updates = Deduplicator()
 
     def snapshot(self) -> dict[str, Any]:
@@ -56,6 +60,7 @@ class Reception:
             "work": self.dispatcher.snapshot(),
             "members": self.members.snapshot(),
             "queues": self.queues.snapshot(),
+            "applied": self.applied.snapshot(),
             "updates": self._updates.snapshot(),
         }
 
@@ -64,6 +69,7 @@ class Reception:
         self.dispatcher.restore(saved["work"])
         self.members.restore(saved["members"])
         self.queues.restore(saved["queues"])
+        self.applied.restore(saved["applied"])
         self._updates.restore(saved["updates"])
 
     async def event(self, rule: Rule | None) -> Event | None:
@@ -71,11 +77,12 @@ class Reception:
         while True:
             if self.queues.early and self.held.is_there:
                 return self.queues.early.pop(0)
-            due = _earlier(self.held.due(rule), self.members.waits_until())
+            due = _earlier(_earlier(self.held.due(rule), self.members.waits_until()), self.dispatcher.due)
             try:
                 message = await self.endpoint.recv(timeout=None if due is None else max(0.0, due - self.endpoint.now()))
             except TimeoutError:
                 self.members.stop_waiting(self.endpoint.now())
+                await self.dispatcher.ask_again()
                 return None
             try:
                 if isinstance(message, (Join, Wake)) and not await self._admit(message, rule):
@@ -126,6 +133,15 @@ class Reception:
                 return await self.lose(src, incarnation, rule, is_dead=isinstance(message, PeerDied))
             case WorkerLost() if src in self.endpoint.layout.server_ranks:
                 return await self.lose(message.worker, message.incarnation, rule, is_news=False)
+            case HowFar() if src in self.endpoint.layout.server_ranks:
+                if message.is_lost:
+                    was_member = await self.lose(message.worker, message.incarnation, rule, is_news=False)
+                    self.members.roster.void(message.worker, message.incarnation)
+                    await self.applied.answer(message)
+                    return was_member
+                await self.applied.answer(message)
+            case SoFar() if src in self.endpoint.layout.server_ranks:
+                await self.dispatcher.landed(message)
             case _:
                 raise UnknownRequest(message)
         return False
@@ -157,7 +173,7 @@ class Reception:
             return False
         self.members.leave(request)
         self._drop(request.src, rule)
-        await self.dispatcher.hand_on(request.src)
+        await self.dispatcher.let_go(request.src)
         return True
 
     def _drop(self, worker: int, rule: Rule | None) -> None:
@@ -182,7 +198,7 @@ class Reception:
         self._drop(worker, rule)
         for request in held:  # It may be alive after all.
             await self.replies.tell_away(request)
-        await self.dispatcher.hand_on(worker)
+        await self.dispatcher.lose(worker)
         await self._ask_for_value()
         return True
 

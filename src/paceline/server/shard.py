@@ -157,6 +157,7 @@ class Shard:
             # It may be in its sender's memory, and the sender needs to write there again.
             update.update = torch.empty(0)
         await self._dispatcher.note(update)
+        await self._reception.applied.note(update)
         return applied
 
     async def reply(self, request: Event, rule: Rule | None = None, *, codec: Codec | None = None) -> None:

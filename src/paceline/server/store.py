@@ -208,12 +208,13 @@ class Store:
         if self._has_lost_work:
             self._has_lost_work = False
             seen = 0
-        done = self._work.take_steps(steps)
+        steps, had = self._work.take_steps(steps)
         factor = self._rate() if rate is None else rate
         updates: list[Update] = []
-        for where, version in zip(self.slices, self.versions, strict=True):
-            data, mine = self._encoded(update, where, runs, seen)
-            updates.append(of(data, version, seen, done, mine, factor))
+        for j, (where, version) in enumerate(zip(self.slices, self.versions, strict=True)):
+            new = 0 if had >> j & 1 else seen
+            data, mine = self._encoded(update, where, runs, new)
+            updates.append(of(data, version, new, steps, mine, factor, self._work.done))
         return self._client.numbered(updates)
 
     def _rate(self) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from paceline.state import Values
@@ -18,24 +19,68 @@ T = TypeVar("T")
 
 
 class WorkItem(NamedTuple):
-    """Part `data_shard` of minibatch `step`."""
+    """Part `data_shard` of minibatch `step`.  `had` are the shards that have it already, one a bit: see `landings`."""
 
     step: int
     data_shard: int
+    had: int = 0
+
+
+@dataclass
+class Lease:
+    """The items that a worker was given in one incarnation, in order; without those that are known to be in all shards.
+
+    `first` is the number of the first of them, and `done` how many are in this shard; both count from the incarnation's
+    first item.
+    """
+
+    incarnation: int
+    items: deque[WorkItem] = field(default_factory=deque[WorkItem])
+    first: int = 0
+    done: int = 0
+
+    @property
+    def undone(self) -> int:
+        return self.first + len(self.items) - self.done
+
+    def land(self, count: int) -> None:
+        """So many items are in all shards."""
+        for _ in range(min(count, self.done) - self.first):
+            self.items.popleft()
+            self.first += 1
+
+    def lacking(self, counts: Sequence[int]) -> list[WorkItem]:
+        """The items that some shard lacks, if the shards have so many each."""
+        lacking: list[WorkItem] = []
+        for number, item in enumerate(self.items, self.first):
+            had = item.had | sum(1 << shard for shard, count in enumerate(counts) if count > number)
+            if had != (1 << len(counts)) - 1:
+                lacking.append(item._replace(had=had))
+        return lacking
+
+    def plain(self) -> list[Any]:
+        return [self.incarnation, [list(item) for item in self.items], self.first, self.done]
+
+    @classmethod
+    def of(cls, plain: Any) -> Lease:
+        incarnation, items, first, done = plain
+        return cls(incarnation, deque(WorkItem(*item) for item in items), first, done)
 
 
 class WorkQueue:
     """The parts of the minibatches from `first` to before `last`, each cut into `data_shards` parts.
 
+    With several `shards` of the parameters this queue, which is on the first one, must be told what the others have.
+
     >>> queue = WorkQueue(0, 2, data_shards=2)
-    >>> [tuple(queue.take(worker)[0]) for worker in (7, 1, 7)]
+    >>> [queue.take(worker)[0][:2] for worker in (7, 1, 7)]
     [(0, 0), (0, 1), (1, 0)]
     >>> queue.lose(7)
-    >>> [tuple(item) for item in queue.take(1, 5)]
+    >>> [item[:2] for item in queue.take(1, 5)]
     [(0, 0), (1, 0), (1, 1)]
     """
 
-    def __init__(self, first: int, last: int, data_shards: int) -> None:
+    def __init__(self, first: int, last: int, data_shards: int, *, shards: int = 1) -> None:
         if not 0 <= first <= last or data_shards < 1:
             raise ValueError(
                 f"WorkQueue({first}, {last}, data_shards={data_shards}): minibatches are counted upwards from 0, and "
@@ -43,33 +88,36 @@ class WorkQueue:
             )
         self.first, self.last = first, last
         self.data_shards = data_shards
+        self.shards = shards
         self._row = first  # The last minibatch of which a part was leased,
         self._free = list(range(data_shards)) if first < last else []  # and its parts that are free.
         self._returned: list[WorkItem] = []  # Items that dead workers had leased, in order.
-        self._held: dict[int, deque[WorkItem]] = {}  # The items that each worker has leased and not done.
+        self.leases: dict[int, Lease] = {}  # Of each worker.
+        self.lost: dict[tuple[int, int], Lease] = {}  # Of lost workers: which shards have their items is not known.
 
     # State.
 
     def save(self) -> Values:
         """The position, as plain numbers.  Leased items are saved as returned: in another run they are free again."""
-        leased = [item for items in self._held.values() for item in items]
+        leases = [*self.leases.values(), *self.lost.values()]
+        leased = [item for lease in leases for item in list(lease.items)[lease.done - lease.first :]]
         return {
             "first": self.first,
             "last": self.last,
             "data_shards": self.data_shards,
             "row": self._row,
             "free": list(self._free),
-            "returned": [list(item) for item in sorted([*self._returned, *leased])],
+            "returned": [list(item[:2]) for item in sorted([*self._returned, *leased])],
         }
 
     @classmethod
-    def load(cls, saved: Any) -> WorkQueue:
+    def load(cls, saved: Any, *, shards: int = 1) -> WorkQueue:
         """A queue at a saved position."""
         names = {"first", "last", "data_shards", "row", "free", "returned"}
         if not isinstance(saved, dict) or saved.keys() != names:
             holds = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
             raise ValueError(f"a saved work queue holds {sorted(names)}, not {holds}")
-        queue = cls(saved["first"], saved["last"], saved["data_shards"])
+        queue = cls(saved["first"], saved["last"], saved["data_shards"], shards=shards)
         queue._row = saved["row"]
         queue._free = list(saved["free"])
         queue._returned = [WorkItem(step, data_shard) for step, data_shard in saved["returned"]]
@@ -77,14 +125,21 @@ class WorkQueue:
 
     def snapshot(self) -> Values:
         """The position and what each worker has leased."""
-        held = {worker: [list(item) for item in items] for worker, items in self._held.items()}
-        return {**self.save(), "returned": [list(item) for item in self._returned], "held": held}
+        return {
+            **self.save(),
+            "returned": [],
+            "back": [list(item) for item in self._returned],
+            "leases": {worker: lease.plain() for worker, lease in self.leases.items()},
+            "lost": {which: lease.plain() for which, lease in self.lost.items()},
+        }
 
     @classmethod
-    def restored(cls, saved: Values) -> WorkQueue:
-        held = saved["held"]
-        queue = cls.load({name: value for name, value in saved.items() if name != "held"})
-        queue._held = {worker: deque(WorkItem(*item) for item in items) for worker, items in held.items()}
+    def restored(cls, saved: Values, *, shards: int) -> WorkQueue:
+        own = ("back", "leases", "lost")
+        queue = cls.load({name: value for name, value in saved.items() if name not in own}, shards=shards)
+        queue._returned = [WorkItem(*item) for item in saved["back"]]
+        queue.leases = {worker: Lease.of(plain) for worker, plain in saved["leases"].items()}
+        queue.lost = {which: Lease.of(plain) for which, plain in saved["lost"].items()}
         return queue
 
     # Work.
@@ -96,36 +151,61 @@ class WorkQueue:
 
     @property
     def is_over(self) -> bool:
-        """Whether all items are done."""
-        return not self.left and not any(self._held.values())
+        """Whether all items are done, and in all shards."""
+        return not self.left and not self.lost and not any(lease.items for lease in self.leases.values())
+
+    @property
+    def is_done_here(self) -> bool:
+        """Whether all items are in this shard."""
+        return not self.left and not self.lost and not any(lease.undone for lease in self.leases.values())
 
     def held(self, worker: int) -> int:
         """How many items a worker has leased and not done."""
-        return len(self._held.get(worker, ()))
+        return self.leases[worker].undone if worker in self.leases else 0
 
-    def take(self, worker: int, wanted: int = 1) -> list[WorkItem]:
+    def take(self, worker: int, wanted: int = 1, incarnation: int = 0) -> list[WorkItem]:
         """Lease the next items to a worker; of one minibatch the part with its rank, if that is free."""
         taken: list[WorkItem] = []
         while len(taken) < wanted and self.left:
             taken.append(self._take(worker))
-        self._held.setdefault(worker, deque()).extend(taken)
+        if worker not in self.leases:
+            self.leases[worker] = Lease(incarnation)
+        self.leases[worker].items.extend(taken)
         return taken
 
     def _take(self, worker: int) -> WorkItem:
         if not self._free and self._row < self.last - 1:
             self._row, self._free = self._row + 1, list(range(self.data_shards))
         if self._returned and (not self._free or self._returned[0].step <= self._row):
-            return self._returned.pop(_preferred(self._returned, lambda item: item == (self._returned[0].step, worker)))
+            wanted = self._returned[0].step, worker
+            return self._returned.pop(_preferred(self._returned, lambda item: item[:2] == wanted))
         return WorkItem(self._row, self._free.pop(_preferred(self._free, lambda data_shard: data_shard == worker)))
 
     def do(self, worker: int, count: int) -> None:
-        """A worker has done the first `count` items that it has leased."""
-        for _ in range(count):
-            self._held[worker].popleft()
+        """A worker has done the next `count` items that it has leased."""
+        if count:
+            lease = self.leases[worker]
+            lease.done += count
+            if self.shards == 1:
+                lease.land(lease.done)
 
-    def lose(self, worker: int) -> None:
-        """A worker has left or died: the items that it has not done are free again."""
-        for item in self._held.pop(worker, ()):
+    def lose(self, worker: int) -> tuple[tuple[int, int], Lease] | None:
+        """A worker has left or died: the items that it has not done are free again.
+
+        If other shards may have some of them, they are free after `settle`; which worker this was, and what it had.
+        """
+        if (lease := self.leases.pop(worker, None)) is None:
+            return None
+        which = worker, lease.incarnation
+        self.lost[which] = lease
+        if self.shards == 1 or not lease.items:
+            self.settle(which, [lease.done] * self.shards)
+            return None
+        return which, lease
+
+    def settle(self, which: tuple[int, int], counts: Sequence[int]) -> None:
+        """The shards have so many items of a lost worker: those that one of them lacks are free again."""
+        for item in self.lost.pop(which).lacking(counts):
             insort(self._returned, item)
 
 

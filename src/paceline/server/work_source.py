@@ -38,6 +38,8 @@ class WorkSource:
     def __init__(self, replica: Replica, client: ShardClient) -> None:
         self.replica, self.endpoint = replica, replica.endpoint
         self.steps = 0
+        self.done = 0  # Work items that were pushed in this incarnation.
+        self.had = 0  # The shards that have the items since the last push already, one a bit.
         self.has_lost_item = False  # Whether the item of the current step goes to another worker.
         self._client = client
         client.draw_again = self._draw_again
@@ -46,11 +48,18 @@ class WorkSource:
         self._ahead = 1  # How many work items it wants to have while it works.
         self._drawn: DrawWork | DrawNow | None = None  # The request for more that has no reply yet.
 
-    def take_steps(self, done: int | None = None) -> int:
-        """The steps begun since the last push; the count starts again.  With `done`, only so many of them."""
+    def take_steps(self, done: int | None = None) -> tuple[int, int]:
+        """The steps begun since the last push, and the shards that have them already; the count starts again.
+
+        With `done`, only so many of them.
+        """
         steps = self.steps if done is None else min(done, self.steps)
         self.steps -= steps
-        return steps
+        self.done += steps
+        had = 0 if self.steps else self.had
+        if not self.steps:
+            self.had = 0
+        return steps, had
 
     def drop(self) -> None:
         """Drop the work items: other workers do them."""
@@ -58,7 +67,7 @@ class WorkSource:
         if self._drawn is not None:
             self._client.requests.forget(self._client.shards[0], self._drawn)
         self._drawn = None
-        self.steps = 0
+        self.steps = self.done = self.had = 0
         self.has_lost_item = True
 
     async def _draw_again(self) -> Request:
@@ -83,12 +92,18 @@ class WorkSource:
             return False
         if w.learner.stage:
             return await self._follow(before_waiting)
-        if not self._hand and not await self._draw(before_waiting):
-            return False
+        while True:
+            if not self._hand and not await self._draw(before_waiting):
+                return False
+            # An item that some shards have is pushed alone: these get a push without samples.
+            if before_waiting is None or not (self.steps and (self.had or self._hand[0].had)):
+                break
+            await before_waiting()
         self.has_lost_item = False  # What was lost while it waited was not this item.
         item = self._hand.popleft()
         await self._tell(News.ITEM, item)
-        w.cursor.seek(*item)
+        w.cursor.seek(item.step, item.data_shard)
+        self.had = item.had
         self.steps += 1
         if self._drawn is None and len(self._hand) < self._ahead:
             await self._ask(self._ahead - len(self._hand))
@@ -135,7 +150,10 @@ class WorkSource:
             await self._client.tell_all(Wake)
         elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
             self._ahead = min(2 * self._ahead, MOST_DRAWN)
-        self._hand.extend(WorkItem(int(step), int(data_shard)) for step, data_shard in answer.items)
+        had = [0] * len(answer.items) if answer.had is None else answer.had.tolist()
+        self._hand.extend(
+            WorkItem(step, part, shards) for (step, part), shards in zip(answer.items.tolist(), had, strict=True)
+        )
         return True
 
     async def _wait(self, before_waiting: Callable[[], Awaitable[None]] | None) -> None:
@@ -149,7 +167,7 @@ class WorkSource:
     async def _tell(self, news: News, item: WorkItem | None = None) -> None:
         learner = self.replica.learner
         if learner.stages > 1:
-            await learner.of_first_stage([news, *(item or (0, 0))])
+            await learner.of_first_stage([news, *((item or (0, 0))[:2])])
 
     async def _follow(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
         """Do what the first stage has told; False if all work is done."""
