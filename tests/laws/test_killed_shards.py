@@ -52,7 +52,7 @@ def kills(seed: int, servers: int) -> Faults:
     """Up to seven kills of shards, some of them while another is away."""
     chance = Random(f"shards/{seed}")
     deaths = [(WORKERS + chance.randrange(servers), chance.uniform(0, 0.3)) for _ in range(chance.randrange(1, 8))]
-    return Faults(server_deaths=deaths, retransmit_s=0.05, restart_s=chance.choice([0.001, 0.01, 0.05]))
+    return Faults(server_deaths=deaths, restart_s=chance.choice([0.001, 0.01, 0.05]))
 
 
 def durable(servers: int) -> ParameterServer:
@@ -67,12 +67,11 @@ def test_every_sample_is_applied_once_in_every_shard_when_shards_are_killed():
 
 
 def test_every_sample_is_applied_once_when_a_shard_and_workers_are_killed():
-    for seed in range(12):
-        killed = kills(seed, 1)
-        faults = replace(
-            random_faults(seed, 1), server_deaths=killed.server_deaths, retransmit_s=0.05, restart_s=killed.restart_s
-        )
-        run = simulate(counting(), durable(1), cluster(seed), faults=faults)
+    for seed in range(24):
+        servers = 1 + seed % 3
+        killed = kills(seed, servers)
+        faults = replace(random_faults(seed, servers), server_deaths=killed.server_deaths, restart_s=killed.restart_s)
+        run = simulate(counting(), durable(servers), cluster(seed), faults=faults)
         assert visits(run, 1.0) == [1.0] * (STEPS * BATCH), f"seed {seed}"
 
 
@@ -93,7 +92,7 @@ def test_with_one_worker_a_run_whose_shards_are_killed_ends_with_the_same_bits()
     for name in ("soft sync", "downpour", "asgd", "async diloco", "async easgd", "delay compensated", "async momentum"):
         whole = simulate(task, SERVED[name], Cluster(workers=1))
         deaths = [(1 + seed % SERVED[name].servers, 0.003 + 0.011 * seed) for seed in range(9)]
-        faults = Faults(server_deaths=deaths, retransmit_s=0.05, restart_s=0.002)
+        faults = Faults(server_deaths=deaths, restart_s=0.002)
         broken = simulate(task, SERVED[name], Cluster(workers=1), faults=faults)
         assert torch.equal(broken.params, whole.params), name
         assert broken.seconds > whole.seconds, "it waits for the shards"
