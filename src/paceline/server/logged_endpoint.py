@@ -16,12 +16,12 @@ from torch import Tensor
 
 from paceline.endpoint import Endpoint
 from paceline.op import Op, Ready
-from paceline.protocol.messages import Event, Message, PeerDied, PeerSuspected, Returned, decode, encode
+from paceline.protocol.messages import Event, Message, PeerDied, PeerReturned, PeerSuspected, Returned, decode, encode
 from paceline.server.shard_log import LogFailed, ShardLog
 from paceline.trace import Trace
 
 T = TypeVar("T")
-EVENTS: dict[str, type[Event]] = {"died": PeerDied, "suspected": PeerSuspected}
+EVENTS: dict[str, type[Event]] = {"died": PeerDied, "suspected": PeerSuspected, "returned": PeerReturned}
 NAMES = {cls: name for name, cls in EVENTS.items()}
 
 

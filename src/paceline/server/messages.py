@@ -30,7 +30,8 @@ class Update(Request):
 
     With `runs` it is for some values only, and the reply has only the values that have changed since `version`.  `rate`
     is the factor on the learning rate that the sender's schedule gives for these steps.  `done` counts the work items
-    that its sender was leased and has done, from the first one of this incarnation to the last one of this update.
+    that its sender was leased and has done, from the first one of this incarnation to the last one of this update.  If
+    the receiver `had` the item of this update already, it comes without samples.
     """
 
     update: Tensor
@@ -40,6 +41,7 @@ class Update(Request):
     runs: Tensor | None = None
     rate: Rate = 1.0
     done: Version = 0
+    had: bool = False
 
 
 class Push(Update):

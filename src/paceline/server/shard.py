@@ -136,7 +136,7 @@ class Shard:
         if was_applied:
             self._queues.release()
         if isinstance(update, Exchange) and self.members.roster.is_member(update.src):
-            waits = rule.holds_answers and update.samples and not was_applied
+            waits = rule.holds_answers and (update.samples or update.had) and not was_applied
             (self._queues.waiting if waits else self._queues.wanted).append(Wanted.by(update))
 
     async def apply(self, rule: Rule, update: Update, *, codec: Codec | None = None) -> bool:

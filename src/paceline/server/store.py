@@ -212,9 +212,10 @@ class Store:
         factor = self._rate() if rate is None else rate
         updates: list[Update] = []
         for j, (where, version) in enumerate(zip(self.slices, self.versions, strict=True)):
-            new = 0 if had >> j & 1 else seen
+            is_there = bool(had >> j & 1)
+            new = 0 if is_there else seen
             data, mine = self._encoded(update, where, runs, new)
-            updates.append(of(data, version, new, steps, mine, factor, self._work.done))
+            updates.append(of(data, version, new, steps, mine, factor, self._work.done, is_there))
         return self._client.numbered(updates)
 
     def _rate(self) -> float:

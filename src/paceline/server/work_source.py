@@ -71,9 +71,7 @@ class WorkSource:
         self.has_lost_item = True
 
     async def _draw_again(self) -> Request:
-        await self._ask(1, now=True)
-        assert self._drawn is not None
-        return self._drawn
+        return await self._ask(1, now=True)
 
     async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
         """Turn to the next minibatch; False if all work is done.
@@ -109,12 +107,13 @@ class WorkSource:
             await self._ask(self._ahead - len(self._hand))
         return True
 
-    async def _ask(self, wanted: int, *, now: bool = False) -> None:
+    async def _ask(self, wanted: int, *, now: bool = False) -> DrawWork:
         end = self.replica.cursor.last_step
         assert end is not None
         extent = torch.tensor([self._first_step, end, self.replica.cursor.shards])
-        self._drawn = self._client.requests.number(DrawWork(extent, wanted, now))
-        await self._client.requests.send(self._client.shards[0], self._drawn)
+        self._drawn = request = self._client.requests.number(DrawWork(extent, wanted, now))
+        await self._client.requests.send(self._client.shards[0], request)
+        return request  # Meanwhile it may have been dropped.
 
     async def _draw(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
         await self._client.join()
@@ -124,7 +123,7 @@ class WorkSource:
         while True:
             if self._drawn is None:
                 await self._ask(1, now=True)
-            assert self._drawn is not None
+                continue
             answer = await self._client.answer(self._client.shards[0], self._drawn, DRAWN)
             assert isinstance(answer, DRAWN)
             if answer.incarnation != self._client.requests.incarnation:

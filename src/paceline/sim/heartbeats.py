@@ -69,8 +69,17 @@ class Heartbeats:
     def _hear(self, src: int, dst: int) -> None:
         detector = self._detectors[dst]
         detector.heartbeat(src, self._world.clock(dst))
-        for returned in detector.returned():
+        self._report_returned(dst)
+
+    def _report_returned(self, dst: int) -> None:
+        for returned in self._detectors[dst].returned():
             self._world.deliver(dst, PeerReturned(src=returned))
+
+    def message(self, src: int, dst: int) -> None:
+        """A message of a rank was received."""
+        if dst in self._detectors:
+            self._detectors[dst].message(src, self._world.clock(dst))
+            self._report_returned(dst)
 
     def _check(self, rank: int) -> None:
         if self._world.has_ended(rank) or rank in self._world.dead:

@@ -138,7 +138,8 @@ class Simulation:
         self.faults = faults
         self._areas: dict[int, dict[str, MemoryArea]] = {}  # The log of each server.
         self.shards = [self._shard(rank) for rank in layout.server_ranks]
-        self.on_shard_back: Callable[[Shard], None] = lambda shard: None  # Called with the shard of a new process.
+        self.on_shard_back: Callable[[Shard], None] = lambda shard: None  # Called with the shard of a new process,
+        self.on_caught_up: Callable[[Shard], None] = lambda shard: None  # and when that knows what the old one knew.
         self._watches: dict[int, Watch] = {}
         self._buffers: dict[int, torch.Tensor] = {}  # Of each worker that has computed its last gradient.
         self.workers = [self._worker(rank, copy.deepcopy(model)) for rank in ranks]
@@ -201,8 +202,12 @@ class Simulation:
             endpoint = cast("Endpoint", logged)
         shard = Shard(endpoint, grace_s=10.0, takes_nonfinite=self.nonfinite == "pass")
         if logged is not None:
-            logged.on_back = lambda: self.world.expect(rank, shard.members.roster.members)
+            logged.on_back = lambda: self._caught_up(shard)
         return shard
+
+    def _caught_up(self, shard: Shard) -> None:
+        self.world.expect(shard.endpoint.rank, shard.members.roster.members)
+        self.on_caught_up(shard)
 
     def _bring_back(self, rank: int) -> Coroutine[Op[Any], Any, Any]:
         """The role of a server that was killed, in another process."""

@@ -178,6 +178,8 @@ class World:
         if self._may_end_without and dst in servers and is_of_worker and self.has_ended(dst):
             # A worker that joined, or came back, finds that the server has finished.
             return self.deliver(message.src, PeerDied(src=dst))
+        if self._heartbeats is not None and not isinstance(message, Event):
+            self._heartbeats.message(message.src, dst)
         if self.on_message is not None:
             self.on_message(dst, message)
         receivers = self.receivers[dst]

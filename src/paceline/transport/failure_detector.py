@@ -73,7 +73,10 @@ class FailureDetector:
         self._draining[rank] = now + self._drain_s
 
     def message(self, rank: int, now: float) -> None:
-        """A message of a rank has been received; if its process has ended, more may follow."""
+        """A message of a rank has been received.  If its process has ended, more may follow; if it was suspected, it
+        is missed again from now on, also if it ends before its next heartbeat."""
+        if rank in self._suspected:
+            self.heartbeat(rank, now)
         if rank in self._draining:
             self._draining[rank] = now + self._drain_s
 

@@ -286,5 +286,6 @@ class Mailbox:
         if isinstance(message, Beat):
             self._monitor.heartbeat(message.src)
             return None
+        self._monitor.message(message.src)
         self._arrived.append(message)
         return message.src

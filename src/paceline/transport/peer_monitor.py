@@ -70,6 +70,9 @@ class PeerMonitor:
     def heartbeat(self, rank: int) -> None:
         self._detector.heartbeat(rank, time.monotonic())
 
+    def message(self, rank: int) -> None:
+        self._detector.message(rank, time.monotonic())
+
     def wait(self, timeout_s: float) -> Events:
         """Wait for a message or a failure, at most `timeout_s` seconds."""
         end = time.monotonic() + min(timeout_s, 1e6)
