@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from paceline.protocol.requests import Deduplicator, Verdict
 from paceline.protocol.roster import Change, Roster
 from paceline.server.gates import Bound
 from paceline.server.rules import Adagrad, Sgd
+from paceline.server.shard_log import ShardLog
 from paceline.server.shard_state import ShardState
 from paceline.server.work_queue import WorkQueue
 from paceline.sim.faults import Cut, Faults, Pause
@@ -22,6 +24,7 @@ from paceline.study.smaller_plans import smallest
 from paceline.study.torture import torture
 
 SERVED = pl.ParameterServer(rule=Sgd(lr=0.05), servers=1)
+SHARDED = pl.ParameterServer(rule=Sgd(lr=0.05), servers=2, durability="process")
 IN_STEP = pl.StaleSynchronous(lr=0.05, bound=1)
 
 
@@ -93,10 +96,10 @@ def lost_items(patch: pytest.MonkeyPatch) -> None:
     """Work queue: of the items that a dead worker had leased, the last one is forgotten."""
     lose = WorkQueue.lose
 
-    def careless(self: WorkQueue, worker: int) -> None:
-        if len(held := self._held.get(worker, ())) > 1:
-            held.pop()
-        lose(self, worker)
+    def careless(self: WorkQueue, worker: int) -> Any:
+        if worker in self.leases and self.leases[worker].undone > 1:
+            self.leases[worker].items.pop()
+        return lose(self, worker)
 
     patch.setattr(WorkQueue, "lose", careless)
 
@@ -113,12 +116,36 @@ def unapplied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShardState, "apply", picky)
 
 
+def halves_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Work queue: what the first shard has of a dead worker's updates, all shards have."""
+    settle = WorkQueue.settle
+
+    def hasty(self: WorkQueue, which: tuple[int, int], counts: Sequence[int]) -> None:
+        settle(self, which, [counts[0]] * len(counts))
+
+    patch.setattr(WorkQueue, "settle", hasty)
+
+
+def unlogged(patch: pytest.MonkeyPatch) -> None:
+    """Log: every 20th record is not written."""
+    append = ShardLog.append
+    records = count(1)
+
+    def forgetful(self: ShardLog, description: Any, tensors: Any) -> None:
+        if next(records) % 20:
+            append(self, description, tensors)
+
+    patch.setattr(ShardLog, "append", forgetful)
+
+
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], pl.Strategy, range, set[str]]] = {
     "de-duplication": (applied_again, SERVED, range(40), {"no update is applied twice"}),
     "roster": (suspected_once, SERVED, range(90, 130), {"every run ends"}),
     "gate": (one_too_far, IN_STEP, range(40), {"the staleness bound holds"}),
     "work queue": (lost_items, SERVED, range(60), {"each sample is counted once"}),
     "shard state": (unapplied, SERVED, range(40), {"each sample is counted once"}),
+    "landings": (halves_forgotten, SHARDED, range(40), {"each sample is counted once"}),
+    "shard log": (unlogged, SHARDED, range(40), {"a shard comes back as it was"}),
 }
 
 

@@ -243,8 +243,7 @@ class Mailbox:
     def _take(self, timeout_s: float) -> bool:
         """Wait for a message, valid or not, or for the failure of a rank; False if there was none in time."""
         events = self._monitor.wait(timeout_s)
-        for rank in events.suspected:
-            self._arrived.append(PeerSuspected(src=rank))
+        self._arrived.extend(PeerSuspected(src=rank) for rank in events.suspected)
         if self._beat_s is not None:  # Workers among each other; on servers a suspected worker joins again.
             self._arrived.extend(PeerReturned(src=rank) for rank in events.returned)
         for rank in events.dead:
@@ -273,8 +272,7 @@ class Mailbox:
         except zmq.Again:  # A connection that breaks within a message makes the socket readable without a message.
             return None
         try:
-            src, process = sender_of(frames[0])
-            self._returning.check(src, process)
+            src = self._returning.checked(*sender_of(frames[0]))
             if src in self._monitor.dead:
                 raise ValueError("it arrived after the death of its sender was reported")
             # The reader is made even if there is nothing to read: from now on the sender's process is watched.
@@ -284,8 +282,7 @@ class Mailbox:
             self._refuse(f"a message from rank {sender_of(frames[0])[0]}: {error}", reason)
             return None
         if isinstance(message, Beat):
-            self._monitor.heartbeat(message.src)
-            return None
-        self._monitor.message(message.src)
+            return self._monitor.heartbeat(src)
+        self._monitor.message(src)
         self._arrived.append(message)
-        return message.src
+        return src

@@ -70,16 +70,17 @@ class Returning:
             self._gone.add(rank)
             self._give_up(rank)
 
-    def check(self, src: int, process: int) -> None:
-        """Refuse a message from a process of a rank that was killed; turn to a new one."""
+    def checked(self, src: int, process: int) -> int:
+        """The sender of a message.  One from a process that was killed is refused; a new process is turned to."""
         if src not in self.ranks:
-            return
+            return src
         if process != self._connections.peer(src).pid and (
             not self._connections.has_moved(src) or process != self._connections.peer(src).pid
         ):
             raise ValueError("its sender was killed since, and another process has taken its place")
         if src in self._processes and process != self._processes[src]:
             self._turn_to_new(src)
+        return src
 
     def _turn_to_new(self, rank: int) -> None:
         self.lost.discard(rank)
