@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import paceline as pl
+from paceline.codecs import TopK
 from paceline.protocol.requests import Deduplicator, Verdict
 from paceline.protocol.roster import Change, Roster
 from paceline.server.gates import Bound
@@ -17,7 +18,7 @@ from paceline.server.rules import Adagrad, Sgd
 from paceline.server.shard_log import ShardLog
 from paceline.server.shard_state import ShardState
 from paceline.server.work_queue import WorkQueue
-from paceline.sim.faults import Cut, Faults, Pause
+from paceline.sim.faults import Cut, Faults, Pause, SlowLink
 from paceline.study.fault_plans import KINDS, as_python, drawn_faults, kinds_of
 from paceline.study.ordeal import Ordeal
 from paceline.study.smaller_plans import smallest
@@ -203,6 +204,33 @@ FIXED: dict[str, tuple[pl.Strategy, int, Faults]] = {
         pl.Downpour(push=3, fetch=2, rule=Adagrad()),
         0,
         Faults(cuts=[Cut([0, 1, 3, 5], [2, 4], 0.03, 0.16, holds=True)], silent_s=0.08, retransmit_s=0.05),
+    ),
+    "an update that a shard had asked for again was lost with the shard": (
+        pl.AsyncDiLoCo(period=4, codec=TopK(0.25), servers=2, durability="process"),
+        1,
+        Faults(server_deaths=[(5, 0.063), (5, 0.016)], restart_s=0.04),
+    ),
+    "workers of which some waited for one shard and some for the other waited for each other": (
+        pl.AsyncDiLoCo(period=4, servers=2),
+        37,
+        Faults(
+            pauses=[Pause(0, 0.016, 0.089)],
+            slow_links=[SlowLink([0, 2, 5], [0, 1, 2, 3, 4], 0.04, 0.07, 0.07)],
+            silent_s=0.08,
+            retransmit_s=0.05,
+        ),
+    ),
+    "a worker that came back and ended before its next heartbeat was a member for ever": (
+        pl.AsyncDiLoCo(period=4, servers=2),
+        47,
+        Faults(
+            joins=[0.029, 0.104],
+            delayed=0.1,
+            delay_s=0.041,
+            pauses=[Pause(0, 0.114, 0.151)],
+            silent_s=0.08,
+            retransmit_s=0.05,
+        ),
     ),
 }
 

@@ -80,6 +80,8 @@ class Requests:
         """
         this = rank, request.request_id
         self._waiting.add(this)
+        # Also if this is not the first wait for it: a shard may have asked to send it again, and be killed before.
+        self._open[rank][request.request_id] = probe or request
         try:
             return await self._reply(this, request, replies, probe or request)
         finally:
