@@ -28,19 +28,20 @@ EXACT: dict[str, pl.Strategy] = {
 }
 
 
-def kill(pids: list[int]) -> None:
+def kill(pids: list[int]) -> bool:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    return True
 
 
-def at_steps(*actions: tuple[int, Callable[[], object]]) -> Callable[[int], None]:
-    """A progress function that calls each action once its step is reached."""
+def at_steps(*actions: tuple[int, Callable[[], bool]]) -> Callable[[int], None]:
+    """A progress function that calls each action from its step on, until it has been possible."""
     left = list(actions)
 
     def progress(step: int) -> None:
-        while left and step >= left[0][0]:
-            left.pop(0)[1]()
+        if left and step >= left[0][0] and left[0][1]():
+            left.pop(0)
 
     return progress
 
@@ -49,20 +50,24 @@ def at_steps(*actions: tuple[int, Callable[[], object]]) -> Callable[[int], None
 def test_every_sample_is_applied_once_when_shards_are_killed(strategy: pl.Strategy):
     killed: list[int] = []
 
-    def kill_all() -> None:
-        killed.extend(processes_below(NAME))
-        kill(killed[-strategy.servers :])
+    def kill_all() -> bool:
+        """Kill all shards, once they are there."""
+        there = [pid for pid in processes_below(NAME) if pid not in killed]
+        if len(there) == strategy.servers:
+            kill(there)
+            killed.extend(there)
+        return len(there) == strategy.servers
 
-    task = counting(steps=30, batch=6, slow_s=0.005)
+    task = counting(steps=60, batch=6, slow_s=0.005)
     run = pl.train(task, strategy, workers=2, progress=at_steps((8, kill_all), (16, kill_all)), timeout_s=30)
-    assert len(set(killed)) == 2 * strategy.servers
+    assert len(killed) == 2 * strategy.servers
     assert run.params.tolist() == [1.0] * task.samples
 
 
 def test_every_sample_is_applied_once_when_a_shard_and_a_worker_are_killed_together():
-    def kill_both() -> None:
+    def kill_both() -> bool:
         workers = [p.pid for p in multiprocessing.active_children() if p.name == "worker-1" and p.pid]
-        kill([processes_below(NAME)[-1], *workers])
+        return kill([processes_below(NAME)[-1], *workers])
 
     task = counting(steps=40, batch=6, slow_s=0.01)
     progress = at_steps((10, kill_both))

@@ -29,10 +29,12 @@ from paceline import (
     simulate,
 )
 from paceline.endpoint import Layout
+from paceline.errors import ClusterError
 from paceline.server.gates import RoundRobin
 from paceline.server.membership import Membership
 from paceline.server.messages import Join, Leave
 from paceline.server.rules import Sgd
+from paceline.sim.faults import Pause
 from tests.laws.tasks import close, quadratic, regression, values
 
 STEPS, BATCH, WORKERS = 14, 8, 4
@@ -268,3 +270,34 @@ def test_a_replacement_that_joins_before_the_death_is_noticed_is_not_awaited_aga
 
 def test_a_part_of_a_job_names_workers_that_joined_later():
     assert Layout(2, 1, numbers=(0, 1, 2)).name(4) == "worker 4"
+
+
+@pytest.mark.parametrize("seconds", [2.0, 100.0])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_run_whose_workers_are_all_silent_for_a_while_goes_on_and_applies_every_sample_once(
+    seconds: float, servers: int
+):
+    """However long they were stopped: a run that ends before its work is done would be a short one, without a word."""
+    pauses = [Pause(rank, 0.05, seconds) for rank in range(WORKERS)]
+    faults = Faults(pauses=pauses, silent_s=0.5)
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=servers), cluster(3), faults=faults)
+    assert visits(run, 1.0)[: STEPS * BATCH // servers] == [1.0] * (STEPS * BATCH // servers)
+
+
+def test_workers_that_stay_silent_are_named_once_no_other_is_left():
+    members = Membership(range(2), grace_s=0.0, return_s=5.0)
+    members.lose(0, 0, is_dead=True, now=1.0)
+    members.lose(1, 0, is_dead=False, now=2.0)
+    assert members.is_needed and members.waits_until() == 7.0
+    members.stop_waiting(6.9)
+    with pytest.raises(ClusterError, match=r"no worker has finished, and nothing was heard for 5 s .*\(ranks 1\)"):
+        members.stop_waiting(7.0)
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_silent_worker_once_another_has_finished():
+    members = Membership(range(2), grace_s=0.0, return_s=5.0)
+    members.lose(1, 0, is_dead=False, now=2.0)
+    leave = Leave()
+    leave.src = 0
+    members.leave(leave)
+    assert not members.is_needed

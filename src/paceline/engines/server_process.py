@@ -161,7 +161,12 @@ def _serve(strategy: Strategy, rank: int, settings: ServerSettings, life: Life) 
         )
         if life.log is not None:
             endpoint = _logged(endpoint, life, store, layout, view)
-        shard = Shard(endpoint, grace_s=settings.grace_s, takes_nonfinite=settings.takes_nonfinite)
+        shard = Shard(
+            endpoint,
+            grace_s=settings.grace_s,
+            return_s=settings.timeout_s,
+            takes_nonfinite=settings.takes_nonfinite,
+        )
         if life.number and is_elastic and isinstance(endpoint, LoggedEndpoint):
             endpoint.on_back = lambda: _expect(mailbox, view, shard)
         drive(strategy.server(shard))

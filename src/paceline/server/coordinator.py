@@ -12,6 +12,7 @@ are in the shards' own states; save all ranks while no program runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from math import inf, isfinite
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from paceline.errors import ClusterError
 from paceline.protocol.messages import Away, Message, PeerDied, PeerSuspected, Reply, Request
 from paceline.protocol.requests import (
     Deduplicator,
@@ -209,13 +211,23 @@ class Coordinator:
 
     async def _next(self) -> Message:
         while not self._later:
-            timeout = None if self._roster.members else max(0.0, self._deserted_at - self.endpoint.now())
+            waits = bool(self._roster.members) or self._deserted_at == math.inf
+            timeout = None if waits else max(0.0, self._deserted_at - self.endpoint.now())
             try:
                 return await self.endpoint.recv(timeout=timeout)
             except TimeoutError:
                 if not self._roster.members:
-                    raise Deserted from None
+                    raise self._deserted() from None
         return self._later.popleft()
+
+    def _deserted(self) -> Exception:
+        if not (silent := self._roster.ranks_in(State.SUSPECTED)):
+            return Deserted()
+        ranks = ", ".join(map(str, silent))
+        return ClusterError(
+            f"passes are left, and nothing was heard for {self._s.return_s:g} s of the workers that may be alive "
+            f"(ranks {ranks})"
+        )
 
     async def _handle(self, request: Request) -> None:
         src = request.src
@@ -287,7 +299,8 @@ class Coordinator:
         changes = self._roster.die(src) if is_dead else self._roster.suspect(src)
         if not any(change.is_loss for change in changes):
             return
-        self._deserted_at = self.endpoint.now() + self._s.grace_s
+        may_return = bool(self._roster.ranks_in(State.SUSPECTED))
+        self._deserted_at = self.endpoint.now() + (self._s.return_s if may_return else self._s.grace_s)
         if self._bringer == src and not self._is_there:
             self._bringer = None
         if self._portions is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from paceline.errors import ClusterError
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import NotAMember, OlderIncarnation, Refusal
 from paceline.protocol.roster import Change, Roster, State
@@ -18,17 +20,19 @@ class Membership:
     """`clocks` counts the updates of each active worker; one that joins begins with the slowest.
 
     For a replacement of a worker that died the shard waits up to `grace_s` seconds before it ends, if there is work
-    left.
+    left.  If no worker has finished, it waits up to `return_s` seconds for those that are only silent.
     """
 
-    def __init__(self, workers: Iterable[int], grace_s: float) -> None:
+    def __init__(self, workers: Iterable[int], grace_s: float, return_s: float = math.inf) -> None:
         self.roster = Roster(workers)
         self.grace_s = grace_s
+        self.return_s = return_s
         self.clocks = dict.fromkeys(self.roster.members, 0)
         self.leaving: dict[int, Leave] = {}  # Workers that have left, and wait for the final value.
         self.all_done = False  # Whether all work is done.
         self._newest: dict[int, tuple[int, int]] = {}  # Of each worker: the request that its state is from.
-        self._awaited: list[float] = []  # Until when the shard waits for each replacement.
+        self._awaited: list[float] = []  # Until when the shard waits for each replacement,
+        self._return_by = math.inf  # and until when for workers that are silent.
         self._ahead = 0  # How many have joined before the death of the worker that they replace was noticed.
 
     # Snapshots.
@@ -42,6 +46,7 @@ class Membership:
             "all_done": self.all_done,
             "newest": dict(self._newest),
             "awaited": list(self._awaited),
+            "return_by": self._return_by,
             "ahead": self._ahead,
         }
 
@@ -53,6 +58,7 @@ class Membership:
         self.all_done = saved["all_done"]
         self._newest = dict(saved["newest"])
         self._awaited = list(saved["awaited"])
+        self._return_by = saved["return_by"]
         self._ahead = saved["ahead"]
 
     # Queries.
@@ -60,15 +66,36 @@ class Membership:
     @property
     def is_needed(self) -> bool:
         """Whether there are workers, or may be soon."""
-        return bool(self.roster.members or (self._awaited and not self.all_done))
+        return bool(self.roster.members or (self._awaited and not self.all_done) or self.is_silent)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no worker is left and none has finished, but some may be alive: the run is not over."""
+        return not self.roster.members and self._may_return
+
+    @property
+    def _may_return(self) -> bool:
+        return bool(self.roster.ranks_in(State.SUSPECTED)) and not self.roster.ranks_in(State.LEFT)
 
     def waits_until(self) -> float | None:
-        """When the shard gives up waiting for replacements, if no worker is left."""
-        return self._awaited[-1] if self._awaited and not self.roster.members else None
+        """When the shard gives up waiting for replacements and for silent workers, if no worker is left."""
+        if self.roster.members:
+            return None
+        ends = [*self._awaited[-1:], *([self._return_by] if self.is_silent else [])]
+        return min(filter(math.isfinite, ends), default=None)
 
     def stop_waiting(self, now: float) -> None:
-        """Stop waiting for replacements whose time is over."""
+        """Stop waiting for replacements whose time is over.
+
+        Raises ClusterError if all workers were silent for too long.
+        """
         self._awaited = [until for until in self._awaited if until > now]
+        if self.is_silent and now >= self._return_by:
+            silent = ", ".join(map(str, self.roster.ranks_in(State.SUSPECTED)))
+            raise ClusterError(
+                f"no worker has finished, and nothing was heard for {self.return_s:g} s of those that may be alive "
+                f"(ranks {silent})"
+            )
 
     def check_member(self, request: Request) -> None:
         """Refuse a request of a worker that is no member, or of an incarnation that is not its current one."""
@@ -143,6 +170,8 @@ class Membership:
             self._ahead -= 1
         elif loss is not None and self.grace_s:
             self._awaited.append(now + self.grace_s)
+        if loss is not None:
+            self._return_by = now + self.return_s
         return loss
 
     def _note(self, changes: list[Change]) -> None:

@@ -43,11 +43,13 @@ from paceline.state import StateStore
 class Reception:
     """Answers itself what needs no value: membership, work, probes and duplicates."""
 
-    def __init__(self, endpoint: Endpoint, held: ShardState, states: StateStore, grace_s: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, held: ShardState, states: StateStore, grace_s: float, return_s: float
+    ) -> None:
         self.endpoint = endpoint
         self.held = held
         self.dispatcher = Dispatcher(endpoint, states)
-        self.members = Membership(endpoint.layout.worker_ranks, grace_s)
+        self.members = Membership(endpoint.layout.worker_ranks, grace_s, return_s)
         self.replies = Replies(endpoint)
         self.queues = Queues()
         self.applied = Applied(endpoint)

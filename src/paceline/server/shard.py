@@ -6,6 +6,7 @@ that makes no sense is refused with a reason, and the shard goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,16 +34,20 @@ SAVED_BY = "Shard"  # In the header of a saved state.
 class Shard:
     """The interface of a server role.  It serves from the first value until the last worker has left.
 
-    It waits up to `grace_s` seconds for the replacement of a dead worker before it ends, if there is work left.  It
-    refuses updates with NaN or infinity, unless it `takes_nonfinite`.  The first shard also dispatches work.
+    It waits up to `grace_s` seconds for the replacement of a dead worker before it ends, if there is work left.  If all
+    workers are silent and none has finished, it waits up to `return_s` seconds, and then fails.  It refuses updates
+    with NaN or infinity, unless it `takes_nonfinite`.  The first shard also dispatches work.
     """
 
-    def __init__(self, endpoint: Endpoint, *, grace_s: float = 0.0, takes_nonfinite: bool = False) -> None:
+    def __init__(
+        self, endpoint: Endpoint, *, grace_s: float = 0.0, return_s: float = math.inf, takes_nonfinite: bool = False
+    ) -> None:
         self.endpoint = endpoint
         self.grace_s = grace_s
+        self.return_s = return_s
         self.states = StateStore()
         self.held = ShardState(endpoint, self.states, takes_nonfinite=takes_nonfinite)
-        self._reception = Reception(endpoint, self.held, self.states, grace_s)
+        self._reception = Reception(endpoint, self.held, self.states, grace_s, return_s)
         self.members = self._reception.members
         self.replies = self._reception.replies
         self._queues = self._reception.queues
