@@ -245,8 +245,8 @@ class Dispatcher:
         """When to ask other shards again."""
         return self._landings.due
 
-    async def ask_again(self) -> None:
-        await self._landings.ask_again()
+    async def ask_again(self, *, at_once: bool = False) -> None:
+        await self._landings.ask_again(at_once=at_once)
 
     async def _hand_on(self) -> None:
         """Give items that are free again to workers that wait for work."""

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.endpoint import Endpoint
 from paceline.server.messages import HowFar, SoFar, Update
 
-ASK_AGAIN_S = 0.5  # A shard that was killed may not have got the question.
+ASK_AGAIN_S = 0.5  # The first shard may have been killed before it got the answer.
 
 Worker = tuple[int, int]  # A rank and its incarnation.
 
@@ -115,16 +115,17 @@ class Landings:
         """When to ask again those that have not answered."""
         return self._due if self._open else None
 
-    async def ask_again(self) -> None:
+    async def ask_again(self, *, at_once: bool = False) -> None:
+        """Ask those that have not answered, if it is time, or `at_once`: one of them was killed and is back."""
         now = self.endpoint.now()
-        if self._open and now >= self._due:
+        if self._open and (at_once or now >= self._due):
             self._due = now + self._again_s
             for which in self._open:
                 await self._send(which)
 
     @property
     def _again_s(self) -> float:
-        return self.endpoint.retransmit_s or ASK_AGAIN_S
+        return min(self.endpoint.retransmit_s or ASK_AGAIN_S, ASK_AGAIN_S)
 
     async def _send(self, which: Worker) -> None:
         question = self._open[which]

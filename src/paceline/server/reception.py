@@ -124,6 +124,7 @@ class Reception:
                 return True
             case Returned() if src in self.endpoint.layout.server_ranks:
                 await self._retell_losses(src)
+                await self.dispatcher.ask_again(at_once=True)
                 for worker in self.members.roster.members:  # It may wait for this shard, and not look at others.
                     await self.endpoint.send(worker, Returned())
             case Leave():
