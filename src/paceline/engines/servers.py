@@ -48,6 +48,11 @@ class ServerProcesses:
         forks: bool,
     ) -> None:
         self._is_closing = False
+        if strategy.durability != "none" and not hasattr(os, "memfd_create"):
+            raise ValueError(
+                f"{type(strategy).__name__}(durability={strategy.durability!r}): the log of a server is memory without "
+                "a name (memfd_create), which Linux alone has; leave durability out"
+            )
         start = _fork if forks and threads() == 1 else _start_interpreter
         self._keeper = start(strategy, ranks, settings, launcher_pipe)
         threading.Thread(target=self._watch, name="servers", daemon=True).start()

@@ -51,6 +51,11 @@ class EAWild(Elastic, Strategy):
     def __post_init__(self) -> None:
         self.check_force()
         check_period(self, self.period)
+        if self.durability != "none" and not self.servers:
+            raise ValueError(
+                f"EAWild(servers=0, durability={self.durability!r}): durability is of servers, and there are none; "
+                "give servers=1, or leave durability out"
+            )
         if self.group < 1 or self.regroup < 1 or self.servers < 0:
             raise ValueError(
                 f"EAWild(group={self.group}, regroup={self.regroup}, servers={self.servers}): a group has at least 1 "
