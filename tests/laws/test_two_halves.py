@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from paceline.server.work_queue import Lease, WorkItem, WorkQueue
 from tests.laws.test_membership import BATCH, STEPS, counting
 
 WORKERS = 3
-SAMPLES = STEPS * BATCH
+SHORT = 6  # Steps, of the 14 for which there are samples.
+ONCE = {0.0: (STEPS - SHORT) * BATCH, 1.0: SHORT * BATCH}
 
 # Each counts how often a sample was used; a value and the samples' number of uses differ by this factor.
 EXACT: dict[str, tuple[Strategy, float]] = {
@@ -33,7 +36,7 @@ exact = pytest.mark.parametrize(("strategy", "factor"), EXACT.values(), ids=EXAC
 def simulate(strategy: Strategy, faults: Faults) -> Run:
     # A network so slow that the messages of an update leave one after the other.
     cluster = Cluster(workers=WORKERS, compute=["4ms", "5ms", "7ms"], bandwidth="10Mbit/s", latency="1ms", seed=0)
-    return simulated(counting(), strategy, cluster, faults=faults)
+    return simulated(replace(counting(), steps=SHORT), strategy, cluster, faults=faults)
 
 
 def between_halves(run: Run, worker: int) -> list[float]:
@@ -42,34 +45,33 @@ def between_halves(run: Run, worker: int) -> list[float]:
     return [(one.stop + other.stop) / 2 for one, other in itertools.pairwise(spans) if other.start - one.stop < 1e-6]
 
 
-def uses(run: Run, factor: float) -> list[float]:
-    return [round(x / factor, 6) for x in run.params.tolist()]
+def uses(run: Run, factor: float) -> Counter[float]:
+    """How many samples were applied how often."""
+    return Counter(round(x / factor, 6) for x in run.params.tolist())
 
 
 @exact
 def test_a_worker_that_dies_between_two_halves_leaves_each_sample_applied_once(strategy: Strategy, factor: float):
     whole = simulate(strategy, Faults())
-    assert uses(whole, factor) == [1.0] * SAMPLES
+    assert uses(whole, factor) == ONCE
     halves = 0
     for worker in range(WORKERS):
         for time in between_halves(whole, worker):
             halves += 1
             run = simulate(strategy, Faults({worker: time}))
-            assert uses(run, factor) == [1.0] * SAMPLES, f"worker {worker} dies at {time}"
-    assert halves >= 6
+            assert uses(run, factor) == ONCE, f"worker {worker} dies at {time}"
+    assert halves >= 4
 
 
 @exact
 def test_workers_that_are_suspected_between_two_halves_and_live_leave_each_sample_applied_once(
     strategy: Strategy, factor: float
 ):
-    if isinstance(strategy, ParameterServer) and isinstance(strategy.gate, RoundRobin):
-        pytest.skip("shards may disagree whose turn it is when a worker comes back: an open defect, see docs/faults.md")
     whole = simulate(strategy, Faults())
     for worker in range(WORKERS):
         for time in between_halves(whole, worker)[::2]:
             run = simulate(strategy, Faults(suspicions=[(worker, time), (worker, time + 0.03)]))
-            assert uses(run, factor) == [1.0] * SAMPLES, f"worker {worker} is suspected at {time}"
+            assert uses(run, factor) == ONCE, f"worker {worker} is suspected at {time}"
 
 
 def test_the_last_update_of_a_run_is_in_all_shards_before_the_others_may_leave():
@@ -79,7 +81,7 @@ def test_the_last_update_of_a_run_is_in_all_shards_before_the_others_may_leave()
     for worker in range(WORKERS):
         last = between_halves(whole, worker)[-1]
         run = simulate(strategy, Faults({worker: last}, notice=0.5))
-        assert uses(run, factor) == [1.0] * SAMPLES
+        assert uses(run, factor) == ONCE
 
 
 # The queue.

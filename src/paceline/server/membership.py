@@ -162,7 +162,8 @@ class Membership:
 
     def lose(self, rank: int, incarnation: int, *, is_dead: bool, now: float) -> Change | None:
         """A worker is dead, or suspected to be in this incarnation.  The change, if it was a member."""
-        self.leaving.pop(rank, None)
+        if is_dead:  # One that has left and is only suspected still waits for the final value.
+            self.leaving.pop(rank, None)
         changes = self.roster.die(rank) if is_dead else self.roster.suspect(rank, incarnation)
         self._note(changes)
         loss = next((change for change in changes if change.is_loss), None)
