@@ -5,8 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# How many pytest processes share the tests.  Tests that start processes of their own all run in one of them.
-JOBS   ?= 2
+# How many pytest processes share the tests: one more than two cores have, as tests with real processes often wait.
+JOBS   ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 .PHONY: help demo test test-quick check format bench clean

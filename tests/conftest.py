@@ -1,12 +1,15 @@
-"""One thread a process, tests on two cores, and a check that tests with real processes leave nothing behind."""
+"""One thread a process, the order of tests in several pytest processes, and a check that nothing outlives a test."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,7 +24,6 @@ settings.load_profile("laws")
 
 # Processes of multiprocessing itself: by design they live as long as the interpreter.
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-PROCESSES = "processes"  # The xdist group of the tests that start real processes.
 QUICK_CASES = 4
 
 
@@ -38,12 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if Path(__file__).with_name("dist") in item.path.parents:
             item.add_marker("dist")
-        if item.get_closest_marker("dist"):
-            item.add_marker(pytest.mark.xdist_group(PROCESSES))
     if config.getoption("--quick"):
         kept = _quick(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+    if hasattr(config, "workerinput"):  # One of several pytest processes.
+        _longest_first(items)
 
 
 def _quick(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -63,36 +65,63 @@ def _function(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
+def _unit(nodeid: str) -> str:
+    """What runs in one pytest process: a file of tests with real processes, as it has fixtures of its own, or all cases
+    of another test, as they share caches."""
+    return nodeid.partition("::")[0] if nodeid.startswith("tests/dist/") else _function(nodeid)
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Sort by units: tests with real processes, then slow ones, then those with many cases.  Short units fill the end,
+    so that all pytest processes end at about the same time."""
+    units: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        units[_unit(item.nodeid)].append(item)
+
+    def place(unit: list[pytest.Item]) -> tuple[bool, bool, int]:
+        marks = [{mark.name for mark in item.iter_markers()} for item in unit]
+        return not any("dist" in m for m in marks), not any("slow" in m for m in marks), -len(unit)
+
+    items[:] = [item for unit in sorted(units.values(), key=place) for item in unit]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run all tests with real processes one after another in one pytest process: they depend on load, ports and
-    /dev/shm.
-
-    Distribute the others function by function, so that the cases of one law share a cache.
-    """
+    """Distribute the tests by units, in the order in which they were collected."""
     from xdist.scheduler import LoadGroupScheduling
 
-    class Groups(LoadGroupScheduling):
+    class Units(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return PROCESSES if nodeid.endswith(f"@{PROCESSES}") else _function(nodeid)
+            return _unit(nodeid)
 
-    return Groups(config, log) if config.getoption("dist") == "loadgroup" else None
+    config.option.loadscopereorder = False
+    return Units(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def children() -> dict[int, str]:
     """The processes that this one has started and not yet waited for, with their command lines."""
     multiprocessing.active_children()  # Reaps its own ended processes.
     found: dict[int, str] = {}
+    own = str(os.getpid()).encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):  # glob fails if a process ends meanwhile.
-        stat = Path("/proc", pid, "stat")
         try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            command = stat.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (OSError, ValueError):  # It ended meanwhile.
+            if _read(f"/proc/{pid}/stat").rpartition(b")")[2].split(maxsplit=2)[1] != own:
+                continue
+            command = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode()
+        except (OSError, IndexError):  # It ended meanwhile.
             continue
-        if parent == os.getpid() and not any(name in command for name in SERVANTS):
-            found[int(stat.parent.name)] = command or "a zombie"
+        if not any(name in command for name in SERVANTS):
+            found[int(pid)] = command or "a zombie"
     return found
+
+
+def _read(path: str) -> bytes:
+    """A small file, in less time than by `open`: every test with real processes looks at all processes twice."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 4096)
+    finally:
+        os.close(file)
 
 
 def shared_files() -> set[str]:
@@ -107,13 +136,39 @@ def shared_files() -> set[str]:
     return found
 
 
+@pytest.fixture(scope="session")
+def compiled_kernels() -> None:
+    """Compile numba's kernels, or load them from its cache, before processes are forked: otherwise each does so.
+
+    Several pytest processes begin at different places, and find in the cache what the others have compiled.
+    """
+    from paceline.codecs import kernels
+    from tests.laws.every import CODECS
+
+    known = kernels.kernels_of("cpu") if find_spec("numba") else ()
+    codecs = [codec for codec in CODECS.values() if type(codec) in known]
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = len(codecs) * own // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    for codec in codecs[first:] + codecs[:first]:
+        for residual in (None, torch.zeros(700)):
+            values = torch.linspace(-3, 3, 700)
+            data = kernels.encode(codec, values, residual, torch.Generator().manual_seed(0), None)
+            kernels.add(codec, data, torch.zeros(700), 0.5)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("dist") is None:
         yield
         return
+    request.getfixturevalue("compiled_kernels")
     before, files = children(), shared_files()
+    gc.freeze()  # Forked processes do not read, and so copy, what there is already, when they collect garbage.
     yield
+    gc.unfreeze()
     left = {pid: command for pid, command in children().items() if pid not in before}
     assert not left, f"these processes outlived the test: {left}"
+    deadline = time.monotonic() + 5.0  # Another pytest process may be about to remove a file of its own.
+    while shared_files() - files and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not shared_files() - files, f"left in /dev/shm: {sorted(shared_files() - files)}"

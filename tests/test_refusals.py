@@ -400,7 +400,7 @@ REFUSED: dict[str, Refused] = {
         lambda: stopped(pl.AllReduceSGD()),
     ),
     "states with servers": Refused(
-        lambda: load_after_attach(pl.ASGD()),
+        lambda: load_after_attach(pl.ASGD(servers=1)),
         ("ASGD", "stopped or resumed", "PeriodicAveraging"),
         lambda: load_after_attach(pl.PeriodicAveraging(2)),
     ),

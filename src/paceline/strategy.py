@@ -93,3 +93,12 @@ class Ended(Exception):
 
 class MissedEnd(Ended):
     """Raised in a strategy when the run has ended without this worker: it joined too late, or was taken for dead."""
+
+
+def check_durability(strategy: Strategy) -> None:
+    """Refuse a durability of servers where there are none."""
+    if strategy.durability != "none" and not strategy.servers:
+        raise ValueError(
+            f"{type(strategy).__name__}(servers=0, durability={strategy.durability!r}): durability is of servers, and "
+            "there are none; give servers=1, or leave durability out"
+        )

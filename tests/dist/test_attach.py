@@ -75,7 +75,7 @@ def test_simulator_processes_and_attached_loop_end_with_the_same_bits(name, tmp_
 
 @pytest.mark.parametrize("name", ["all-reduce", "one-bit", "averaging", "block-momentum, kept", "server"])
 def test_one_worker_needs_no_launcher_and_equals_the_plain_loop(name):
-    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=0.2), servers=2) if name == "server" else ORDERED[name]
+    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=0.2), servers=1) if name == "server" else ORDERED[name]
     job = task()
     model = job.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2) if name == "server" else job.optimizer(model.parameters())
@@ -131,7 +131,7 @@ def test_ranks_that_read_different_minibatches_get_an_error(tmp_path):
 
 @pytest.mark.parametrize("name", [*ORDERED, "server"])
 def test_unequal_data_ends_cleanly_with_equal_models(name, tmp_path):
-    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05)) if name == "server" else ORDERED[name]
+    strategy = pl.ParameterServer(rule=pl.rules.Sgd(lr=0.05), servers=1) if name == "server" else ORDERED[name]
 
     def work(rank):
         job = task()

@@ -77,7 +77,7 @@ def test_a_stopped_process_is_suspected_and_a_busy_one_is_not(tmp_path: Path):
 @pytest.mark.dist
 def test_others_do_the_work_of_a_stopped_worker_which_then_returns():
     """With a bound of 1 all wait for the slowest: for a stopped one, only until it is suspected."""
-    task, threads = counting(steps=500, batch=3, slow_s=0.01), list[threading.Thread]()
+    task, threads = counting(steps=200, batch=3, slow_s=0.025), list[threading.Thread]()
 
     def stop_one() -> None:
         victim = next(p for p in multiprocessing.active_children() if p.name == "worker-1")

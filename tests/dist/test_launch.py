@@ -20,7 +20,9 @@ import paceline as pl
 from paceline import cli
 from paceline.engines import entry, supervisor
 from paceline.engines import launch as launching
-from tests.dist import forked
+from paceline.engines.job import Job
+from paceline.transport.endpoint import ProcessEndpoint
+from tests.dist import forked, hosts
 from tests.dist.test_attach import ORDERED, task
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -46,7 +48,7 @@ import torch
 import paceline as pl
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-strategy = pl.registry.strategy(sys.argv[2])
+strategy = pl.AllReduceSGD() if sys.argv[2] == "all-reduce-sgd" else pl.ParameterServer(servers=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if strategy.needs.optimizer else None
 with pl.attach(model, optimizer, strategy) as session:
     open(f"{sys.argv[3]}/pid-{session.rank}", "w").write(str(os.getpid()))
@@ -101,6 +103,8 @@ def alive(pid: int) -> bool:
 def test_the_same_script_gives_the_simulators_bits_under_both_launchers(launcher, through, workers, tmp_path):
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
+    if launcher == "torchrun" and hosts.why_not() is None:
+        pytest.skip("torchrun starts two hosts in test_hosts.py")
     if launcher == "paceline":
         done = launch("-n", str(workers), str(script), str(out), through, folder=tmp_path)
     else:
@@ -306,12 +310,26 @@ def test_all_workers_restart_after_a_failure(tmp_path):
     assert [(tmp_path / f"done-{rank}").read_text() for rank in range(2)] == ["1 -3.0"] * 2
 
 
+FRESH = """
+import os, sys
+import torch
+from paceline.engines.job import Job
+from paceline.needs import Needs
+with Job(Needs(), device=torch.device("cpu")) as job:
+    total = job.endpoint.all_reduce(torch.ones(2) / 2).wait()
+    if job.rank == 1:
+        raise ValueError(f"it is fresh: {'pytest' not in sys.modules}, the sum: {total.tolist()}")
+    job.endpoint.all_reduce(torch.ones(2)).wait()
+"""
+
+
 def test_workers_are_fresh_interpreters_where_a_fork_could_break_a_gpu(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
-    script.write_text(RESTARTED)
+    script.write_text(FRESH)
     monkeypatch.setattr(launching, "_can_fork", lambda: False)
     monkeypatch.setenv("PACELINE_TEST", str(tmp_path))
-    with pytest.raises(pl.ClusterError, match=r"^rank 1 \(process \d+\) failed: ValueError: only the first time$"):
+    expected = r"^rank 1 \(process \d+\) failed: ValueError: it is fresh: True, the sum: \[1.0, 1.0\]$"
+    with pytest.raises(pl.ClusterError, match=expected):
         launching.launch([str(script), str(tmp_path)], 2)
     assert _left_of(tmp_path) == []
 
@@ -338,6 +356,34 @@ def test_the_rank_that_failed_first_is_named_though_it_ends_last(tmp_path, monke
     watch = supervisor.Supervisor(2, start, lambda rank: tmp_path / f"{rank}.json")
     with pytest.raises(pl.ClusterError, match=r"^rank 1 \(process \d+\) failed: ValueError: a mistake of my own$"):
         watch.run()
+
+
+@pytest.mark.parametrize("opened", ["session", "job"])
+def test_an_error_is_reported_before_the_connections_close(opened, tmp_path, monkeypatch):
+    """Otherwise a peer can report first that it lost this rank."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(supervisor.ERROR_FILE, str(path))
+    told: list[supervisor.Report | None] = []
+    close = ProcessEndpoint.close
+
+    def closing(endpoint: ProcessEndpoint) -> None:
+        told.append(supervisor.read_report(path))
+        close(endpoint)
+
+    monkeypatch.setattr(ProcessEndpoint, "close", closing)
+    model = torch.nn.Linear(2, 1)
+
+    def context():
+        if opened == "job":
+            return Job(pl.AllReduceSGD().needs, device=torch.device("cpu"))
+        return pl.attach(model, torch.optim.SGD(model.parameters()), pl.AllReduceSGD())
+
+    with pytest.raises(ValueError), context():
+        raise ValueError("a mistake of my own")
+    assert told[0] is not None
+    assert told[0].error == "ValueError: a mistake of my own" and not told[0].is_consequence
+    with context():  # The script has caught the error and goes on: it is not the cause of what comes.
+        assert supervisor.read_report(path) is None
 
 
 def test_a_port_in_use_is_reported_at_once(tmp_path):

@@ -54,7 +54,7 @@ from paceline.server.rules import (
 from paceline.transport.wire import DTYPES, header_of
 from tests.dist.served import LAYOUT, NEWCOMER, NUMEL, OTHER, ROGUE, Rogue, Server, kept, resident, serving
 
-MESSAGES, BATCH = 100_000, 1000
+MESSAGES, BATCH = 50_000, 1000
 MOST_KEPT = 2000  # Objects in a server, of which 600 are its trace's.
 # Ids of requests that are sent last. Their replies show that all messages before them have arrived.
 LAST = 3 * 10**9
@@ -70,7 +70,7 @@ WILD: dict[str, dict[str, Any]] = {
 }
 HUGE = [-(2**63), -1, 2**31 + 1, 2**40, 2**63, 2**64 - 1]
 ODD = [None, 1.5, True, b"x", [1], {"a": 1}]
-SHARES = {**dict.fromkeys(SERVERS, 20), **dict.fromkeys(WILD, 10)}  # The number of batches of each server.
+SHARES = {**dict.fromkeys(SERVERS, 8), **dict.fromkeys(WILD, 9)}  # The number of batches of each server.
 BAD = torch.full((NUMEL,), nan)
 FINE = torch.ones(NUMEL)
 DROPPED, REFUSED, NOTHING, ANY = ("dropped",), ("refused",), (), None

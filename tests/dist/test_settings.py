@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from paceline import simulate
 from paceline.cli._training import train_by_settings
 from paceline.settings import Recipe, load
 from paceline.trace import Trace
+from tests.dist import forked
 
 TEXT = """
 epochs = 1
@@ -86,8 +85,7 @@ def test_a_file_gives_the_same_result_on_the_simulator_and_on_four_processes(
 
 def test_ranks_of_a_job_train_by_a_file_and_one_of_them_writes_the_model(tmp_path: Path):
     (tmp_path / "settings.toml").write_text(TEXT.format(strategy="all-reduce-sgd").replace("workers = 4", ""))
-    command = ["-m", "paceline.cli", "run", "-n", "2", "-m", "paceline.cli", "train", "settings.toml"]
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = forked.paceline("run", "-n", "2", "-m", "paceline.cli", "train", "settings.toml", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"accuracy \d", done.stdout)) == 1 and "2 workers as ranks of" in done.stdout
     assert (tmp_path / "model.safetensors").exists()

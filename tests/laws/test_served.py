@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from paceline import (
     Downpour,
     ParameterServer,
     Replicated,
+    Run,
     Slot,
     SoftSync,
     StaleSynchronous,
@@ -247,15 +249,17 @@ def test_in_fp32_it_is_the_same_up_to_rounding(pushes: Any, pulls: Any):
     assert close(coded.params, plain.params, rtol=1e-5)
 
 
+@cache
+def trained_by(codec: Any, pulls: Any) -> Run:
+    task = quadratic(steps=600, batch=6, numel=2000, dtype=torch.float32)
+    return simulate(task, ParameterServer(rule=Sgd(lr=0.02), codec=codec, pulls=pulls), Cluster(workers=3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "pulls"), [(OneBit(), None), (QSGD(), QSGD()), (OneBit(), OneBit())], ids=str)
 def test_codecs_train_and_save_bytes(codec: Any, pulls: Any):
-    task = quadratic(steps=600, batch=6, numel=2000, dtype=torch.float32)
-    plain, coded = (
-        simulate(task, ParameterServer(rule=Sgd(lr=0.02), codec=c, pulls=p), Cluster(workers=3))
-        for c, p in ((None, None), (codec, pulls))
-    )
-    goal = task.data[0].mean(0)
+    plain, coded = trained_by(None, None), trained_by(codec, pulls)
+    goal = quadratic(steps=600, batch=6, numel=2000, dtype=torch.float32).data[0].mean(0)
     assert (coded.params - goal).norm() < 0.2 * goal.norm()
     assert coded.trace.bytes_sent(1) < plain.trace.bytes_sent(1) / 3
     if pulls is not None:

@@ -24,6 +24,7 @@ from paceline.engines.joining import join, mailbox_address
 from paceline.engines.place import Place, detect
 from paceline.engines.server_process import ServerSettings
 from paceline.engines.servers import ServerProcesses
+from paceline.engines.supervisor import report_now, withdraw_report
 from paceline.errors import ClusterError
 from paceline.needs import Needs
 from paceline.strategy import Strategy
@@ -112,8 +113,8 @@ class Job(AbstractContextManager["Job"]):
                 self.endpoint = self._elastic_endpoint(incarnation, needs)
             else:
                 self.endpoint = self._synchronous_endpoint(apart)
-        except BaseException:
-            self.close(failed=True)
+        except BaseException as error:
+            self._abandon(error)
             raise
 
     @property
@@ -127,6 +128,7 @@ class Job(AbstractContextManager["Job"]):
 
     def _meet(self, place: Place | None) -> None:
         """Find the store that all ranks share, and this process's rank in it."""
+        withdraw_report()
         if place is None or dist.is_initialized():
             place = detect()
         if place is None:
@@ -285,7 +287,14 @@ class Job(AbstractContextManager["Job"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self.close(failed=error is not None)
+        if error is None:
+            self.close()
+        else:
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
+        report_now(error)
+        self.close(failed=True)
 
 
 def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:

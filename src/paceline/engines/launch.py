@@ -23,7 +23,7 @@ from paceline.engines.joining import KEY_FILE, given_key, write_key
 from paceline.engines.meeting import loopback_listener, reach_store, serve_store
 from paceline.engines.output import LineRelay
 from paceline.engines.store_process import check_store, poll, start_store, stop_store
-from paceline.engines.supervisor import Stopped, Supervisor, Worker, WorkersFailed, print_notice
+from paceline.engines.supervisor import ERROR_FILE, Stopped, Supervisor, Worker, WorkersFailed, print_notice
 from paceline.errors import ClusterError
 from paceline.transport.job_key import JobKey
 from paceline.transport.progress import VARIABLE, hung_s
@@ -162,6 +162,7 @@ class _Launch:
             "TORCHELASTIC_MAX_RESTARTS": restarts,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_ERROR_FILE": self._report_path(rank, attempt),
+            ERROR_FILE: self._report_path(rank, attempt),
             VARIABLE: self._progress_path(rank),
         }
         if self._key_file is not None:

@@ -24,6 +24,7 @@ TICK_S = 0.1
 CAUSE_S = 3.0  # How long to wait for the rank that failed, when a rank reports that it lost a peer.
 SAME_S = 0.2  # How long to wait for other ranks that fail in the same way.
 PEER_ERRORS = ("PeerLost", "ClusterError")
+ERROR_FILE = "PACELINE_ERROR_FILE"  # The variable with the path of a worker's report.
 
 
 class Stopped(Exception):
@@ -293,6 +294,23 @@ def write_report(path: Path, error: BaseException) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps({"message": message, "is_consequence": isinstance(error, ClusterError)}))
     os.replace(part, path)
+
+
+def report_now(error: BaseException) -> None:
+    """Write the report of a worker that has a supervisor, before it closes its connections.
+
+    Peers report the closed connection at once, and closing all that a worker has open can take long.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path is not None and isinstance(error, Exception):
+        write_report(Path(path), error)
+
+
+def withdraw_report() -> None:
+    """The script has caught the error that was reported, and goes on."""
+    path = os.environ.get(ERROR_FILE)
+    if path is not None:
+        Path(path).unlink(missing_ok=True)
 
 
 def read_report(path: Path) -> Report | None:

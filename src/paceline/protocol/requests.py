@@ -83,13 +83,13 @@ class Requests:
         # Also if this is not the first wait for it: a shard may have asked to send it again, and be killed before.
         self._open[rank][request.request_id] = probe or request
         try:
-            return await self._reply(this, request, replies, probe or request)
+            return await self._reply(this, request, replies)
         finally:
             self._waiting.discard(this)
             self._replies.pop(this, None)
             self.forget(rank, request)
 
-    async def _reply(self, this: tuple[int, int], request: Request, replies: tuple[type[M], ...], again: Request) -> M:
+    async def _reply(self, this: tuple[int, int], request: Request, replies: tuple[type[M], ...]) -> M:
         endpoint, rank = self.endpoint, this[0]
         timeouts = 0
         types = (*replies, Wait, Refused, PeerDied, Returned)
@@ -102,12 +102,11 @@ class Requests:
                     if this not in self._replies:
                         timeouts += 1
                         self._check_alive(rank, request, timeouts)
-                        await endpoint.send(rank, again)
+                        await self._send_again()
                     continue
             timeouts = 0
             if isinstance(message, Returned):
-                for other, unanswered in [(r, u) for r, sent in self._open.items() for u in sent.values()]:
-                    await endpoint.send(other, unanswered)
+                await self._send_again()
                 continue
             check_reply(endpoint, message)
             if isinstance(message, Reply) and message.request_id != request.request_id:
@@ -116,6 +115,11 @@ class Requests:
                     self._replies[other] = message
             elif isinstance(message, replies):
                 return message
+
+    async def _send_again(self) -> None:
+        """Send all that has no answer, not only what is waited for: one rank may wait for what another one was sent."""
+        for rank, unanswered in [(rank, request) for rank, sent in self._open.items() for request in sent.values()]:
+            await self.endpoint.send(rank, unanswered)
 
     def _check_alive(self, rank: int, request: Request, timeouts: int) -> None:
         name = self.endpoint.layout.name(rank)

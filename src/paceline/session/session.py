@@ -177,7 +177,8 @@ class Session:
         """Continue from a checkpoint, if there is one, and save the run from now on.  `attach` calls it."""
         try:
             self._saving.begin(checkpoint)
-        except BaseException:
+        except BaseException as error:
+            self.loop.guard.whereabouts.leave(error)
             self._release(failed=True)
             raise
 

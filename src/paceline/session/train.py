@@ -30,7 +30,7 @@ from paceline.engines.meeting import loopback_listener, reach_store
 from paceline.engines.place import Place, detect
 from paceline.engines.processes import die_with_parent
 from paceline.engines.store_process import check_store, start_store, stop_store
-from paceline.engines.supervisor import Supervisor, Worker, write_report
+from paceline.engines.supervisor import ERROR_FILE, Supervisor, Worker, write_report
 from paceline.monitor.monitor import INSTEAD, Monitor
 from paceline.needs import Offers, check
 from paceline.op import drive
@@ -330,6 +330,7 @@ class _ForkedWorkers:
         die_with_parent(parent)
         os.close(self._pipe[1])
         os.environ[VARIABLE] = str(self._progress_path(rank))
+        os.environ[ERROR_FILE] = str(self._report_path(rank))
         torch.set_num_threads(1)  # The parent's thread pool has no threads in a forked process.
         try:
             self._work(rank)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from paceline.engines.supervisor import report_now
 from paceline.errors import ClusterError, DifferentCollectives, ExchangeFailed
 from paceline.transport.journal import Journal, first_difference
 
@@ -93,6 +94,7 @@ class Whereabouts:
 
     def leave(self, error: BaseException) -> None:
         """This rank leaves its session by an error: the others may wait for it in vain."""
+        report_now(error)
         with suppress(RuntimeError):  # The process that serves the store may have left before.
             self._write("gone", f"gone ({type(error).__name__}: {str(error)[:200]}), {self._position()}")
 

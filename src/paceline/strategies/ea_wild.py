@@ -24,7 +24,7 @@ from paceline.needs import Needs
 from paceline.op import Op
 from paceline.server.rules import Attract
 from paceline.server.shard import Shard
-from paceline.strategy import Durability, Strategy
+from paceline.strategy import Durability, Strategy, check_durability
 from paceline.worker.replica import Replica
 
 # The number of random partitions into groups that are used in turn.  It is bounded, since every group has connections
@@ -51,11 +51,7 @@ class EAWild(Elastic, Strategy):
     def __post_init__(self) -> None:
         self.check_force()
         check_period(self, self.period)
-        if self.durability != "none" and not self.servers:
-            raise ValueError(
-                f"EAWild(servers=0, durability={self.durability!r}): durability is of servers, and there are none; "
-                "give servers=1, or leave durability out"
-            )
+        check_durability(self)
         if self.group < 1 or self.regroup < 1 or self.servers < 0:
             raise ValueError(
                 f"EAWild(group={self.group}, regroup={self.regroup}, servers={self.servers}): a group has at least 1 "
