@@ -219,7 +219,7 @@ class Simulation:
     async def _run_worker(self, run: WorkerRun) -> None:
         has_finished = await run.run()
         if run.missed_end:  # What it still waits for does not come.
-            self.simulator.at(self.simulator.now, self.simulator.kill, run.rank)
+            self.simulator.at(self.simulator.now, self.world.quit, run.rank)
         if has_finished and run is self.workers[0].run:
             self._end()
 

@@ -115,6 +115,12 @@ class World:
             self._report_lost(other, rank)
         return True
 
+    def quit(self, rank: int) -> None:
+        """A worker ends without the others.  The servers notice that its process has ended."""
+        self.simulator.kill(rank)
+        for server in self.layout.server_ranks:
+            self._report_lost(server, rank)
+
     def kill_server(self, rank: int) -> bool:
         """Kill a server; False if it has ended, or is not back from the last time."""
         if rank in self.down or not self.simulator.kill(rank):
