@@ -50,13 +50,18 @@ class ShardClient:
 
     async def tell_all(self, kind: type[Idle | Wake]) -> None:
         """Tell all shards.  That this worker is idle they are told again if they are killed: others may wait for it."""
-        for rank, request in zip(self.shards, self._told, strict=False):
-            self.requests.forget(rank, request)
+        self.forget_told()
         self._told = self.numbered([kind() for _ in self.shards])
         for rank, request in zip(self.shards, self._told, strict=True):
             await self.requests.send(rank, request)
             if kind is Wake:
                 self.requests.forget(rank, request)
+
+    def forget_told(self) -> None:
+        """The shards need not know any longer that this worker is idle."""
+        for rank, request in zip(self.shards, self._told, strict=False):
+            self.requests.forget(rank, request)
+        self._told = []
 
     async def join(self) -> None:
         """Worker 0 sends the first value."""

@@ -141,6 +141,7 @@ class WorkSource:
             is_idle = True
         self._drawn = None
         if isinstance(answer, AllDone):
+            self._client.forget_told()
             await self._tell(News.OVER)
             if before_waiting is not None and self.steps:
                 await before_waiting()
