@@ -1,4 +1,4 @@
-"""Hostile bytes: a million messages to a live shard, with and without the job's key, and damaged files to every loader.
+"""Hostile bytes: to a live shard with and without the job's key, to torch's store, and as files to every loader.
 
 The shard serves in a process of its own.  Ranks that have the key send it what `tests/dist/test_server_fuzz.py` makes:
 valid messages with fields, lengths, types, shapes and numbers that are wrong, and plain noise.  Strangers connect and
@@ -6,16 +6,18 @@ send noise, parts of ZeroMQ's handshake, and whole ones without a key.  After ev
 exchanges an update with the shard; the value must be that of the correct updates alone, to the bit.  A process of its
 own loads damaged files: each must load, or be refused by a ValueError or an OSError.
 
-    python -m benchmarks.fuzz --messages 1000000 --strangers 50000 --files 20000
+    python -m benchmarks.fuzz --messages 1000000 --strangers 50000 --store 20000 --files 20000
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import struct
 import tempfile
@@ -30,18 +32,25 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from benchmarks._hostile_store import fuzz_store, resident_kib
+from paceline.errors import ClusterError
 from paceline.transport.job_key import JobKey, SignedStore
 
 BATCH = 1000
 PICKLE = b"cos\nsystem\n(S'id'\ntR."
 
 
-def resident_kib(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
-
-
 def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def show_state(pid: int, waited_s: float) -> None:
+    """Print what a server that does not answer is doing; "t" and "T" are states of processes that were stopped."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    found = [line for line in status if line.startswith(("State:", "TracerPid:", "VmRSS:"))]
+    print(f"no answer for {waited_s:.1f} s; the server:", *found, sep="\n  ", flush=True)
+    os.kill(pid, signal.SIGUSR1)  # Its threads' stacks, once it runs.
+    time.sleep(1)
 
 
 def serve(path: str, key: JobKey) -> None:
@@ -49,6 +58,7 @@ def serve(path: str, key: JobKey) -> None:
     from tests.dist.test_server_fuzz import SERVERS
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     served.mailbox.memory_domain = lambda: ""
     server = served.Server(SignedStore(FileStore(path), key, "fuzz"), **SERVERS["plain"])
     server.thread.join()
@@ -94,11 +104,16 @@ def fuzz_server(messages: int, strangers: int, seed: int) -> dict[str, Any]:
             for rogue, letter in letters:
                 rogue.throw(letter.frames)
             sent["with the key"] += len(letters)
-            for rogue in rogues:
-                rogue.say(Pull(request_id=LAST + batch))
-                rogue.take(LAST + batch)
             start = time.monotonic()
-            good.exchange()
+            try:
+                for rogue in rogues:
+                    rogue.say(Pull(request_id=LAST + batch))
+                    rogue.take(LAST + batch)
+                start = time.monotonic()
+                good.exchange()
+            except (AssertionError, ClusterError):
+                show_state(process.pid, time.monotonic() - start)
+                raise
             waits.append(time.monotonic() - start)
             batch += 1
             memory.append(resident_kib(process.pid))
@@ -231,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--messages", type=int, default=3000, help="messages to the shard in all")
     parser.add_argument("--strangers", type=int, default=200, help="so many of them without the job's key")
+    parser.add_argument("--store", type=int, default=1000, help="connections with garbage to torch's store")
     parser.add_argument("--files", type=int, default=500, help="damaged files to load")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -239,6 +255,9 @@ def main() -> None:
     if given.files:
         found["files"] = fuzz_files(given.files, given.seed)
         print(json.dumps(found["files"], indent=1), flush=True)
+    if given.store:
+        found["store"] = fuzz_store(given.store, given.seed)
+        print(json.dumps(found["store"], indent=1), flush=True)
     if given.messages:
         found["server"] = fuzz_server(given.messages, given.strangers, given.seed)
         print(json.dumps(found["server"], indent=1), flush=True)

@@ -3,6 +3,9 @@
 Each job runs for its share of the time, with a checkpoint every few seconds where the method has them.  Every process
 is sampled by /proc.  After a warm-up a line is fitted to each process's memory by least squares: its slope is in
 megabytes for 1,000 steps of the first worker.
+
+Each process keeps the newest entries of its trace, so its memory grows until there are twice `--kept` of a kind.  The
+library's own number, 100,000, fills in tens of thousands of steps; a smaller one shows what else grows.
 """
 
 from __future__ import annotations
@@ -26,13 +29,15 @@ from torch import nn
 
 import paceline as pl
 from benchmarks._frame import markdown
+from paceline.engines import job as jobs_of_ranks
+from paceline.engines import server_process
 
 WORKERS = 2
 WARM_UP = 0.25  # The share of the time after which lines are fitted.
 JOBS: dict[str, tuple[pl.Strategy, bool]] = {  # And whether it is saved.
     "AllReduceSGD": (pl.AllReduceSGD(), True),
     "Gossip": (pl.Gossip(), True),
-    "ParameterServer": (pl.ParameterServer(), False),
+    "ParameterServer": (pl.ParameterServer(rule=pl.rules.Sgd(lr=0.01)), False),
 }
 
 
@@ -161,7 +166,8 @@ def page(found: dict[str, Any]) -> str:
     worst = max(row["MB for 1,000 steps"] for job in found["jobs"] for row in job["processes"])
     return (
         "# A soak\n\n"
-        f"`python -m benchmarks.soak --minutes {found['minutes']:g} --out docs/results/soak` writes this page.  "
+        f"`python -m benchmarks.soak --minutes {found['minutes']:g} --kept {found['kept']} --out docs/results/soak` "
+        "writes this page.  "
         f"{(__doc__ or '').strip()}\n\n"
         f"This run took {found['minutes']:g} minutes in all, on a machine with other work, with {WORKERS} workers and "
         f"a model of {found['parameters']:,} parameters.  Memory is what a process has of its own and in shared memory "
@@ -175,16 +181,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="of all jobs together")
     parser.add_argument("--width", type=int, default=128, help="of the model's hidden layer")
+    parser.add_argument("--kept", type=int, default=2000, help="entries of each kind that a trace keeps at least")
+    parser.add_argument("--only", choices=list(JOBS), help="this method alone")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md, as in docs/results/soak")
     args = parser.parse_args()
     import_first = torch.nn.Linear(1, 1)
     torch.optim.SGD(import_first.parameters(), lr=0.1)  # Its imports are not the jobs'.
+    jobs_of_ranks.SPANS_KEPT = server_process.SPANS_KEPT = args.kept  # The processes of all jobs are forked.
     jobs = []
-    for name in JOBS:
-        jobs.append(soaked(name, args.minutes * 60 / len(JOBS), args.width))
+    names = [args.only] if args.only else list(JOBS)
+    for name in names:
+        jobs.append(soaked(name, args.minutes * 60 / len(names), args.width))
         print(json.dumps(jobs[-1]), file=sys.stderr, flush=True)
     parameters = sum(p.numel() for p in task(args.width).build().parameters())
-    found = {"minutes": args.minutes, "parameters": parameters, "jobs": jobs}
+    found = {"minutes": args.minutes, "kept": args.kept, "parameters": parameters, "jobs": jobs}
     if args.out is None:
         print(page(found))
         return

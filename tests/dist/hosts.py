@@ -168,7 +168,6 @@ def _by_torchrun(
     variables = {
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
         "PACELINE_JOB_KEY": KEY,
     }
     processes: list[subprocess.Popen[bytes]] = []

@@ -93,6 +93,33 @@ def test_ranks_with_different_keys_or_versions_are_named_on_every_rank(tmp_path:
     assert not any(text in error for error in errors for text in (GOOD, OTHER))
 
 
+def first_job(folder: Path) -> list[Place]:
+    """The places of two ranks that have joined a job in the store in this folder."""
+    keys = [FileStore(str(folder / "keys")) for _ in range(2)]
+    places = [Place("test", rank, 2, lambda _: keys[0]) for rank in (0, 1)]
+    other = threading.Thread(target=lambda: join(keys[1], "job", places[1], timeout_s=20))
+    other.start()
+    join(keys[0], "job", places[0], timeout_s=20)
+    other.join(20)
+    return places
+
+
+def test_a_store_with_the_keys_of_an_earlier_job_is_named(tmp_path: Path):
+    """All that have joined are killed, and others are started with the same store."""
+    for place in first_job(tmp_path):
+        said = f"rank {place.rank} has joined this job before: its rendezvous has the keys of an earlier job"
+        with pytest.raises(ClusterError, match=said):
+            join(place.meet(20), "job", place, timeout_s=20)
+        with pytest.raises(ClusterError, match=said):  # Without the key no rank can return.
+            join(place.meet(20), "job", place, timeout_s=20, may_return=True)
+
+
+def test_a_rank_that_may_return_joins_again_with_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(joining.KEY, GOOD)
+    place = first_job(tmp_path)[1]
+    assert join(place.meet(20), "job", place, timeout_s=20, may_return=True).key is not None
+
+
 def test_builds_of_one_torch_for_different_processors_are_the_same_version(tmp_path: Path):
     def gpu():
         torch.__version__ = torch.__version__.partition("+")[0] + "+cu999"
@@ -204,6 +231,24 @@ def test_rank_0_serves_the_store_on_the_named_address_alone(monkeypatch: pytest.
     store.set("a", "1")
     (other,) = found
     assert isinstance(other, TCPStore) and other.get("a") == b"1"
+
+
+LOSES_ITS_STORE = """
+import os, signal, time
+from tools.ports import descendants, listeners
+if os.environ["RANK"] == "0":
+    [store] = [one.pid for one in listeners(*descendants(os.getppid())) if one.name == "paceline-store"]
+    os.kill(store, signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_a_job_whose_store_dies_ends_and_says_so(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(LOSES_ITS_STORE)
+    done = forked.paceline("run", "-n", "2", str(script), folder=tmp_path, timeout_s=30)
+    assert done.returncode == 1
+    assert re.search(r"the process of the job's store \(\d+\) ended with exit code -9", done.stderr), done.stderr
 
 
 # Who sees the key.

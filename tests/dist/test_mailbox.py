@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -417,6 +418,50 @@ def test_of_connections_that_say_nothing_the_oldest_are_closed_and_ranks_are_ser
         assert_serves(a, c)  # and this rank was not.
         for one in silent:
             one.close()
+
+
+def test_connections_of_one_address_do_not_close_those_of_another(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(strangers, "MOST", 8)
+    with job(2, is_far=True) as (a, b):
+        host, port = a.address.removeprefix("tcp://").split(":")
+        slow = socket.create_connection((host, int(port)))  # The oldest of all, and as silent as they.
+        flood = [socket.create_connection((host, int(port)), source_address=("127.0.0.2", 0)) for _ in range(20)]
+        until(lambda: a.refused >= 12)
+        slow.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            while slow.recv(64):  # ZeroMQ's greeting.
+                pass
+        assert_serves(a, b)
+        for one in (slow, *flood):
+            one.close()
+
+
+@pytest.mark.parametrize("n", range(5))
+def test_the_address_with_the_most_connections_loses_its_oldest(n: int):
+    """By any order of what is accepted and closed; the connections of other addresses stay."""
+    chance = random.Random(n)
+    mine, theirs = [], []
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        kept = strangers.Strangers()
+        kept.most, kept.port = 6, server.getsockname()[1]
+        for _ in range(30):
+            is_mine = len(mine) < 3 and chance.random() < 0.2
+            source = ("127.0.0.1" if is_mine else "127.0.0.2", 0)
+            client = socket.create_connection(server.getsockname(), source_address=source)
+            accepted = server.accept()[0]
+            (mine if is_mine else theirs).append((client, accepted))
+            kept.accepted(accepted.fileno())
+        for client, _ in mine:
+            client.settimeout(0.01)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+        lost = [client.recv(1) for client, _ in theirs[: len(theirs) + len(mine) - 6]]
+        assert lost == [b""] * 24
+        for client, accepted in (*mine, *theirs):
+            kept.closed(accepted.fileno())
+            client.close()
+            accepted.close()
+        assert not kept._files and not kept._origins
 
 
 def test_what_ranks_send_is_not_on_the_wire_in_plain():

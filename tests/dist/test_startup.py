@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.transport.progress import Progress, hung_s
 from tests.dist import forked
 from tests.dist.starting import Steps, mortal
 from tests.dist.test_elastic import counting
@@ -94,3 +96,29 @@ def test_a_worker_that_hangs_is_killed_and_replaced(
     assert "rank 1 made no progress for 0." in capfd.readouterr().err
     if strategy is SERVED:
         assert run.params.tolist() == [1.0] * task.samples
+
+
+def test_a_worker_that_writes_its_progress_while_it_is_read_does_not_hang(tmp_path: Path):
+    """A half-written time was read as the start of the machine, and the worker was killed."""
+    path = tmp_path / "progress"
+
+    def work() -> None:
+        progress = Progress(path, timeout_s=1.0)
+        while True:
+            progress.note()
+            progress.rest()
+
+    writer = multiprocessing.get_context("fork").Process(target=work)
+    writer.start()
+    try:
+        assert writer.pid is not None
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            assert hung_s(path, writer.pid) is None
+    finally:
+        writer.kill()
+        writer.join()
+    progress = Progress(path, timeout_s=0.01)
+    progress.note()
+    time.sleep(0.02)
+    assert 0.02 <= (hung_s(path, os.getpid()) or 0.0) < 1.0, "one that does nothing is still found"

@@ -6,6 +6,9 @@ import json
 import math
 import os
 import re
+import resource
+import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from paceline.checkpoint.plain import DTYPES, flattened, restored
 from paceline.checkpoint.saver import Saver
 from paceline.state import resized
 from paceline.worker.plan import Plan
+from tests.dist import forked
 from tests.laws.every import RESUMABLE, Case
 from tests.laws.tasks import regression, same
 
@@ -320,6 +324,38 @@ def test_a_job_whose_folder_was_taken_on_another_host_writes_no_more(tmp_path: P
 def test_a_folder_that_is_read_only_is_refused_by_name():
     with pytest.raises(ValueError, match="/proc/mine: checkpoints cannot be written there"):
         Folder("/proc/mine").claim()
+
+
+def test_a_folder_of_another_user_is_refused_by_name():
+    """As a user with no rights there; to root no permission is denied."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+
+        def work(rank: int) -> None:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            Folder(name).claim()
+
+        with tempfile.TemporaryDirectory() as results:
+            os.chmod(results, 0o777)
+            found = forked.run(1, work, Path(results))[0]
+    assert found["error"] == f"ValueError: {name}: checkpoints cannot be written there: Permission denied"
+
+
+def test_a_disk_that_is_full_at_the_start_is_named_and_the_folder_stays_free(tmp_path: Path):
+    """A limit on the size of files stands for the full disk."""
+
+    def work(rank: int) -> bool:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+        with pytest.raises(ValueError, match="checkpoints cannot be written there: File too large"):
+            Folder(tmp_path / "run").claim()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        Folder(tmp_path / "run").claim()
+        return True
+
+    assert forked.run(1, work, tmp_path / "results") == [True]
 
 
 def test_no_clock_on_the_wall_decides_anything():

@@ -134,7 +134,7 @@ def test_it_works_with_any_codec(codec: Codec):
 def test_without_retransmission_a_lost_message_leaves_models_different(monkeypatch: pytest.MonkeyPatch):
     """Shows that the laws above depend on retransmission."""
 
-    def nothing_missing(self: BroadcastLog, src: int, count: int, of_dead: Tensor | None) -> list[tuple[int, int]]:
+    def nothing_missing(self: BroadcastLog, src: int, count: int, kept: Any) -> list[tuple[int, int]]:
         return []
 
     strategy = Strom(Threshold(TAU, limit=math.inf), LR)

@@ -109,8 +109,12 @@ class Folder:
             ) from None
         self._warn_of_other_host(os.read(lock, 1000))
         self._owner = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "job": secrets.token_hex(8)})
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, self._owner.encode(), 0)
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, self._owner.encode(), 0)
+        except OSError as error:  # A full disk, most likely.
+            os.close(lock)
+            raise ValueError(f"{self.path}: checkpoints cannot be written there: {error.strerror or error}") from None
         self._lock = lock
 
     def _warn_of_other_host(self, left: bytes) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.codecs.codec import Codec
 
 LANES = 32  # Every device adds in this many lanes.
+FEW = 4096  # Up to so many values a tensor takes less time than a call of torch.
 MOST_INDEXED = 2**31  # An index has 31 bits.
 
 
@@ -62,6 +63,12 @@ def row_sums(x: Tensor) -> Tensor:
 
 def halved(lanes: Tensor) -> Tensor:
     """The sum of each row: the upper half is added to the lower one until one value is left."""
+    if lanes.device.type == "cpu" and lanes.numel() <= FEW and lanes.dtype in (torch.float32, torch.float64):
+        few = lanes.detach().numpy()  # For so few values numpy is several times as fast, and rounds in the same way.
+        with np.errstate(all="ignore"):
+            while (half := few.shape[1] // 2) > 0:
+                few = few[:, :half] + few[:, half:]
+        return torch.from_numpy(few[:, 0])
     while (half := lanes.shape[1] // 2) > 0:
         lanes = lanes[:, :half] + lanes[:, half:]
     return lanes[:, 0]

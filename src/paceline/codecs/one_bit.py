@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +17,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.codecs.codec import Codec
-from paceline.codecs.layout import LANES, aligned, bucketed, check_bucket, check_scales, halved, packed, reals, row_sums
+from paceline.codecs.layout import (
+    FEW,
+    LANES,
+    aligned,
+    bucketed,
+    check_bucket,
+    check_scales,
+    halved,
+    packed,
+    reals,
+    row_sums,
+)
 from paceline.codecs.rows import Rows, Units, rows_of, rows_within, units_of
 
 BUCKET = 512
@@ -65,7 +77,7 @@ class OneBit(Codec):
         if self.rows is None:
             return self
         first, last, _ = where.indices(sum(count * length for count, length in self.rows))
-        return replace(self, rows=rows_within(self.rows, first, last))
+        return _part(self, first, last)
 
     def units(self, numel: int) -> Units | None:
         """The units of a vector of `numel` values, if they are rows; None if they are buckets."""
@@ -91,7 +103,7 @@ class OneBit(Codec):
 
     def encode(self, x: Tensor, rng: torch.Generator | None = None) -> Tensor:
         units = self.units(x.numel())
-        return self._encode_buckets(x) if units is None else self._encode_rows(x, units)
+        return self._encode_buckets(x) if units is None else self._encode_rows(x, self.rows or (), units)
 
     def _encode_buckets(self, x: Tensor) -> Tensor:
         rows = bucketed(x, self.bucket_size)
@@ -106,8 +118,8 @@ class OneBit(Codec):
         means = self._means(x, above, below, uppers, real - uppers)
         return torch.cat([means, packed(upper, 1, x.numel())])
 
-    def _encode_rows(self, x: Tensor, units: Units) -> Tensor:
-        place, first = _places(units, x.device)
+    def _encode_rows(self, x: Tensor, rows: Rows, units: Units) -> Tensor:
+        place, first = _places(rows, x.device)
         words = x.new_zeros(int(units.words[-1]) * LANES, dtype=torch.float32)
         words[place] = x.detach().to(torch.float32).reshape(-1)
         real = torch.zeros_like(words, dtype=torch.bool)
@@ -141,25 +153,43 @@ class OneBit(Codec):
             return torch.where(upper[:numel], high, low)
         lengths = torch.from_numpy(units.starts).to(data.device).diff()
         low, high = means.repeat_interleave(lengths, dim=0).unbind(1)
-        return torch.where(upper[_places(units, data.device)[0]], high, low)
+        return torch.where(upper[_places(self.rows or (), data.device)[0]], high, low)
 
     def check(self, data: Tensor, numel: int) -> None:
         super().check(data, numel)
         check_scales(self, data, 2 * self.scales(numel))
 
 
-def _places(units: Units, device: torch.device) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=1024)
+def _part(codec: OneBit, first: int, last: int) -> OneBit:
+    """The codec for the values from `first` to `last`: the same ones are asked for in every step."""
+    assert codec.rows is not None
+    return replace(codec, rows=rows_within(codec.rows, first, last))
+
+
+def _places(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
     """The place of each value if every unit begins a new word; and the first word of each unit, with the end added."""
+    is_few = sum(count * length for count, length in rows) <= FEW
+    return _few_places(rows, device) if is_few else _found_places(rows, device)
+
+
+def _found_places(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+    units = units_of(rows)
     starts = torch.from_numpy(units.starts).to(device)
     first = torch.from_numpy(units.words).to(device)
     gaps = (LANES * first[:-1] - starts[:-1]).repeat_interleave(starts.diff())
     return torch.arange(int(units.starts[-1]), device=device) + gaps, first
 
 
+_few_places = lru_cache(maxsize=256)(_found_places)
+
+
 def _unit_sums(values: Tensor, first: Tensor) -> Tensor:
     """The sum of each unit's words, in the order of `row_sums`."""
     words = values.view(-1, LANES)
     counts = first.diff()
+    if len(words) == len(counts) and bool((counts == 1).all()):
+        return halved(words + 0.0)
     lanes = words.new_zeros(len(counts), LANES)
     for j in range(int(counts.max()) if len(counts) else 0):
         has = (counts > j).nonzero()[:, 0]

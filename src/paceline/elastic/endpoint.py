@@ -103,6 +103,7 @@ class ElasticEndpoint:
         self.is_broken = False  # A worker of this generation has died, so that no codec can be used.
         self.step: Callable[[], int] = lambda: 0  # The step that this worker is at, for the trace.
         self.slots: Callable[[], Sequence[Slot]] = list  # The slots of state that exchanges change.
+        self.on_commit: Callable[[int, list[tuple[str, Any]]], None] | None = None  # Gets its number and its exchanges.
         self._open: list[Exchange[Any]] = []  # Not committed.
         self._in_vain = 0
         self._renewed = 0  # The count of commits at the last change of the workers.
@@ -171,6 +172,8 @@ class ElasticEndpoint:
 
     def _end_commit(self) -> None:
         self.committed += 1
+        if self.on_commit is not None:
+            self.on_commit(self.committed, [(exchange.kind, exchange.value) for exchange in self._open])
         self._open.clear()
 
     async def _go_on(self, error: ClusterError) -> None:

@@ -1,20 +1,14 @@
-"""Generations: the rendezvous of an elastic job, in its store.
-
-The first proposal for a generation is the one that all take.  A worker proposes when each worker of the last generation
-has arrived, has come to the end of the run, or is dead.
-"""
+"""Generations: the rendezvous of an elastic job, in its store and in real time."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import replace
 
 import torch.distributed as dist
 
-from paceline.elastic import Arrival, ElasticEndpoint, Generation, LeftOut, Over, Proposal, following
+from paceline.elastic import Agreement, Arrival, ElasticEndpoint, Generation
 from paceline.endpoint import Layout
 from paceline.engines.hosts import Hosts
 from paceline.engines.liveness import Heartbeat, Liveness
@@ -27,15 +21,6 @@ from paceline.transport.mesh import Watch
 from paceline.transport.shared_memory import SharedMemory
 
 LOOK_S = 0.02
-
-
-@dataclass(frozen=True)
-class Fate:
-    """What becomes of a process at the end of a generation: it arrives for the next, has left the run, or is out."""
-
-    arrival: dict[str, Any] | None = None
-    left: int | None = None  # How often it has committed.
-    is_out: bool = False
 
 
 class Connections:
@@ -70,7 +55,7 @@ class Connections:
         )
 
 
-class Generations:
+class Generations(Agreement):
     """One process's part.  It is that of a rank of the launcher, and one of its `incarnation`s."""
 
     def __init__(
@@ -85,24 +70,16 @@ class Generations:
         silent_s: float,
     ) -> None:
         """`open_store` makes another connection to the same store."""
-        self.is_newcomer = incarnation > 1
-        self._store = store
+        super().__init__(store, None if incarnation > 1 else rank, workers)
         self._connect = connect
         self._rank = rank
         self._incarnation = incarnation
-        self._workers = workers
         self._timeout_s = connect.timeout_s
-        self._number = 0
-        self._now = Proposal.first(workers)
         self._current: ProcessEndpoint | None = None
-        self._process = self._numbered() if self.is_newcomer else rank
+        self._is_connecting = False
         self._liveness = Liveness(store, connect.host, silent_s=silent_s)
         self._liveness.announce(self._process, rank, incarnation)
         self._heartbeat = Heartbeat(open_store, self._process, every_s=min(BEAT_S, silent_s / 4))
-
-    def _numbered(self) -> int:
-        """This process's number among all of the job, the first of which have those of their ranks."""
-        return self._workers + self._store.add("newcomers", 1) - 1
 
     def first(self) -> ElasticEndpoint:
         """This process's endpoint for the whole run; a newcomer's is that of one worker until it has joined."""
@@ -131,17 +108,6 @@ class Generations:
     def meet(self, arrival: Arrival) -> Op[Generation]:
         return Begun("meet", lambda: self._meet(arrival))
 
-    def leave(self, committed: int) -> None:
-        fate = self._decided(self._number + 1, self._process, Fate(left=committed))
-        if fate.is_out:
-            self._is_left_out(self._number + 1)
-
-    def _decided(self, number: int, process: int, fate: Fate) -> Fate:
-        """What becomes of a process before that generation, by the first who says it: itself, or who counts it out."""
-        key = f"generation/{number}/fate/{process}"
-        found = self._store.compare_set(key, "", json.dumps(asdict(fate)))
-        return Fate(**json.loads(found))
-
     def _meet(self, arrival: Arrival) -> Generation:
         self._close_current()
         if self.is_newcomer:
@@ -160,8 +126,16 @@ class Generations:
     def _endpoint(self) -> ProcessEndpoint:
         now = self._now
         rank = now.ranks[now.processes.index(self._process)]
-        self._current = self._connect(f"{self._number}", rank, now.ranks, Layout(now.workers), self._dead_among)
+        self._is_connecting = True
+        try:
+            self._current = self._connect(f"{self._number}", rank, now.ranks, Layout(now.workers), self._missing_among)
+        finally:
+            self._is_connecting = False
         return self._current
+
+    def _missing_among(self, ranks: Sequence[int]) -> str | None:
+        """Which of these ranks is dead; of those that have yet to connect, also which of them will not."""
+        return self._gone_among(ranks) if self._is_connecting else self._dead_among(ranks)
 
     def _close_current(self) -> None:
         """Leave the last generation; what was sent in it still arrives."""
@@ -169,110 +143,25 @@ class Generations:
             self._current.close()
         self._current = None
 
-    def _dead_among(self, ranks: Sequence[int]) -> str | None:
-        """Which of these ranks of the present generation is dead, and why; None if they are all alive."""
-        for rank in ranks:
-            process = self._now.processes[self._now.ranks.index(rank)]
-            why = self._why_dead(process)
-            if why is not None:
-                return f"rank {rank} is dead: {why}"
-        return None
-
     def _why_dead(self, process: int) -> str | None:
         return self._liveness.why_dead(process, launched_as=process if process < self._workers else None)
 
-    # Members.
-
     def _arrive(self, arrival: Arrival) -> None:
         """Arrive for the next generation, and wait until it is agreed."""
-        number = self._number + 1
-        key = f"generation/{number}"
-        if self._decided(number, self._process, Fate(arrival=asdict(arrival))).is_out:
-            self._is_left_out(number)
         deadline = time.monotonic() + self._timeout_s
-        while (agreed := self._agreed(number)) is None:
-            proposal, missing = self._proposal(number)
-            if proposal is not None:
-                self._store.compare_set(f"{key}/agreed", "", proposal)
-            elif time.monotonic() > deadline:
-                raise ClusterError(
-                    f"processes {missing} are alive, and have not met the others within {self._timeout_s:g} s after: "
-                    f"{arrival.cause or 'a pause for a newcomer'}"
-                )
-            else:
+        for missing in self.arriving(arrival):
+            if missing is not None:
+                if time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"processes {missing} are alive, and have not met the others within {self._timeout_s:g} s "
+                        f"after: {arrival.cause or 'a pause for a newcomer'}"
+                    )
                 time.sleep(LOOK_S)
-        self._take(number, agreed)
-
-    def _agreed(self, number: int) -> Proposal | None:
-        key = f"generation/{number}/agreed"
-        if not self._store.check([key]):
-            return None
-        return Proposal(**json.loads(self._store.get(key)))
-
-    def _take(self, number: int, agreed: Proposal) -> None:
-        if self._process not in agreed.processes:
-            self._is_left_out(number)
-        self._number = number
-        self._now = agreed
-
-    def _is_left_out(self, number: int) -> NoReturn:
-        raise LeftOut(
-            f"the others went on without this worker (generation {number} of the run's workers): it had been silent "
-            "for longer than silent_s, because it was stopped or cut off"
-        )
-
-    def _proposal(self, number: int) -> tuple[str | None, list[int]]:
-        """The next generation, if everyone has arrived; otherwise those who are missing."""
-        key = f"generation/{number}"
-        arrived: dict[int, Arrival] = {}
-        missing: list[int] = []
-        left: list[int] = []
-        for process in self._now.processes:
-            if not self._store.check([f"{key}/fate/{process}"]) and self._why_dead(process) is None:
-                missing.append(process)
-        if missing:
-            return None, missing
-        for process in self._now.processes:
-            fate = self._decided(number, process, Fate(is_out=True))
-            if fate.left is not None:
-                left.append(fate.left)
-            elif fate.arrival is not None:
-                arrived[process] = Arrival(**fate.arrival)
-        seen = self._store.add("newcomers", 0)
-        asked = range(self._workers + self._now.newcomers, self._workers + seen)
-        proposal = following(
-            self._now,
-            {p: a for p, a in arrived.items() if p == self._process or self._why_dead(p) is None},
-            left,
-            lambda: [p for p in asked if self._why_dead(p) is None],
-            seen,
-        )
-        return json.dumps(asdict(proposal)), []
-
-    # Newcomers.
 
     def _join(self) -> None:
         """Wait until the members take this process in."""
-        while True:
-            agreed = self._agreed(self._number + 1)
-            if agreed is not None:
-                self._number += 1
-                self._now = agreed
-                if self._process in agreed.processes:
-                    self.is_newcomer = False
-                    return
-                if agreed.newcomers > self._process - self._workers:
-                    self._is_left_out(self._number)
-                continue
-            if any(self._has_left(p) for p in self._now.processes):
-                raise Over("the run ended before this worker could join it")
-            if all(self._why_dead(p) is not None for p in self._now.processes):
-                raise ClusterError("all workers that knew the state of the run are dead")
+        for _ in self.joining():
             time.sleep(LOOK_S)
-
-    def _has_left(self, process: int) -> bool:
-        key = f"generation/{self._number + 1}/fate/{process}"
-        return self._store.check([key]) and Fate(**json.loads(self._store.get(key))).left is not None
 
 
 def another_connection(base: dist.Store, prefix: str, key: JobKey | None) -> dist.Store:

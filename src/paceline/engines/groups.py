@@ -9,11 +9,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paceline.engines.interfaces import gloo_on
+
 
 class Groups:
-    """The process groups that a job has opened: the default one if the user has none, and groups of some ranks."""
+    """The process groups that a job has opened: the default one if the user has none, and groups of some ranks.
+
+    Their gloo listens on `interface`; None: torch chooses.
+    """
 
     def __init__(self, device: torch.device, *, timeout_s: float) -> None:
+        self.interface: str | None = None
         self._device = device
         self._limit = timedelta(seconds=timeout_s)  # torch gives a new group its own default, not that of the first.
         self._made_default = False
@@ -24,14 +30,16 @@ class Groups:
         """torch's default group of all ranks, unless the user has made it."""
         if not dist.is_initialized():
             backend = _backend(self._device)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self._limit)
+            with gloo_on(self.interface):
+                dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self._limit)
             self._made_default = True
 
     def of_all(self, *, apart: bool) -> dist.ProcessGroup | None:
         """The default group; or, `apart`, another one of all ranks, which can be used at the same time."""
         if not apart:
             return dist.group.WORLD
-        self._apart.append(_checked(dist.new_group(backend=self._kind(), timeout=self._limit)))
+        with gloo_on(self.interface):
+            self._apart.append(_checked(dist.new_group(backend=self._kind(), timeout=self._limit)))
         return self._apart[-1]
 
     def open_from_all(self, ranks: tuple[int, ...], rank: int) -> None:
@@ -39,17 +47,19 @@ class Groups:
 
         torch names a group that its members open alone by how many groups each of them has opened before.
         """
-        group = dist.new_group(list(ranks), timeout=self._limit)
+        with gloo_on(self.interface):
+            group = dist.new_group(list(ranks), timeout=self._limit)
         if rank in ranks:
             self._by_ranks[ranks] = _checked(group)
 
     def open(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A group that its members open alone: in the same order, and after as many others."""
-        group = _checked(
-            dist.new_group(list(ranks), backend=self._kind(), timeout=self._limit, use_local_synchronization=True)
-        )
-        self._by_ranks[tuple(ranks)] = group
-        return group
+        with gloo_on(self.interface):
+            group = dist.new_group(
+                list(ranks), backend=self._kind(), timeout=self._limit, use_local_synchronization=True
+            )
+        self._by_ranks[tuple(ranks)] = _checked(group)
+        return self._by_ranks[tuple(ranks)]
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return self._by_ranks.get(ranks)

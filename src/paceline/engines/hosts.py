@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from paceline.engines.interfaces import interface_of
 from paceline.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # The variable in which a launcher counts its attempts to run the job.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.05  # Between two looks for what another rank has published.
 
@@ -35,6 +37,12 @@ class Hosts:
     @property
     def is_one(self) -> bool:
         return len(self.ranks) == 1
+
+    @property
+    def interface(self) -> str | None:
+        """The interface of this host's address; None if it is not known, or if other hosts do not reach it."""
+        found = interface_of(self.address)
+        return found if self.is_one or found != LOOPBACK_INTERFACE else None
 
     def are_together(self, ranks: tuple[int, ...]) -> bool:
         """Whether these ranks are all on one host."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.elastic import ElasticEndpoint
 from paceline.endpoint import Layout
+from paceline.engines import open_files
 from paceline.engines.generations import Connections, Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
@@ -75,6 +76,7 @@ class Job(AbstractContextManager["Job"]):
         on_met: Callable[[dist.Store, int, int], None] = lambda store, rank, workers: None,
     ) -> None:
         self._is_elastic = needs.elastic
+        self._may_return = needs.elastic or elastic
         self._stages = stages
         self._is_durable = served is not None and served.durability != "none"
         self._device = device
@@ -93,11 +95,10 @@ class Job(AbstractContextManager["Job"]):
         try:
             self._meet(place)
             on_met(self.store, self.rank, self.workers)
-            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if needs.elastic or elastic else 1
+            incarnation = self.store.add(f"incarnations/{self.rank}", 1) if self._may_return else 1
             epoch = float(self.store.compare_set("epoch", "", repr(time.time())).decode())
             self.clock = Clock(epoch, Progress.of_launcher(timeout_s) if needs.elastic else None)
-            self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=timeout_s))
-            self.layout = Layout(self.workers, _servers(served, len(self.hosts), stages))
+            self._find_hosts(needs, served)
             if served is not None and served.servers:
                 # Before this process has threads, so that it can be forked.
                 pid = os.getpid() if incarnation == 1 else DEAD_PID
@@ -137,7 +138,16 @@ class Job(AbstractContextManager["Job"]):
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
         self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
-        self.store, self._key = join(self._base, self._prefix, place, timeout_s=self.timeout_s)
+        self.store, self._key = join(
+            self._base, self._prefix, place, timeout_s=self.timeout_s, may_return=self._may_return
+        )
+
+    def _find_hosts(self, needs: Needs, served: Strategy | None) -> None:
+        """Which ranks share a host, on which interface this one listens, and whether it may open as many files."""
+        self.hosts = Hosts(RollCall(self.store, self._base, self.rank, self.workers, timeout_s=self.timeout_s))
+        self._groups.interface = self.hosts.interface
+        self.layout = Layout(self.workers, _servers(served, len(self.hosts), self._stages))
+        _check_files(self.rank, self.layout, self.hosts, needs)
 
     def _server_settings(self, epoch: float, pid: int, takes_nonfinite: bool, may_lose_starter: bool) -> ServerSettings:
         pids = self.hosts.roll.gather("pid", str(pid))
@@ -190,7 +200,7 @@ class Job(AbstractContextManager["Job"]):
                 hosts=self.hosts.ranks if by_host else None,
                 is_ordered=self._ordered,
             ),
-            open_mailbox=self._open_mailbox,
+            open_mailbox=lambda: _mailbox(self),
             open_group=self._open_group,
             trace=Trace(keep=SPANS_KEPT),
         )
@@ -218,14 +228,6 @@ class Job(AbstractContextManager["Job"]):
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
             self.hosts.roll.gather("there", "")
         return endpoint
-
-    def _open_mailbox(self) -> Mailbox:
-        from paceline.transport.mailbox import Mailbox
-
-        address = mailbox_address(self.hosts, self._key)
-        return Mailbox(
-            self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s, returning=self.returning
-        )
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
         """Memory shared with these ranks, if they are all on this host."""
@@ -297,6 +299,16 @@ class Job(AbstractContextManager["Job"]):
         self.close(failed=True)
 
 
+def _check_files(rank: int, layout: Layout, hosts: Hosts, needs: Needs) -> None:
+    """Whether this process, and the servers that it starts, may open as many files as they will."""
+    workers, servers = layout.workers, layout.servers
+    if workers > 1 or servers:
+        more = open_files.of_worker(workers, servers, takes_part=needs.collectives)
+        open_files.check(f"rank {rank} of {workers} workers", more)
+    if servers and rank == hosts.ranks[hosts.own][0]:
+        open_files.check(f"a server of {workers} workers", open_files.of_server(workers))
+
+
 def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:
     """The rendezvous of workers that may die and join."""
     return Generations(
@@ -318,6 +330,13 @@ def _membership(store: dist.Store, layout: Layout) -> Membership:
         return [rank for rank in ranks if store.check([f"mail/{rank}"])]
 
     return Membership(members_ever, lambda rank: _has(store, f"trace/{rank}" if layout.servers else f"ended/{rank}"))
+
+
+def _mailbox(job: Job) -> Mailbox:
+    from paceline.transport.mailbox import Mailbox
+
+    address = mailbox_address(job.hosts, job._key)  # pyright: ignore[reportPrivateUsage]
+    return Mailbox(job.store, job.rank, job.layout.size, bind=address, timeout_s=job.timeout_s, returning=job.returning)
 
 
 def _elastic_mailbox(job: Job, rank: int, bind: str) -> Mailbox:

@@ -75,14 +75,23 @@ def _key_in(path: Path) -> JobKey:
     return JobKey.of_text(text, f"{KEY_FILE}={path}")
 
 
-def join(base: dist.Store, prefix: str, place: Place, *, timeout_s: float) -> Joined:
-    """Compare keys and versions with the other ranks through the store; agree on a key if none was given."""
+def join(base: dist.Store, prefix: str, place: Place, *, timeout_s: float, may_return: bool = False) -> Joined:
+    """Compare keys and versions with the other ranks through the store; agree on a key if none was given.
+
+    A rank joins once, unless it `may_return` after its death.
+    """
     plain = dist.PrefixStore(prefix, base)
     key = place.key or given_key()
     rank, workers = place.rank, place.world
     if workers == 1:
         key = key or JobKey.fresh()
     else:
+        # A rank that returns was given the key: it is handed over at the start alone.
+        if plain.add(f"{HELLO} of {rank}", 1) > 1 and not (may_return and key is not None):
+            raise ClusterError(
+                f"rank {rank} has joined this job before: its rendezvous has the keys of an earlier job, or two "
+                f"processes are rank {rank}; give each job a store of its own (another MASTER_PORT, or another file)"
+            )
         roll = RollCall(plain, base, rank, workers, timeout_s=timeout_s)
         hellos = _exchange(plain, roll, prefix, key)
         if key is None and len({hello["host"] for hello in hellos}) == 1 and hasattr(socket, "SO_PEERCRED"):

@@ -101,7 +101,7 @@ class _Launch:
         store: Worker | None = None
         try:
             if _can_fork():
-                store = start_store(listener)
+                store = start_store(listener, self._workers)
                 listener.close()
                 for module in WARM:
                     import_module(module)

@@ -10,14 +10,17 @@ import os
 import signal
 from socket import socket
 
+from paceline.engines import open_files
 from paceline.engines.meeting import serve_store
 from paceline.engines.processes import die_with_parent, set_name
 from paceline.engines.supervisor import Worker
 from paceline.errors import ClusterError
 
 
-def start_store(listener: socket) -> Worker:
-    """Fork a process that serves a store through `listener`, and ends with this one."""
+def start_store(listener: socket, workers: int) -> Worker:
+    """Fork a process that serves a store for so many workers through `listener`, and ends with this one."""
+    open_files.check(f"a job of {workers} workers on one host", open_files.of_launcher(workers))
+    open_files.check(f"the store of {workers} workers", open_files.of_store(workers))
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:

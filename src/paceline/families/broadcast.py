@@ -10,7 +10,7 @@ sender says that all have it: if the sender dies, each message that one worker h
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -152,17 +152,15 @@ class BroadcastLog(Service):
 
     # What is here, and what is missing.
 
-    def contents(self) -> tuple[int, Tensor]:
-        """How many messages this worker has sent, and which messages of dead workers it keeps."""
-        dead = [sender for sender in self._kept if not self._peers.is_member(sender)]
-        return self._count, pairs((sender, number) for sender in dead for number in self._kept[sender])
+    def contents(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """How many messages this worker has sent, and which messages of others it keeps."""
+        return self._count, tuple(sorted((sender, number) for sender, kept in self._kept.items() for number in kept))
 
-    def missing(self, src: int, count: int, of_dead: Tensor | None) -> list[tuple[int, int]]:
+    def missing(self, src: int, count: int, kept: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """What a peer's `contents` lists and is not here, as pairs of a sender and a number."""
-        listed = [] if of_dead is None else of_dead.tolist()
         return [
             *self._gaps(src, count),
-            *((sender, number) for sender, number in listed if not self._has(sender, number)),
+            *((sender, number) for sender, number in kept if not self._has(sender, number)),
         ]
 
     async def request(self, src: int, missing: list[tuple[int, int]]) -> None:
@@ -180,6 +178,8 @@ class BroadcastLog(Service):
 
     async def handle(self, message: Message) -> None:
         src = message.src
+        if src in self._peers.dead:  # The others may have agreed on what they have of it.
+            return
         match message:
             case LogMessage():
                 self._note_ack(src, message.acked)
@@ -236,15 +236,27 @@ class BroadcastLog(Service):
             await self._send(rank, self._count)
 
     def snapshot(self) -> list[Tensor]:
-        """Which messages are in the model."""
+        """Which messages are in the model, and those that some peers may not have."""
         upto = [(self._peers.rank, self._count), *((sender, its.upto) for sender, its in self._received.items())]
         beyond = [(sender, number) for sender, its in self._received.items() for number in its.beyond]
-        return [pairs(upto), pairs(beyond)]
+        unstable = {self._peers.rank: self._sent, **self._kept}
+        entries = [(sender, n, entry) for sender, its in unstable.items() for n, entry in its.items()]
+        names, rates = pairs((sender, n) for sender, n, _ in entries), [entry.rate for _, _, entry in entries]
+        return [
+            pairs(upto),
+            pairs(beyond),
+            names,
+            torch.tensor(rates, dtype=torch.float64),
+            *(entry.data for _, _, entry in entries),
+        ]
 
     def restore(self, state: Iterator[Tensor]) -> None:
         self._received = {sender: Numbers(upto) for sender, upto in next(state).tolist()}
         for sender, number in next(state).tolist():
             self._received.setdefault(sender, Numbers()).add(number)
+        names, rates = next(state).tolist(), next(state).tolist()
+        for (sender, number), rate in zip(names, rates, strict=True):
+            self._kept.setdefault(sender, {})[number] = Entry(next(state), rate)
 
 
 async def nothing() -> None:

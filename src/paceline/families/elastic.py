@@ -189,6 +189,8 @@ class Force:
     async def meet_after_last(self) -> None:
         """Meet because there is no more work, at the learning rate of the last step."""
         await self.meet(self.strategy.share(self.w, self.w.endpoint.layout.workers))
+        if self.strategy.takes_turns:  # It says next that no worker need wait for it.
+            await self.pushed()
 
     def move_worker(self) -> None:
         """Move the worker by the force of the last meeting, once."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.op import Op
 from paceline.protocol.messages import Count, Message, PeerDied, PeerReturned, PeerSuspected, Version
-from paceline.protocol.roster import Roster, State
+from paceline.protocol.roster import FINAL, Roster, State
 from paceline.strategy import MissedEnd
 from paceline.worker.replica import Replica
 
@@ -117,6 +117,7 @@ class Peers:
         self._later: deque[Message] = deque()  # Messages of an era that has not begun here.
         self._roster = Roster(rank for rank in first if self.has_model and rank != self.rank)
         self._data_shards = {rank: rank for rank in self.members}
+        self.dead: set[int] = set()  # Peers that have died, and not ended.  Nothing of theirs counts from then on.
         self._welcomed: dict[int, bool] = {}  # Peers that have noted this new worker, and whether they have a model.
         self._asked: int | None = None  # The peer that is to send its model.
         self._model: Model | None = None
@@ -302,6 +303,8 @@ class Peers:
             if self._roster.suspect(rank):
                 for service in self._services:
                     await service.peer_suspected(rank)
+        elif self._roster.state(rank) in FINAL:
+            return
         elif self.endpoint.has_ended(rank):
             if not self.has_finished:
                 await self._miss_end()
@@ -309,6 +312,11 @@ class Peers:
             for service in self._services:
                 await service.peer_ended(rank)
         else:
+            await self.note_death(rank)
+
+    async def note_death(self, rank: int) -> None:
+        """A peer has died, as this worker has noticed, or has heard from another one."""
+        if rank != self.rank and self._roster.state(rank) not in FINAL:
             self._roster.die(rank)
             await self._report_death(rank)
 
@@ -319,6 +327,7 @@ class Peers:
             await service.peer_returned(rank)
 
     async def _report_death(self, rank: int) -> None:
+        self.dead.add(rank)
         for service in self._services:
             await service.peer_died(rank)
 

@@ -97,7 +97,7 @@ class QuietPoint(Service):
 
     def _is_quiet(self, rank: int, number: int) -> bool:
         mark = self._marks.get(rank, {}).get(number)
-        return mark is not None and (self._log is None or not self._log.missing(rank, mark.count, None))
+        return mark is not None and (self._log is None or not self._log.missing(rank, mark.count, ()))
 
     def _missing_shards(self) -> list[int]:
         """The data shards whose workers are dead, and not replaced."""
@@ -129,7 +129,7 @@ class QuietPoint(Service):
         if message.number > era:
             known[message.number] = message
             if self._log is not None and message.number == era + 1:
-                await self._log.request(src, self._log.missing(src, message.count, None))
+                await self._log.request(src, self._log.missing(src, message.count, ()))
         self._marks[src] = known
         if message.is_repeat and (mark := self._sent.get(message.number, None)) is not None:
             await self._peers.send(src, mark)

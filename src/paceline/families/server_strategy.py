@@ -83,6 +83,7 @@ class ServerStrategy(Strategy):
             pulls=self.pulls,
             is_scheduled=not self.needs.optimizer,
             weighs_samples=rule.weighs_samples,
+            is_locked=self.shard_gate().is_lock,
         )
 
     async def worker(self, w: Replica) -> None:
@@ -99,7 +100,10 @@ class ServerStrategy(Strategy):
     async def server(self, s: Shard) -> None:
         workers = s.endpoint.layout.workers
         pulls = self.pulls if workers > 1 else None  # A single worker uses no codec.
-        await s.serve(self.shard_rule(workers), self.shard_gate(), codec=self.codec, pulls=pulls)
+        gate = self.shard_gate()
+        if gate.is_lock and s.endpoint.rank != s.endpoint.layout.server_ranks[0]:
+            gate = Free()
+        await s.serve(self.shard_rule(workers), gate, codec=self.codec, pulls=pulls)
 
 
 def _momentum(rule: object) -> float:

@@ -18,6 +18,7 @@ class Gate(Checked):
     """A frozen dataclass of settings.  Shards that see the same clocks decide the same."""
 
     KIND: ClassVar = "gate"
+    is_lock: ClassVar[bool] = False  # Whether a worker keeps all others out, from its answer until its push.
 
     def may_push(self, src: int, clocks: Mapping[int, int]) -> bool:
         """Whether an update may be applied now; if not, it is asked again after every other event."""
@@ -65,7 +66,14 @@ class RoundRobin(Gate):
 
 @dataclass(frozen=True)
 class Turns(Gate):
-    """A lock that workers get in the order of ranks: a worker has it from its reply until it pushes."""
+    """A lock that workers get in the order of ranks: a worker has it from its reply until it pushes.
+
+    Of several shards the first one keeps it.  A worker asks the others when the first one has answered, and pushes to
+    the first one when the others have its push.  So no two workers ever wait for each other, each with the answers of
+    some shards: not even when shards have declared workers dead at different times, and so count other clocks.
+    """
+
+    is_lock: ClassVar[bool] = True
 
     def may_go_on(self, src: int, clocks: Mapping[int, int]) -> bool:
         return (clocks[src], src) == min((clock, rank) for rank, clock in clocks.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from paceline.protocol.messages import Away, Message, Request
@@ -82,12 +82,10 @@ class ShardClient:
             request.incarnation = requests[0].incarnation
         return requests
 
-    async def send(self, requests: Sequence[Request]) -> None:
+    async def send(self, requests: Mapping[int, Request]) -> None:
+        """Send requests to shards, by their ranks."""
         await self.join()
-        sends = [
-            self.requests.begin(rank, request, probe=_probe_of(request))
-            for rank, request in zip(self.shards, requests, strict=True)
-        ]
+        sends = [self.requests.begin(rank, request, probe=_probe_of(request)) for rank, request in requests.items()]
         for send in sends:
             await send
 

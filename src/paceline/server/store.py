@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class Store:
     calls `forget` before its next minibatch, and a push until then is sent without samples, so that no shard applies
     it.
 
+    Where the first shard keeps a lock, `is_locked`: a worker turns to the first shard before the others when it takes
+    the lock, and after them when it releases it.
+
     What the codec has left out of an update is added to the next one.  Where the shards' rule weighs updates by their
     samples, `weighs_samples`, it still counts for the samples of the update that it was left out of.
     """
@@ -50,10 +53,12 @@ class Store:
         pulls: Codec | None = None,
         is_scheduled: bool = False,
         weighs_samples: bool = False,
+        is_locked: bool = False,
     ) -> None:
         self.replica = replica
         self.is_scheduled = is_scheduled
         self.weighs_samples = weighs_samples
+        self.is_locked = is_locked
         self.endpoint = replica.endpoint
         self.shards = list(self.endpoint.layout.server_ranks)
         if len(self.shards) > replica.params.numel():
@@ -114,8 +119,15 @@ class Store:
         self, update: Tensor, samples: float | None, runs: Tensor | None, rate: float | None, steps: int | None
     ) -> None:
         pushes = self._updates(Push, update, samples, runs, rate, steps)
+        first, others = (self.shards[:1], self.shards[1:]) if self.is_locked else ([], self.shards)
+        for ranks in (others, first):
+            await self._send_pushes(
+                {rank: push for rank, push in zip(self.shards, pushes, strict=True) if rank in ranks}
+            )
+
+    async def _send_pushes(self, pushes: Mapping[int, Request]) -> None:
         await self._client.send(pushes)
-        for rank, push in zip(self.shards, pushes, strict=True):
+        for rank, push in pushes.items():
             await self._client.answer(rank, push, (Arrived,))
 
     def exchange(
@@ -137,7 +149,13 @@ class Store:
     async def _exchange(
         self, update: Tensor, samples: float | None, into: Tensor | None, runs: Tensor | None, rate: float | None
     ) -> Tensor:
-        return await self._ask(self._updates(Exchange, update, samples, runs, rate), into)
+        exchanges = self._updates(Exchange, update, samples, runs, rate)
+        if not self.is_locked:
+            return await self._ask(exchanges, into)
+        first, *others = exchanges
+        pushes = [Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate) for x in others]
+        await self._send_pushes(dict(zip(self.shards[1:], self._client.numbered(pushes), strict=True)))
+        return await self._ask([first, *self._client.numbered([Pull() for _ in others])], into)
 
     async def _pull(self, into: Tensor | None) -> Tensor:
         if self._client.has_joined or self.endpoint.rank in self.endpoint.layout.worker_ranks:
@@ -157,6 +175,7 @@ class Store:
         """Leave the run; the final parameters of the shards, once all workers have left."""
         self.replica.cursor.end()
         all_done = self.replica.learner.has_global_data
+        self.is_locked = False  # A worker that leaves takes no lock, and all shards should know at once.
         value = await self._ask(self._client.numbered([Leave(all_done) for _ in self.shards]), into)
         for rank in self.shards:
             await self.endpoint.send(rank, Bye())
@@ -236,8 +255,13 @@ class Store:
         return state.encode(update[where]), None
 
     async def _ask(self, requests: Sequence[Request], into: Tensor | None) -> Tensor:
-        await self._client.send(requests)
+        by_shard = dict(zip(self.shards, requests, strict=True))
+        unsent = list(self.shards)
         for j, (rank, where) in enumerate(zip(self.shards, self.slices, strict=True)):
+            if unsent:  # All at once; or the first alone, and then the others.
+                now = unsent[:1] if self.is_locked and not j else unsent
+                await self._client.send({rank: by_shard[rank] for rank in now})
+                unsent = unsent[len(now) :]
             answer = await self._client.answer(rank, requests[j], (Value,))
             assert isinstance(answer, Value)
             if isinstance(requests[j], Join) and j == 0 and answer.steps_done:

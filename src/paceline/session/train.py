@@ -288,7 +288,7 @@ class _ForkedWorkers:
             import_module("torch.distributed.pipelining")
         with loopback_listener() as listener:
             self._port = listener.getsockname()[1]
-            self._store = start_store(listener)
+            self._store = start_store(listener, self._workers)
         self._pipe = os.pipe()  # Servers of elastic workers run as long as it is open, whichever worker started them.
         with tempfile.TemporaryDirectory(prefix="paceline-") as name:
             self._folder = Path(name)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline import costs
-from paceline.errors import ClusterError
+from paceline.errors import DifferentCollectives
 from paceline.sim.buffers import FEW, Snapshot, check_unchanged, snapshot
 from paceline.sim.machines import Machines
 from paceline.sim.network import Network
@@ -81,12 +81,7 @@ class Group:
         meeting = self._waiting.get(number)
         if meeting is None:
             meeting = self._waiting[number] = Rendezvous(kind, signature, rank)
-        elif meeting.kind != kind or meeting.signature != signature:
-            raise ClusterError(
-                f"collective #{number} does not match: "
-                f"{simulator.name_of(meeting.first)} called {_call(meeting.kind, meeting.signature)}, "
-                f"{simulator.name_of(rank)} called {_call(kind, signature)}"
-            )
+        check_match(meeting, rank, number, kind, signature, simulator.name_of)
         before = [snapshot(t) for t in tensors] if self._strict else ()
         meeting.participants[rank] = Participant(tensors, before, nbytes, simulator.now, op)
         if len(meeting.participants) == len(self.ranks):
@@ -118,9 +113,26 @@ class Group:
         if self._strict:
             for p in participants:
                 check_unchanged(p.op, p.tensors, p.before)
-        results = _RESULTS[meeting.kind]([p.tensors for p in participants], self.ranks, meeting)
+        results = results_of(meeting, [p.tensors for p in participants], self.ranks)
         for p, result in zip(participants, results, strict=True):
             self._simulator.finish(p.op, result)
+
+
+def check_match(
+    meeting: Rendezvous,
+    rank: int,
+    number: int | str,
+    kind: str,
+    signature: tuple[Any, ...],
+    name_of: Callable[[int], str],
+) -> None:
+    """Raise an error if a rank calls another collective than the first one did."""
+    if meeting.kind != kind or meeting.signature != signature:
+        raise DifferentCollectives(
+            f"collective #{number} does not match: "
+            f"{name_of(meeting.first)} called {_call(meeting.kind, meeting.signature)}, "
+            f"{name_of(rank)} called {_call(kind, signature)}"
+        )
 
 
 Given = Sequence[Sequence[Tensor]]  # The tensors of each participant, in the order of the ranks.
@@ -171,6 +183,11 @@ _RESULTS: dict[str, Callable[[Given, Sequence[int], Rendezvous], Sequence[Any]]]
     "reduce": _reduce,
     "broadcast": _broadcast,
 }
+
+
+def results_of(meeting: Rendezvous, given: Given, ranks: Sequence[int]) -> Sequence[Any]:
+    """What each participant gets, in the order of the ranks."""
+    return _RESULTS[meeting.kind](given, ranks, meeting)
 
 
 def _call(kind: str, signature: tuple[Any, ...]) -> str:

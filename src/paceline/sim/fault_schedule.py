@@ -93,7 +93,7 @@ class FaultSchedule:
         return any(self._simulator.is_running(r.rank) for r in self._runs)
 
 
-def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int) -> None:
+def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int, *, elastic: bool = False) -> None:
     """Refuse faults that this strategy cannot survive, and ranks that do not exist."""
     name = type(strategy).__name__
     if stages > 1 and (faults.changes_members or faults.server_deaths or faults.pauses or faults.clock_jumps):
@@ -101,10 +101,10 @@ def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int) 
             f"simulate({faults}) with stages={stages}: a replica in stages cannot lose a process or get a new one; "
             "give stages=1, or only faults of messages"
         )
-    if faults.suspicions and not strategy.servers:
+    if faults.suspicions and not (strategy.servers or elastic or (strategy.needs.messages and faults.silent_s)):
         raise ValueError(
-            f"simulate({faults}): only servers suspect workers, and {name} has no servers; "
-            "leave suspicions out, or use a method with servers, such as ParameterServer"
+            f"simulate({faults}): only servers suspect workers without heartbeats, and {name} has no servers; leave "
+            "suspicions out, or use a method with servers, such as ParameterServer, or Gossip or Strom with silent_s"
         )
     layout = Layout(workers, strategy.servers)
     if faults.server_deaths and strategy.durability == "none":

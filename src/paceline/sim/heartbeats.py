@@ -66,6 +66,18 @@ class Heartbeats:
         elif dst in self._detectors and self._simulator.is_running(dst):
             self._hear(src, dst)
 
+    def suspect(self, rank: int) -> None:
+        """Make all others that wait for its heartbeats believe that a rank is silent, until they hear from it."""
+        for dst, detector in self._detectors.items():
+            if dst != rank and self._simulator.is_running(dst) and not detector.is_suspected(rank):
+                detector.suspect(rank)
+                self._world.deliver(dst, PeerSuspected(src=rank))
+
+    def note_message(self, src: int, dst: int) -> None:
+        """Any message of a suspected rank shows that it is alive."""
+        if dst in self._detectors and self._detectors[dst].is_suspected(src):
+            self._hear(src, dst)
+
     def _hear(self, src: int, dst: int) -> None:
         detector = self._detectors[dst]
         detector.heartbeat(src, self._world.clock(dst))
@@ -74,12 +86,6 @@ class Heartbeats:
     def _report_returned(self, dst: int) -> None:
         for returned in self._detectors[dst].returned():
             self._world.deliver(dst, PeerReturned(src=returned))
-
-    def message(self, src: int, dst: int) -> None:
-        """A message of a rank was received."""
-        if dst in self._detectors:
-            self._detectors[dst].message(src, self._world.clock(dst))
-            self._report_returned(dst)
 
     def _check(self, rank: int) -> None:
         if self._world.has_ended(rank) or rank in self._world.dead:

@@ -53,11 +53,13 @@ def simulate(
     faults: Faults = Faults(),  # noqa: B008 (frozen)
     progress: Callable[[int], None] | None = None,
     monitor: Monitor | Sequence[Monitor] | None = None,
+    elastic: bool = False,
 ) -> Run:
     """Train `task` by `strategy` on `cluster`.
 
     `stop_at` stops the run before that step.  `resume` takes the states of a stopped run; use `resized` if the number
     of workers has changed.  `faults` says which failures happen, and when.  `monitor` watches the run while it goes.
+    With `elastic` synchronous methods outlive deaths, as with `train(elastic=True)`.
     """
     check_arguments(
         simulate, locals(), {"cluster": (int, "cluster is a Cluster; give Cluster(workers=...)"), **INSTEAD}
@@ -65,16 +67,26 @@ def simulate(
     strategy = instance_of("simulate", "strategy", strategy, Strategy)
     is_unbroken = resume is None and stop_at is None
     offers = Offers.of_task("simulate", task)
-    check(strategy, replace(offers, fixed_workers=not faults.needs_elastic, unbroken=is_unbroken))
+    if elastic:
+        from paceline.sim.elastic_run import ElasticSimulation as Simulated
+        from paceline.sim.elastic_run import check_elastic
+
+        stages = count(cluster.stages) > 1
+        check_elastic(
+            strategy, task, faults, {"stages": stages, "resume or stop_at": not is_unbroken, "monitor": bool(monitor)}
+        )
+    else:
+        Simulated = Simulation
+    check(strategy, replace(offers, fixed_workers=elastic or not faults.needs_elastic, unbroken=is_unbroken))
     if resume is not None and len(resume) != cluster.workers:
         raise ValueError(
             f"simulate: {len(resume)} workers' states for {cluster.workers} workers; "
             f"give resized(states, {cluster.workers})"
         )
-    check_faults(faults, strategy, cluster.workers, count(cluster.stages))
+    check_faults(faults, strategy, cluster.workers, count(cluster.stages), elastic=elastic)
     check_stages("simulate", strategy, cluster.stages, cluster.microbatches)
     monitors = Monitors(monitor)
-    simulation = Simulation(
+    simulation = Simulated(
         task,
         strategy,
         cluster,
@@ -96,10 +108,7 @@ class SimWorker:
 
     run: WorkerRun
     trainee: Trainee
-
-    @property
-    def rank(self) -> int:
-        return self.run.rank
+    rank: int
 
     @property
     def replica(self) -> Replica:
@@ -134,7 +143,7 @@ class Simulation:
         self.progress = progress
         self.simulator = Simulator(layout.name)
         self.world = World(self.simulator, cluster, layout, strict=strict, faults=faults)
-        ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
+        ranks = self.first_ranks(layout, faults)
         self.faults = faults
         self._areas: dict[int, dict[str, MemoryArea]] = {}  # The log of each server.
         self.shards = [self._shard(rank) for rank in layout.server_ranks]
@@ -144,12 +153,16 @@ class Simulation:
         self._buffers: dict[int, torch.Tensor] = {}  # Of each worker that has computed its last gradient.
         self.workers = [self._worker(rank, copy.deepcopy(model)) for rank in ranks]
 
+    def first_ranks(self, layout: Layout, faults: Faults) -> list[int]:
+        """The ranks of the workers that are made before the run."""
+        return [*layout.worker_ranks, *faults.joining_ranks(layout)]
+
     def _worker(self, rank: int, model: torch.nn.Module) -> SimWorker:
         trainee = Trainee(self.task, model, rank, self.cluster.workers)
         endpoint = SimEndpoint(self.world, rank)
         learner = SimLearner(trainee, endpoint, self.cluster, self.pipeline, self.progress)
         run = WorkerRun(self.strategy, endpoint, learner, nonfinite=self.nonfinite, plan=trainee.plan, trainee=trainee)
-        worker = SimWorker(run, trainee)
+        worker = SimWorker(run, trainee, rank)
         run.on_step = partial(self._before_step, worker)
         run.replica.cursor.on_end = partial(self._keep_buffers, worker)
         run.replica.cursor.on_rest = self._stop
@@ -219,7 +232,7 @@ class Simulation:
     async def _run_worker(self, run: WorkerRun) -> None:
         has_finished = await run.run()
         if run.missed_end:  # What it still waits for does not come.
-            self.simulator.at(self.simulator.now, self.world.quit, run.rank)
+            self.simulator.at(self.simulator.now, self.world.end_early, run.rank)
         if has_finished and run is self.workers[0].run:
             self._end()
 

@@ -78,6 +78,18 @@ class Simulator:
         self._unawaited.add(op)
         return op
 
+    def forget(self, op: SimOp[Any]) -> None:
+        """Nothing need await this Op."""
+        op.awaited = True
+        self._unawaited.discard(op)
+
+    def cancel(self, op: SimOp[Any]) -> None:
+        """End the process whose end this Op is, if it still runs."""
+        for process in [p for p in self._processes.values() if p.op is op]:
+            process.is_dead = True
+            del self._processes[id(process)]
+            process.coroutine.close()
+
     def at(self, time: float, action: Callable[..., object], *args: Any, is_background: bool = False) -> None:
         """Schedule a function call.  Events in the background, such as heartbeats, do not keep a run alive."""
         self._serial += 1

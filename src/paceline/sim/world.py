@@ -115,8 +115,8 @@ class World:
             self._report_lost(other, rank)
         return True
 
-    def quit(self, rank: int) -> None:
-        """A worker ends without the others.  The servers notice that its process has ended."""
+    def end_early(self, rank: int) -> None:
+        """The run has ended without a worker, whose process ends: servers notice, as they notice a death."""
         self.simulator.kill(rank)
         for server in self.layout.server_ranks:
             self._report_lost(server, rank)
@@ -145,7 +145,9 @@ class World:
         return [rank for rank in range(len(self.names)) if rank != server and self.simulator.is_running(rank)]
 
     def suspect(self, rank: int) -> None:
-        """Make the servers believe that a worker is dead."""
+        """Make the servers, or without servers the other workers, believe that a worker is dead."""
+        if not self.layout.servers and self._heartbeats is not None:
+            self._heartbeats.suspect(rank)
         for server in self.layout.server_ranks:
             if server not in self.down:
                 self.deliver(server, PeerSuspected(src=rank))
@@ -168,6 +170,8 @@ class World:
             return
         if self.dead.get(message.src, sent) < sent or self._returns(dst, message) or dst in self.dead:
             return
+        if self._heartbeats is not None:
+            self._heartbeats.note_message(message.src, dst)
         self.deliver(dst, message)
 
     def _returns(self, dst: int, message: Message) -> bool:
@@ -184,8 +188,6 @@ class World:
         if self._may_end_without and dst in servers and is_of_worker and self.has_ended(dst):
             # A worker that joined, or came back, finds that the server has finished.
             return self.deliver(message.src, PeerDied(src=dst))
-        if self._heartbeats is not None and not isinstance(message, Event):
-            self._heartbeats.message(message.src, dst)
         if self.on_message is not None:
             self.on_message(dst, message)
         receivers = self.receivers[dst]

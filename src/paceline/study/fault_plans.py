@@ -10,6 +10,7 @@ from typing import Any
 from paceline.endpoint import Layout
 from paceline.sim.faults import ClockJump, Cut, Faults, Pause, SlowLink
 from paceline.strategy import Strategy
+from paceline.study.elastic_plans import OF_ELASTIC, with_survivor
 
 KINDS = (
     "crash",
@@ -24,7 +25,6 @@ KINDS = (
     "clock",
     "shard-crash",
 )
-OF_SERVERS = ("suspicion", "shard-crash")
 OF_SHARED = ("crash", "join", "pause", "clock")  # What workers can take that share memory, and send nothing.
 OF_WAITING = ("pause", "delay", "partition", "slow", "clock")  # What workers can take that wait for each other.
 
@@ -38,17 +38,15 @@ def kinds_of(strategy: Strategy) -> tuple[str, ...]:
 
     >>> from paceline.strategies import AllReduceSGD, Gossip
     >>> kinds_of(AllReduceSGD())
-    ('pause', 'delay', 'partition', 'slow', 'clock')
-    >>> sorted(set(KINDS) - set(kinds_of(Gossip())))
-    ['shard-crash', 'suspicion']
+    ('crash', 'join', 'suspicion', 'pause', 'delay', 'partition', 'slow', 'clock')
+    >>> set(KINDS) - set(kinds_of(Gossip()))
+    {'shard-crash'}
     """
     if not strategy.needs.elastic:
-        return OF_WAITING
+        return (*OF_ELASTIC, *OF_WAITING) if strategy.needs.ordered else OF_WAITING
     if strategy.needs.shared_memory:
         return OF_SHARED
-    if not strategy.servers:
-        return tuple(kind for kind in KINDS if kind not in OF_SERVERS)
-    return KINDS if strategy.durability != "none" else KINDS[:-1]
+    return KINDS if strategy.servers and strategy.durability != "none" else KINDS[:-1]
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,12 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     draw = Draw(chance, Layout(workers, strategy.servers), seconds)
     others = [kind for kind in kinds if kind != "shard-crash"]
     chosen = [kind for kind in others if chance.random() < 0.4] or [chance.choice(others or kinds)]
-    has_beats = bool(strategy.servers) and strategy.needs.elastic and chance.random() < 0.7
+    takes_beats = strategy.needs.elastic and not strategy.needs.shared_memory
+    has_beats = takes_beats and chance.random() < 0.7
+    if "suspicion" in chosen and takes_beats and not strategy.servers:
+        has_beats = True  # Workers suspect each other by their heartbeats.
+    if strategy.needs.ordered and any(kind in OF_ELASTIC for kind in chosen):
+        has_beats = chance.random() < 0.7
     faults = Faults(silent_s=SILENT_S if has_beats else None, retransmit_s=RETRANSMIT_S)
     for kind in chosen:
         faults = replace(faults, **_of_kind(kind, faults, draw))
@@ -85,7 +88,7 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     of_shards = Random(f"torture/{seed}/shards")
     if "shard-crash" in kinds and (not others or of_shards.random() < 0.4):
         faults = replace(faults, **_of_kind("shard-crash", faults, Draw(of_shards, draw.layout, seconds)))
-    return _within_patience(faults)
+    return _within_patience(with_survivor(faults, workers) if strategy.needs.ordered else faults)
 
 
 def _of_kind(kind: str, faults: Faults, draw: Draw) -> dict[str, Any]:
@@ -95,7 +98,8 @@ def _of_kind(kind: str, faults: Faults, draw: Draw) -> dict[str, Any]:
         case "crash":
             ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
             mortal = chance.sample(ranks, chance.randrange(1, len(ranks)))  # One of them lives.
-            notices: list[float | None] = [0.0, 0.001, 0.03, *([None] if faults.silent_s else [])]
+            # Only servers find by heartbeats alone that a worker is dead: others may not go on without a majority.
+            notices: list[float | None] = [0.0, 0.001, 0.03, *([None] if faults.silent_s and layout.servers else [])]
             return {"deaths": {rank: draw.time() for rank in mortal}, "notice": chance.choice(notices)}
         case "join":
             return {"joins": [draw.time() for _ in range(chance.randrange(1, 3))]}

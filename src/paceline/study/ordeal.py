@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ClusterError
-from paceline.monitor.monitor import Monitors
 from paceline.run import Run
 from paceline.sim.cluster import Cluster, Constant
 from paceline.sim.fault_schedule import check_faults
 from paceline.sim.faults import Faults
 from paceline.sim.run import Simulation
 from paceline.strategy import Strategy
+from paceline.study.elastic_ordeal import ElasticOrdeal
 from paceline.study.fault_plans import end_of
+from paceline.study.peer_witness import PeerWitness
+from paceline.study.played import played
 from paceline.study.witness import Violation, Witness
 from paceline.task import Batch, Task
 
@@ -74,6 +76,7 @@ class Ended:
     run: Run
     simulation: Simulation
     witness: Witness
+    peers: PeerWitness
 
     @property
     def finished(self) -> list[int]:
@@ -122,6 +125,7 @@ class Ordeal:
         self.strategy = strategy
         self.workers = workers
         self.virtual_s = 0.0  # How long the last run has lasted.
+        self.has_own_task = task is None
         self.task = task or (descent_task() if strategy.coordinators else counting_task())
         try:
             self.promise = _promise_of([self._run(seed, Faults()) for seed in (1, 2, 3)])
@@ -131,10 +135,24 @@ class Ordeal:
     def violation(self, seed: int, faults: Faults) -> Violation | None:
         """Run with these faults on the cluster of this seed; the first invariant that is broken."""
         try:
-            self._check(self._run(seed, faults))
+            if self.strategy.needs.ordered and faults.changes_members:
+                self._check_elastic(seed, faults)
+            else:
+                self._check(self._run(seed, faults))
         except Violation as found:
             return found
         return None
+
+    @cached_property
+    def elastic(self) -> ElasticOrdeal:
+        """The runs in which workers die in collectives."""
+        return ElasticOrdeal(self.strategy, None if self.has_own_task else self.task, self.workers)
+
+    def _check_elastic(self, seed: int, faults: Faults) -> None:
+        try:
+            self.elastic.check(seed, faults)
+        finally:
+            self.virtual_s = self.elastic.virtual_s
 
     def _run(self, seed: int, faults: Faults) -> Ended:
         check_faults(faults, self.strategy, self.workers, 1)
@@ -152,18 +170,12 @@ class Ordeal:
         if faults.has_any:
             simulator.limit_s = end_of(faults) + 20 * self.promise.seconds + GRACE_S
         witness = Witness(simulation)
+        peers = PeerWitness(simulation)
         try:
-            run = simulation.run(Monitors(None))
-        except Violation:
-            raise
-        except ClusterError as error:
-            kind = "every run ends" if str(error).startswith(("deadlock", "no end")) else "no rank fails"
-            raise Violation(kind, str(error), simulator.now) from error
-        except Exception as error:
-            raise Violation("no rank fails", f"{type(error).__name__}: {error}", simulator.now) from error
+            run = played(simulation)
         finally:
             self.virtual_s = simulator.now
-        return Ended(run, simulation, witness)
+        return Ended(run, simulation, witness, peers)
 
     # Invariants at the end of a run.
 
@@ -173,6 +185,8 @@ class Ordeal:
         time = ended.simulation.simulator.now
         if not ended.finished:
             raise Violation("some worker finishes", "no worker that is alive has finished with the run", time)
+        if ended.peers.has_late_suspicion:
+            return
         if promise.agrees and (differing := _differing(ended)) is not None:
             raise Violation("all workers end with the same model", differing, time)
         for shard in ended.witness.shards.values():

@@ -21,6 +21,7 @@ from paceline.checked import spelled
 from paceline.sim.faults import Faults
 from paceline.strategies import STRATEGIES
 from paceline.strategy import Strategy
+from paceline.study.elastic_plans import is_possible
 from paceline.study.fault_plans import KINDS, as_python, drawn_faults, kinds_of
 from paceline.study.ordeal import Ordeal
 from paceline.study.smaller_plans import smallest
@@ -129,6 +130,8 @@ class Campaign:
         """The failure with its smallest plan."""
 
         def fails(faults: Faults) -> bool:
+            if not is_possible(faults, self.strategy, self.ordeal.workers):
+                return False
             found = self.ordeal.violation(failure.seed, faults)
             return found is not None and found.invariant == failure.invariant
 

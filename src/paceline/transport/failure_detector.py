@@ -17,8 +17,8 @@ class FailureDetector:
     It has no socket, no clock and no thread: the caller reports what happens, with the time `now` in seconds.
 
     A rank is suspected if it has sent heartbeats and then none for `silent_s` seconds; with None no rank ever is.  It
-    may be alive: its next heartbeat ends the suspicion.  A rank is dead once its process has ended and its last
-    message has been received.  It stays dead.
+    may be alive: its next heartbeat, or any other message, ends the suspicion.  A rank is dead once its process has
+    ended and its last message has been received.  It stays dead.
     """
 
     def __init__(self, now: float, *, silent_s: float | None = None, drain_s: float = DRAIN_S) -> None:
@@ -43,6 +43,14 @@ class FailureDetector:
             if rank in self._suspected:
                 self._suspected.remove(rank)
                 self._returned.append(rank)
+
+    def suspect(self, rank: int) -> None:
+        """Suspect a rank as if its heartbeats were missing."""
+        self._heartbeats.pop(rank, None)
+        self._suspected.add(rank)
+
+    def is_suspected(self, rank: int) -> bool:
+        return rank in self._suspected
 
     def returned(self) -> list[int]:
         """The ranks whose suspicion has ended since the last call."""

@@ -283,6 +283,6 @@ class Mailbox:
             return None
         if isinstance(message, Beat):
             return self._monitor.heartbeat(src)
-        self._monitor.message(src)
+        self._monitor.note_message(src)
         self._arrived.append(message)
         return src

@@ -70,8 +70,10 @@ class PeerMonitor:
     def heartbeat(self, rank: int) -> None:
         self._detector.heartbeat(rank, time.monotonic())
 
-    def message(self, rank: int) -> None:
-        self._detector.message(rank, time.monotonic())
+    def note_message(self, rank: int) -> None:
+        """A rank has sent something: if it is suspected, it is alive, and may be suspected again."""
+        if self._detector.is_suspected(rank):
+            self.heartbeat(rank)
 
     def wait(self, timeout_s: float) -> Events:
         """Wait for a message or a failure, at most `timeout_s` seconds."""

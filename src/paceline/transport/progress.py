@@ -28,7 +28,9 @@ class Progress:
         part = path.with_name(f"{path.name}.part")
         part.write_bytes(FIELDS.pack(os.getpid(), inf, timeout_s))
         with part.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), FIELDS.size)
+            memory = memoryview(mmap.mmap(file.fileno(), FIELDS.size))
+        # One store of eight bytes: struct.pack_into writes zeros first, which would be read as long ago.
+        self._when = memory[WHEN : WHEN + 8].cast("d")
         os.replace(part, path)  # The file of this rank's last process stays whole for who reads it now.
 
     @classmethod
@@ -39,19 +41,27 @@ class Progress:
     def note(self) -> None:
         """This process does something."""
         if threading.get_ident() == self._thread:
-            struct.pack_into("=d", self._memory, WHEN, time.monotonic())
+            self._when[0] = time.monotonic()
 
     def rest(self) -> None:
         """From now on this process waits for others, or does what is not training; until the next `note`."""
         if threading.get_ident() == self._thread:
-            struct.pack_into("=d", self._memory, WHEN, inf)
+            self._when[0] = inf
 
 
 def hung_s(path: Path, pid: int) -> float | None:
     """For how long a process has done nothing, if that is longer than it may; None if it trains or waits."""
+    found = _read(path)
+    if found is None:
+        return None
+    process, last, timeout_s = found
+    idle = time.monotonic() - last
+    # Read twice: a process that hangs writes nothing, and what another one is writing may be half there.
+    return idle if process == pid and idle > timeout_s and _read(path) == found else None
+
+
+def _read(path: Path) -> tuple[int, float, float] | None:
     try:
-        process, last, timeout_s = FIELDS.unpack(path.read_bytes())
+        return FIELDS.unpack(path.read_bytes())
     except (OSError, struct.error):
         return None
-    idle = time.monotonic() - last
-    return idle if process == pid and idle > timeout_s else None
