@@ -78,7 +78,7 @@ class Job(AbstractContextManager["Job"]):
         self._is_elastic = needs.elastic
         self._may_return = needs.elastic or elastic
         self._stages = stages
-        self._is_durable = served is not None and served.durability != "none"
+        self.is_durable = served is not None and served.durability != "none"
         self._device = device
         self._ordered = ordered
         self.timeout_s = timeout_s
@@ -117,11 +117,6 @@ class Job(AbstractContextManager["Job"]):
         except BaseException as error:
             self._abandon(error)
             raise
-
-    @property
-    def returning(self) -> Sequence[int]:
-        """The servers that come back when they are killed."""
-        return self.layout.server_ranks if self._is_durable else ()
 
     @property
     def is_one_host(self) -> bool:
@@ -332,11 +327,18 @@ def _membership(store: dist.Store, layout: Layout) -> Membership:
     return Membership(members_ever, lambda rank: _has(store, f"trace/{rank}" if layout.servers else f"ended/{rank}"))
 
 
+def _returning(job: Job) -> Sequence[int]:
+    """The servers that come back when they are killed."""
+    return job.layout.server_ranks if job.is_durable else ()
+
+
 def _mailbox(job: Job) -> Mailbox:
     from paceline.transport.mailbox import Mailbox
 
     address = mailbox_address(job.hosts, job._key)  # pyright: ignore[reportPrivateUsage]
-    return Mailbox(job.store, job.rank, job.layout.size, bind=address, timeout_s=job.timeout_s, returning=job.returning)
+    return Mailbox(
+        job.store, job.rank, job.layout.size, bind=address, timeout_s=job.timeout_s, returning=_returning(job)
+    )
 
 
 def _elastic_mailbox(job: Job, rank: int, bind: str) -> Mailbox:
@@ -355,7 +357,7 @@ def _elastic_mailbox(job: Job, rank: int, bind: str) -> Mailbox:
         timeout_s=job.timeout_s,
         beat_s=None if has_servers else beat_s,
         silent_s=None if has_servers else silent_s,
-        returning=job.returning,
+        returning=_returning(job),
     )
     if has_servers:
         mailbox.beat(job.layout.server_ranks, every_s=beat_s)
