@@ -1,5 +1,8 @@
 """Workers killed or stopped in synchronous runs, at random moments: four real processes with elastic=True.
 
+With `--where attach` they are those of a user's own loop under `paceline run`; with `--where hosts` two are on each of
+two hosts, which are network namespaces, and the link between them may be cut (it needs root and iproute2).
+
 For each method and kind of fault the table shows whether all workers ended with one model, the accuracy beside that of
 an undisturbed run, and the longest time between the starts of two steps: it contains the notice of the fault, the
 meeting of those that are left, the repeated exchange and the new states.
@@ -19,8 +22,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -31,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
+from benchmarks._elsewhere import HOST_FAULTS, LOOP_FAULTS, host_result, loop_result
 from benchmarks._frame import markdown, show, table
 from paceline.codecs import OneBit
 
@@ -144,10 +149,10 @@ def result_of(method: str, fault: str, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-def lines_of(runs: list[dict[str, Any]]) -> list[list[str]]:
+def lines_of(runs: list[dict[str, Any]], faults: Collection[str]) -> list[list[str]]:
     lines: list[list[str]] = []
     for method in METHODS:
-        for fault in FAULTS:
+        for fault in faults:
             own = [run for run in runs if (run["method"], run["fault"]) == (method, fault)]
             if own:
                 gaps = [run["gap_s"] for run in own]
@@ -157,7 +162,7 @@ def lines_of(runs: list[dict[str, Any]]) -> list[list[str]]:
                         fault,
                         str(len(own)),
                         str(sum(run["struck"] for run in own)),
-                        str(sum(run["models"] == 1 and run["steps"] >= STEPS for run in own)),
+                        str(sum(run["models"] == 1 and run["steps"] >= STEPS and "error" not in run for run in own)),
                         f"{mean(run['ended'] for run in own):.1f}",
                         f"{median(gaps):.2f} s, {max(gaps):.2f} s",
                         f"{mean(run['accuracy'] for run in own):.2f} %",
@@ -166,6 +171,11 @@ def lines_of(runs: list[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
+PLACES: dict[str, tuple[Collection[str], Callable[[str, str, int, int], dict[str, Any]]]] = {
+    "train": (FAULTS, result_of),
+    "attach": (LOOP_FAULTS, partial(loop_result, silent_s=SILENT_S, stopped_s=STOPPED_S)),
+    "hosts": (HOST_FAULTS, host_result),
+}
 HEAD = [
     "method",
     "fault",
@@ -180,20 +190,24 @@ HEAD = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--where", choices=PLACES, default="train", help="what the workers run, and where")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS, help="by default all")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs: list[dict[str, Any]] = []
+    faults, work = PLACES[args.where]
     for strategy in METHODS.values():  # It compiles the kernels, here and not in each worker.
         pl.simulate(task_of(0, 10)[0], strategy, pl.Cluster(workers=WORKERS))
     for seed in range(args.seeds):
-        for method in METHODS:
-            for fault in FAULTS:
-                runs.append(result_of(method, fault, seed, STEPS))
+        for method in args.methods:
+            for fault in faults:
+                runs.append(work(method, fault, seed, STEPS))
                 print(runs[-1], file=sys.stderr, flush=True)
-    show(markdown(HEAD, lines_of(runs)) if args.markdown else table(HEAD, lines_of(runs), right=2), width=160)
+    lines = lines_of(runs, faults)
+    show(markdown(HEAD, lines) if args.markdown else table(HEAD, lines, right=2), width=160)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         text = ",\n".join(map(json.dumps, runs))

@@ -66,6 +66,14 @@ def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
         subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
+def cut(host: int, seconds: float) -> None:
+    """Cut a host's link, and restore it."""
+    link = f"plv{os.getpid() % 100_000}{host}"
+    _ip("link", "set", link, "down")
+    time.sleep(seconds)
+    _ip("link", "set", link, "up")
+
+
 def run_on(
     places: Sequence[tuple[str, str]],
     script: Path,
@@ -73,8 +81,10 @@ def run_on(
     per_host: int = 1,
     timeout_s: float = 120,
     torchrun: bool = False,
+    killed: int = 0,
 ) -> list[str]:
     """Run the script on every host. Returns what each host printed, or raises an AssertionError with the failure.
+    So many workers end by SIGKILL.
 
     The workers are forked, each into the network of its host, with the variables that torchrun sets; or torchrun starts
     them.
@@ -88,8 +98,9 @@ def run_on(
     with starting(places, script, arguments, per_host, outs, errs) as waits:
         deadline = time.monotonic() + timeout_s
         codes = [wait(max(0.0, deadline - time.monotonic())) for wait in waits]
+    assert sum(code == -signal.SIGKILL for code, _ in codes) == killed, codes
     for code, host in codes:
-        assert code == 0, f"exit code {code} on host {host}: {errs[host].read_text()}"
+        assert code in (0, -signal.SIGKILL), f"exit code {code} on host {host}: {errs[host].read_text()}"
     return [out.read_text() for out in outs]
 
 

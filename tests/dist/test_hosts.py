@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -233,3 +236,73 @@ def test_replicas_in_stages_on_one_host_each_equal_workers_on_one_host_each(two_
         for name, params in vectors:
             alike = pl.simulate(in_stages(), FAR[name], pl.Cluster(workers=2)).params
             assert torch.allclose(torch.tensor(params, dtype=alike.dtype), alike, rtol=1e-10), name
+
+
+ELASTIC = """
+import hashlib, os, signal, sys, time
+from dataclasses import replace
+from pathlib import Path
+import torch
+import paceline as pl
+from paceline.codecs import OneBit
+from tests.dist.hosts import say
+from tests.dist.test_outliving import regression
+torch.set_num_threads(1)
+silent_s, steps = map(int, sys.argv[1:3])
+dying = dict(pair.split(":") for pair in sys.argv[3:])  # The step at which a rank dies.
+rank, done = int(os.environ["RANK"]), 0
+task = regression(steps=steps)
+
+def loss(model, batch):
+    global done
+    done += 1
+    if done == 20:
+        Path(__file__).with_name("begun").touch()
+    time.sleep(0.01)
+    if dying.get(f"{rank}") == f"{done}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task.loss(model, batch)
+
+strategy = pl.AllReduceSGD(codec=OneBit()) if dying else pl.DiLoCo(period=4, delay=1, fragments=2)
+run = pl.train(replace(task, loss=loss), strategy, elastic=True, silent_s=float(silent_s))
+seen = [[d.kind, d.values["workers"], d.values["pause_s"]] for d in run.trace.decisions]
+say([rank, hashlib.sha256(run.params.numpy().tobytes()).hexdigest(), seen])
+"""
+
+
+def ended(said: list[str]) -> tuple[set[str], list[list[Any]]]:
+    """The models at the end, and how the workers changed."""
+    lines = [json.loads(line) for out in said for line in out.splitlines()]
+    return {model for _, model, _ in lines}, [change for *_, seen in lines for change in seen]
+
+
+def test_the_others_go_on_when_a_host_loses_one_of_its_workers_and_then_all(two_hosts, tmp_path):
+    """The dead are found by their connections: silence would take longer than the test."""
+    script = tmp_path / "train.py"
+    script.write_text(ELASTIC)
+    said = hosts.run_on(two_hosts, script, "100", "24", "3:7", "2:14", per_host=2, timeout_s=60, killed=2)
+    models, changes = ended(said)
+    assert len(models) == 1
+    assert [count for kind, count, _ in changes if kind == "workers"] == [3, 2], changes
+    assert max(pause_s for *_, pause_s in changes) < 10, changes
+
+
+def test_a_host_that_was_cut_off_is_left_out_and_comes_back(two_hosts, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ELASTIC)
+
+    def cut() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.05)
+        hosts.cut(1, 1.8)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        said = hosts.run_on(two_hosts, script, "1", "300", per_host=1, timeout_s=60)
+    finally:
+        (tmp_path / "begun").touch()
+        thread.join()
+    models, changes = ended(said)
+    assert len(models) == 1
+    assert [count for kind, count, _ in changes if kind == "workers"] == [1, 2], changes

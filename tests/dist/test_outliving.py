@@ -16,9 +16,11 @@ from torch import nn
 
 import paceline as pl
 from paceline.codecs import OneBit
+from tests.dist import forked
 from tests.dist.test_decentralised import mortal
 
 WORKERS, BATCH = 4, 12
+SOURCES = {"PYTHONPATH": str(Path(pl.__file__).parents[1])}
 METHODS: list[pl.Strategy] = [
     pl.AllReduceSGD(),
     pl.AllReduceSGD(codec=OneBit()),
@@ -132,3 +134,49 @@ def test_a_replacement_joins_with_the_current_state(tmp_path: Path, models: list
         assert len(models) == WORKERS and len(set(models)) == 1, strategy
         joined = [d.values for d in run.trace.decisions if d.kind == "workers"]
         assert joined[-1]["workers"] == WORKERS, strategy
+
+
+LOOP = """
+import os, signal, sys, time
+import torch
+import paceline as pl
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+data = torch.utils.data.TensorDataset(torch.randn(240, 6, generator=torch.Generator().manual_seed(1)))
+loader = torch.utils.data.DataLoader(data, 24, shuffle=True)
+saved = pl.Checkpoints("saved", every="10 steps", keep=None, also={"schedule": schedule})
+with pl.attach(model, optimizer, pl.AllReduceSGD(), elastic=True, checkpoint=saved) as session:
+    begun = len(list(session.epochs(8)))
+    for epoch in session.epochs(8):
+        for i, (x,) in enumerate(session.shard(loader)):
+            if epoch == 1 and i == 4 and os.environ["RANK"] == "0" and not os.path.exists("killed"):
+                open("killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            session.step()
+            schedule.step()
+    rank, workers = session.rank, session.workers
+values = torch.cat([t.reshape(-1).double() for t in model.state_dict().values()])
+with open(f"end-{os.getpid()}", "w") as file:
+    print(rank, workers, begun, schedule.last_epoch, values.tolist(), file=file)
+"""
+
+
+def test_a_killed_worker_of_a_users_loop_is_replaced_and_its_run_is_saved(tmp_path: Path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    done = forked.paceline("run", "-n", "3", "--replacements", "1", "loop.py", folder=tmp_path, environment=SOURCES)
+    assert done.returncode == 0, done.stderr
+    assert "another takes its place" in done.stderr
+    ends = sorted(path.read_text().split(maxsplit=4) for path in tmp_path.glob("end-*"))
+    assert [(rank, workers) for rank, workers, *_ in ends] == [("0", "3"), ("1", "3"), ("2", "3")]
+    assert len({values for *_, values in ends}) == 1
+    assert [steps for *_, steps, _ in ends] == 3 * ["80"]
+    assert int(ends[2][2]) < 8, "the newcomer begins in the epoch of the others"
+    manifests = [pl.checkpoint.Checkpoint(path).manifest for path in sorted((tmp_path / "saved").glob("step-*"))]
+    counts = [manifest.workers for manifest in manifests]
+    assert counts[0] == 3 and 2 in counts[1:] and counts[-1] == 3, counts

@@ -83,6 +83,12 @@ class Worker:
         self.is_dead = self.is_silent = self.has_ended = False
         first = Inner(self, "alone", 0, [0], Layout(1)) if is_newcomer else self.inner()
         self.endpoint = ElasticEndpoint(self, first)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start to run a task."""
+        world = self.world
+        assert world.task is not None
         trainee = Trainee(world.task, world.task.build(), self.endpoint.rank, world.workers)
         learner = ProcessLearner(trainee, self.endpoint)
         self.run = WorkerRun(world.strategy, self.endpoint, learner, plan=trainee.plan, trainee=trainee)
@@ -101,6 +107,9 @@ class Worker:
 
     def meet(self, arrival: Arrival) -> Op[Generation]:
         return self.world.arrive(self, arrival)
+
+    def why_lost(self, rank: int) -> str | None:
+        return None
 
     def come_back(self) -> None:
         self.is_newcomer = True
@@ -196,8 +205,12 @@ class Inner:
 class World:
     """All workers of one run."""
 
-    def __init__(self, task: pl.Task, strategy: pl.Strategy, workers: int, seed: str) -> None:
+    def __init__(
+        self, task: pl.Task | None, strategy: pl.Strategy, workers: int, seed: str, kind: type[Worker] = Worker
+    ) -> None:
+        """`task` is None if the workers do something else, each as its `kind` says."""
         self.task = task
+        self.kind = kind
         self.strategy = strategy
         self.workers = workers
         self.chance = Random(seed)
@@ -213,7 +226,7 @@ class World:
         self.arrived: dict[int, dict[int, tuple[Worker, Arrival, Cell]]] = {}  # By generation and process.
         self.agreed: dict[int, Proposal] = {0: Proposal.first(workers)}
         self.by_process: dict[int, Worker] = {}
-        self.everyone = [Worker(self, p, p, is_newcomer=False) for p in range(workers)]
+        self.everyone = [kind(self, p, p, is_newcomer=False) for p in range(workers)]
         self.by_process = {w.process: w for w in self.everyone}
 
     # Faults.
@@ -232,7 +245,7 @@ class World:
 
     def join(self) -> None:
         process = self.new_process()
-        worker = Worker(self, process, 0, is_newcomer=True)
+        worker = self.kind(self, process, 0, is_newcomer=True)
         self.everyone.append(worker)
         self.by_process[process] = worker
 
@@ -350,10 +363,18 @@ class World:
 
 
 def trained(
-    task: pl.Task, strategy: pl.Strategy, seed: str, *, deaths: int, stops: int, joins: int, moments: int
+    task: pl.Task | None,
+    strategy: pl.Strategy,
+    seed: str,
+    *,
+    deaths: int,
+    stops: int,
+    joins: int,
+    moments: int,
+    kind: type[Worker] = Worker,
 ) -> World:
     """A run in which so many of four workers die, stop for a while or join, all within the first `moments`."""
-    world = World(task, strategy, 4, seed)
+    world = World(task, strategy, 4, seed, kind)
     chance = world.chance
     events: list[tuple[int, Callable[[], None]]] = []
 

@@ -16,8 +16,9 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
 import paceline as pl
+from paceline.session.agreement import ByStore
 from paceline.session.batches import Cutter
-from paceline.session.loading import ByStore, EmptyShard, Parts
+from paceline.session.loading import EmptyShard, Parts
 from paceline.session.reading import PartLoader
 from tests.laws.tasks import OPTIMIZERS, Point
 

@@ -16,7 +16,7 @@ from paceline.elastic import Proposal, following
 from paceline.elastic.undo import Copies
 from paceline.protocol.requests import Deduplicator, Verdict
 from paceline.protocol.roster import Change, Roster
-from paceline.server.gates import Bound
+from paceline.server.gates import Bound, Turns
 from paceline.server.rules import Adagrad, Sgd
 from paceline.server.shard_log import ShardLog
 from paceline.server.shard_state import ShardState
@@ -320,6 +320,12 @@ FIXED: dict[str, tuple[pl.Strategy, int, Faults]] = {
         ),
     ),
 }
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_lock_on_shards_is_held_by_one_worker_at_a_time_under_faults(servers: int):
+    locked = pl.ParameterServer(rule=Sgd(lr=0.05), gate=Turns(), servers=servers)
+    assert not torture(locked, 12).failures
 
 
 @pytest.mark.parametrize("what", FIXED)

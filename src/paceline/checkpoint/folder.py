@@ -91,8 +91,11 @@ class Folder:
 
     # Writing.
 
-    def claim(self) -> None:
-        """Make the folder, and keep other jobs from writing there until this process ends or calls `release`."""
+    def claim(self, *, takes_over: bool = False) -> None:
+        """Make the folder, and keep other jobs from writing there until this process ends or calls `release`.
+
+        A process `takes_over` the folder from another one of its job, which may be stopped and hold the lock.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -101,13 +104,19 @@ class Folder:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            if takes_over:
+                return self._own(lock)
             owner = os.read(lock, 1000).decode(errors="replace")
             os.close(lock)
             raise ValueError(
                 f"{self.path}: another job writes its checkpoints there ({owner or 'of an unknown process'}); wait for "
                 "its end, or give each job a folder of its own"
             ) from None
-        self._warn_of_other_host(os.read(lock, 1000))
+        if not takes_over:
+            self._warn_of_other_host(os.read(lock, 1000))
+        self._own(lock)
+
+    def _own(self, lock: int) -> None:
         self._owner = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "job": secrets.token_hex(8)})
         try:
             os.ftruncate(lock, 0)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from paceline.checkpoint.cadence import awaited
+from paceline.checkpoint.cadence import Losses, Lost, awaited
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.part import Part, Place
@@ -34,9 +34,19 @@ class Saver:
     """Writes checkpoints into a folder, one at a time, in a thread."""
 
     def __init__(
-        self, folder: Folder, keep: int | None, *, rank: int, workers: int, store: Store | None, timeout_s: float
+        self,
+        folder: Folder,
+        keep: int | None,
+        *,
+        rank: int,
+        workers: int,
+        store: Store | None,
+        timeout_s: float,
+        losses: Losses = lambda rank: None,
     ) -> None:
-        """`store` is None for one worker alone."""
+        """`store` is None for one worker alone.  `losses` says why a worker will write nothing more."""
+        self._losses = losses
+        self._is_abandoned = False
         self.folder = folder
         self._keep = keep
         self._rank = rank
@@ -79,6 +89,20 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def abandon(self) -> None:
+        """The workers have changed: give up what some of them have not written."""
+        self._is_abandoned = True
+        self.wait()
+
+    def _awaited(self, store: Store, key: str, of: int) -> str:
+        def losses(rank: int) -> str | None:
+            return "the workers of the run have changed" if self._is_abandoned else self._losses(rank)
+
+        try:
+            return awaited(store, key, self._timeout_s, of=of, losses=losses)
+        except Lost as why:
+            raise CheckpointFailed(f"rank {of} has not written its part: {why}") from None
 
     def failure(self) -> str | None:
         """Why a checkpoint failed since the last call; None if none did."""
@@ -125,7 +149,7 @@ class Saver:
             failures.append(_described(error))
         for rank in range(1, self._workers):
             assert store is not None
-            found = json.loads(awaited(store, f"files/{rank}", self._timeout_s))
+            found = json.loads(self._awaited(store, f"files/{rank}", rank))
             if "error" in found:
                 failures.append(f"on rank {rank}: {found['error']}")
             else:
@@ -143,7 +167,7 @@ class Saver:
     def _follow(self, store: Store, values: Mapping[str, Any]) -> None:
         try:
             part = Part(self._rank, values)
-            first = json.loads(awaited(store, "first", self._timeout_s))
+            first = json.loads(self._awaited(store, "first", 0))
             if "error" in first:
                 return  # The first worker says it.
             known = {digest: Place(**place) for digest, place in first["places"].items()}

@@ -81,6 +81,10 @@ class Agreement(ABC):
                 return f"rank {rank} is dead: {why}"
         return None
 
+    def why_lost(self, rank: int) -> str | None:
+        """Why a rank of this generation takes no more part in it; None if it may."""
+        return self._dead_among([rank])
+
     def _gone_among(self, ranks: Sequence[int]) -> str | None:
         """Which of these ranks will not connect to the present generation; None if all may.
 

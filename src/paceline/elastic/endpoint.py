@@ -98,6 +98,8 @@ class ElasticEndpoint:
     def __init__(self, rendezvous: Rendezvous, inner: Endpoint) -> None:
         self.rendezvous = rendezvous
         self.inner = inner
+        self.has_joined_late = rendezvous.is_newcomer
+        self.number = 0  # Of the last generation that began with a pause of all its workers.
         self.committed = 0
         self.pause: int | None = None  # The commit after which all workers pause at their next step.
         self.is_broken = False  # A worker of this generation has died, so that no codec can be used.
@@ -205,6 +207,8 @@ class ElasticEndpoint:
         self.last_committed = generation.committed
         self.pause = generation.pause
         self.is_broken = not generation.is_new
+        if generation.is_new:
+            self.number = generation.number
 
     def renew(self, committed: int) -> None:
         """All workers of this generation have agreed on a state; their strategies start anew."""

@@ -7,7 +7,7 @@ and the role starts again from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,10 @@ class Paused(Stopped):
 
 
 class Members:
-    """`on_change` gets this worker's rank and the number of workers, before its state is loaded."""
+    """`on_change` gets this worker's rank and the number of workers, before its state is loaded.
+
+    `more` gives what a worker has beside its run's state, and `take_more` gets that of another one in a newcomer.
+    """
 
     def __init__(
         self,
@@ -35,10 +38,15 @@ class Members:
         endpoint: ElasticEndpoint,
         *,
         on_change: Callable[[int, int], None],
+        more: Callable[[], dict[str, Any]] = dict,
+        take_more: Callable[[dict[str, Any]], None] = lambda more: None,
     ) -> None:
         self._run = run
         self._endpoint = endpoint
         self._on_change = on_change
+        self._more = more
+        self._take_more = take_more
+        self.on_changed: Callable[[], None] = lambda: None  # Called with the new state loaded.
         endpoint.slots = lambda: run.states.exchanged
         endpoint.step = lambda: run.replica.cursor.step
         run.interruptions = self
@@ -48,7 +56,7 @@ class Members:
         if self._endpoint.is_due:
             raise Paused
 
-    async def train(self, role: Callable[[], Any]) -> None:
+    async def train(self, role: Callable[[], Awaitable[None]]) -> None:
         """Run the strategy to the end of the run, with all changes on the way."""
         while True:
             is_left_out = False
@@ -59,11 +67,11 @@ class Members:
             if is_left_out:
                 self._endpoint.come_back()
 
-    async def _train(self, role: Callable[[], Any]) -> None:
+    async def _train(self, role: Callable[[], Awaitable[None]]) -> None:
         endpoint = self._endpoint
         if endpoint.is_newcomer:
             try:
-                await self._change(None)
+                await self.change(None)
             except Over:
                 raise MissedEnd from None
         while True:
@@ -76,18 +84,19 @@ class Members:
                 endpoint.rendezvous.leave(endpoint.committed)
                 return
             await self._run.states.before_save()
-            await self._change(self._run.state_dict())
+            await self.change(self._run.state_dict())
 
-    async def _change(self, state: State | None) -> None:
+    async def change(self, state: State | None) -> None:
         """Meet all workers, and go on from the state that follows from those of all."""
         endpoint = self._endpoint
         committed = endpoint.committed
         began = endpoint.now()
         before = 0 if state is None else state["workers"]
+        own = None if state is None else {"run": state, "more": self._more()}
 
         def arrival(error: ClusterError | None = None) -> Arrival:
-            own = endpoint.arrival(is_paused=True, cause="" if error is None else str(error))
-            return replace(own, committed=committed)
+            said = endpoint.arrival(is_paused=True, cause="" if error is None else str(error))
+            return replace(said, committed=committed)
 
         generation = await endpoint.rendezvous.meet(arrival())
         new: State | None = None
@@ -97,7 +106,7 @@ class Members:
                 continue
             committed = generation.committed
             try:
-                new = await _own_state(generation.endpoint, state)
+                new = await _own_state(generation.endpoint, own)
             except (LeftOut, DifferentCollectives):
                 raise
             except _Unconfirmed as error:
@@ -112,7 +121,10 @@ class Members:
         self._run.replica.batch.rank = endpoint.rank
         self._run.replica.cursor.shards = workers
         self._on_change(endpoint.rank, workers)
-        self._run.load_state_dict(new)
+        self._run.load_state_dict(new["run"])
+        if state is None:
+            self._take_more(new["more"])
+        self.on_changed()
         endpoint.note("workers", before=before, workers=len(endpoint.ranks), pause_s=endpoint.now() - began)
 
 
@@ -124,9 +136,11 @@ class _Unconfirmed(ClusterError):
         self.state = state
 
 
-async def _own_state(endpoint: Endpoint, state: State | None) -> State:
-    """This worker's state, from those of all that have one."""
-    new = resized_for(await gathered(endpoint, state), endpoint.layout.workers, endpoint.rank)
+async def _own_state(endpoint: Endpoint, own: State | None) -> State:
+    """This worker's state, from those of all that have one; beside it what the first of them has."""
+    everyones = await gathered(endpoint, own)
+    run = resized_for([each["run"] for each in everyones], endpoint.layout.workers, endpoint.rank)
+    new: State = {"run": run, "more": everyones[0]["more"]}
     if len(endpoint.ranks) > 1:
         try:
             await barrier(endpoint)

@@ -111,6 +111,10 @@ class Rendezvous(Protocol):
         """Meet the others, after the last generation has ended for this worker; LeftOut if they went on without it."""
         ...
 
+    def why_lost(self, rank: int) -> str | None:
+        """Why a rank of this generation takes no more part in it; None if it may.  Any thread may ask."""
+        ...
+
     def come_back(self) -> None:
         """The others went on without this worker; it will meet them again as a newcomer."""
         ...

@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from paceline.elastic.rendezvous import LeftOut, Over
 from paceline.engines.processes import die_with_parent, fresh_random_state
-from paceline.engines.supervisor import write_report
+from paceline.engines.supervisor import LEFT_OUT, print_notice, write_report
 from paceline.errors import ClusterError
 
 SET_BLAS_THREADS = (
@@ -51,6 +52,12 @@ def run(command: Sequence[str], *, is_module: bool) -> None:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(name, run_name="__main__")
+    except Over as end:  # This process came to take a place, and there was nothing left to do.
+        print_notice(f"rank {os.environ['RANK']}: {end}")
+    except LeftOut as error:
+        _report(error)
+        print_notice(f"rank {os.environ['RANK']}: {error}")
+        sys.exit(LEFT_OUT)
     except ClusterError as error:
         _report(error)
         # The traceback of a rank that lost a peer shows only where it noticed that: one line is enough.

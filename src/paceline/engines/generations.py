@@ -10,49 +10,14 @@ import torch.distributed as dist
 
 from paceline.elastic import Agreement, Arrival, ElasticEndpoint, Generation
 from paceline.endpoint import Layout
-from paceline.engines.hosts import Hosts
+from paceline.engines.connections import Connections
 from paceline.engines.liveness import Heartbeat, Liveness
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op
-from paceline.trace import Trace
-from paceline.transport.endpoint import BEAT_S, Backends, Clock, ProcessEndpoint
+from paceline.transport.endpoint import BEAT_S, ProcessEndpoint
 from paceline.transport.job_key import JobKey, SignedStore
-from paceline.transport.mesh import Watch
-from paceline.transport.shared_memory import SharedMemory
 
 LOOK_S = 0.02
-
-
-class Connections:
-    """Makes the endpoints of this process, one for each generation."""
-
-    def __init__(self, store: dist.Store, clock: Clock, trace: Trace, hosts: Hosts, *, timeout_s: float) -> None:
-        if not hosts.is_one:
-            raise ValueError(
-                f"elastic=True in a job on {len(hosts)} hosts: workers that have lost one meet again through shared "
-                "memory; start all workers on one host, or leave elastic out"
-            )
-        self._store = store
-        self._clock = clock
-        self._trace = trace
-        self.host = hosts.name
-        self.timeout_s = timeout_s
-
-    def __call__(self, name: str, rank: int, ranks: Sequence[int], layout: Layout, watch: Watch) -> ProcessEndpoint:
-        """An endpoint among these ranks; `watch` is asked meanwhile, and later, which of some of them is dead."""
-        shared = None
-        if len(ranks) > 1:
-            store = dist.PrefixStore(f"generation/{name}/shared", self._store)
-            shared = SharedMemory.connect(store, rank, ranks, timeout_s=self.timeout_s, watch=watch)
-        return ProcessEndpoint(
-            rank,
-            layout,
-            self._clock,
-            ranks=ranks,
-            backends=Backends(shared=shared),
-            open_group=lambda some: self(f"{name}/{'-'.join(map(str, some))}", rank, some, layout, watch),
-            trace=self._trace,
-        )
 
 
 class Generations(Agreement):
@@ -70,6 +35,12 @@ class Generations(Agreement):
         silent_s: float,
     ) -> None:
         """`open_store` makes another connection to the same store."""
+        self._liveness = Liveness(store, connect.host, silent_s=silent_s)
+        if incarnation > 1 and any(self._liveness.is_closed_to(process) for process in range(workers)):
+            raise ClusterError(
+                f"rank {rank} was started on another host than the job, which began on one host and listens on its "
+                "loopback alone: start it there"
+            )
         super().__init__(store, None if incarnation > 1 else rank, workers)
         self._connect = connect
         self._rank = rank
@@ -77,13 +48,13 @@ class Generations(Agreement):
         self._timeout_s = connect.timeout_s
         self._current: ProcessEndpoint | None = None
         self._is_connecting = False
-        self._liveness = Liveness(store, connect.host, silent_s=silent_s)
-        self._liveness.announce(self._process, rank, incarnation)
+        self._spans_hosts = False  # Whether the members of this generation are on several hosts.
+        self._liveness.announce(self._process, rank, incarnation, connect.address)
         self._heartbeat = Heartbeat(open_store, self._process, every_s=min(BEAT_S, silent_s / 4))
 
     def first(self) -> ElasticEndpoint:
         """This process's endpoint for the whole run; a newcomer's is that of one worker until it has joined."""
-        endpoint = ElasticEndpoint(self, self._connect("", 0, [0], Layout(1), lambda ranks: None))
+        endpoint = ElasticEndpoint(self, self._connect("", 0, {0: self._connect.host}, Layout(1), lambda ranks: None))
         if not self.is_newcomer:
             try:
                 endpoint.inner = self._endpoint()
@@ -95,7 +66,7 @@ class Generations(Agreement):
         """The others went on without this process: it joins them again as a newcomer."""
         self.is_newcomer = True
         self._process = self._heartbeat.process = self._numbered()
-        self._liveness.announce(self._process, self._rank, self._incarnation)
+        self._liveness.announce(self._process, self._rank, self._incarnation, self._connect.address)
 
     def close(self) -> None:
         self._heartbeat.close()
@@ -106,7 +77,19 @@ class Generations(Agreement):
         return self._heartbeat.newcomers > self._now.newcomers
 
     def meet(self, arrival: Arrival) -> Op[Generation]:
-        return Begun("meet", lambda: self._meet(arrival))
+        def met() -> Generation:
+            try:
+                return self._meet(arrival)
+            except dist.DistError as error:
+                raise _unreachable(error) from error
+
+        return Begun("meet", met)
+
+    def leave(self, committed: int) -> None:
+        try:
+            super().leave(committed)
+        except dist.DistError as error:
+            raise _unreachable(error) from error
 
     def _meet(self, arrival: Arrival) -> Generation:
         self._close_current()
@@ -126,21 +109,50 @@ class Generations(Agreement):
     def _endpoint(self) -> ProcessEndpoint:
         now = self._now
         rank = now.ranks[now.processes.index(self._process)]
+        hosts = {r: self._host_of(p) for r, p in zip(now.ranks, now.processes, strict=True)}
+        self._spans_hosts = len(set(hosts.values())) > 1
         self._is_connecting = True
         try:
-            self._current = self._connect(f"{self._number}", rank, now.ranks, Layout(now.workers), self._missing_among)
+            self._current = self._connect(f"{self._number}", rank, hosts, Layout(now.workers), self._missing_among)
         finally:
             self._is_connecting = False
         return self._current
 
     def _missing_among(self, ranks: Sequence[int]) -> str | None:
-        """Which of these ranks is dead; of those that have yet to connect, also which of them will not."""
-        return self._gone_among(ranks) if self._is_connecting else self._dead_among(ranks)
+        """Which of these ranks is dead; also which of them will not connect, or has left, where no connection shows it.
+
+        On one host a connection ends with the generation.  Between hosts one may stay open.
+        """
+        try:
+            return self._gone_among(ranks) if self._is_connecting or self._spans_hosts else self._dead_among(ranks)
+        except dist.DistError as error:
+            return f"the job's store cannot be reached: {error}"
+
+    def _dead_among(self, ranks: Sequence[int]) -> str | None:
+        # All are looked at: silence is counted from the first look.
+        members = zip(self._now.ranks, self._now.processes, strict=True)
+        found = {rank: self._why_dead(process) for rank, process in members if process != self._process}
+        return next((f"rank {rank} is dead: {why}" for rank in ranks if (why := found.get(rank)) is not None), None)
+
+    def why_lost(self, rank: int) -> str | None:
+        return self._missing_among([rank])
+
+    def _host_of(self, process: int) -> str:
+        """Where a member is; it may not have said so yet."""
+        deadline = time.monotonic() + self._timeout_s
+        while (host := self._liveness.host_of(process)) is None:
+            if (why := self._why_dead(process)) is not None:
+                raise ClusterError(f"process {process} is dead: {why}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"process {process} has not said where it is within {self._timeout_s:g} s")
+            time.sleep(LOOK_S)
+        return host
 
     def _close_current(self) -> None:
         """Leave the last generation; what was sent in it still arrives."""
         if self._current is not None:
             self._current.close()
+            self._connect.check_ended()
         self._current = None
 
     def _why_dead(self, process: int) -> str | None:
@@ -162,6 +174,10 @@ class Generations(Agreement):
         """Wait until the members take this process in."""
         for _ in self.joining():
             time.sleep(LOOK_S)
+
+
+def _unreachable(error: Exception) -> ClusterError:
+    return ClusterError(f"the job's store, through which its workers meet, cannot be reached: {error}")
 
 
 def another_connection(base: dist.Store, prefix: str, key: JobKey | None) -> dist.Store:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from paceline.elastic import ElasticEndpoint
 from paceline.endpoint import Layout
 from paceline.engines import open_files
-from paceline.engines.generations import Connections, Generations, another_connection
+from paceline.engines.connections import Connections
+from paceline.engines.generations import Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.joining import join, mailbox_address
@@ -32,6 +33,7 @@ from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
 from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
+from paceline.transport.job_key import JobKey
 from paceline.transport.progress import Progress
 from paceline.transport.shared_memory import SharedMemory
 from paceline.transport.shared_vector import HostVectors
@@ -80,7 +82,7 @@ class Job(AbstractContextManager["Job"]):
         self._stages = stages
         self.is_durable = served is not None and served.durability != "none"
         self._device = device
-        self._ordered = ordered
+        self.ordered = ordered
         self.timeout_s = timeout_s
         self.silent_s = silent_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -106,9 +108,7 @@ class Job(AbstractContextManager["Job"]):
                 self._serve(served, settings, launcher_pipe, forks_servers)
             if elastic:
                 self.endpoint = ProcessEndpoint(0, Layout(1), self.clock, trace=Trace(keep=SPANS_KEPT))
-                self._generations = _open_generations(
-                    self, lambda: another_connection(self._base, self._prefix, self._key), incarnation
-                )
+                self._generations = _open_generations(self, self._base, self._prefix, self._key, incarnation)
                 self.elastic = self._generations.first()
             elif needs.elastic:
                 self.endpoint = self._elastic_endpoint(incarnation, needs)
@@ -131,6 +131,8 @@ class Job(AbstractContextManager["Job"]):
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
             path = str(Path(self._folder.name, "store"))
             place = Place("alone", 0, 1, lambda _: dist.FileStore(path))
+        if self._may_return and not self._is_elastic:
+            _refuse_own_group(place)
         self.rank, self.workers = place.rank, place.world
         self._base = _unwrapped(place.meet(self.timeout_s))
         self.store, self._key = join(
@@ -174,7 +176,7 @@ class Job(AbstractContextManager["Job"]):
         """The endpoint of a worker that takes part in collectives from the first step to the last."""
         # A collective through shared memory advances in the thread that waits for it; a GPU has its own streams.
         self.comm_thread = None if self.hosts.is_one or self._device.type != "cpu" else CommThread()
-        is_ring = self.comm_thread is not None and not self._ordered
+        is_ring = self.comm_thread is not None and not self.ordered
         by_host = is_ring and 1 < len(self.hosts) < self.workers
         group: dist.ProcessGroup | None = None
         if self.workers > 1:
@@ -193,7 +195,7 @@ class Job(AbstractContextManager["Job"]):
                 extras_group=self._groups.of_all(apart=True) if is_ring and not by_host else None,
                 comm_thread=self.comm_thread,
                 hosts=self.hosts.ranks if by_host else None,
-                is_ordered=self._ordered,
+                is_ordered=self.ordered,
             ),
             open_mailbox=lambda: _mailbox(self),
             open_group=self._open_group,
@@ -243,7 +245,7 @@ class Job(AbstractContextManager["Job"]):
             self.clock,
             ranks=ranks,
             backends=Backends(
-                shared=shared, process_group=group, comm_thread=self.comm_thread, is_ordered=self._ordered
+                shared=shared, process_group=group, comm_thread=self.comm_thread, is_ordered=self.ordered
             ),
             open_mailbox=lambda: self.endpoint.mailbox,
             open_group=self._open_group,
@@ -304,12 +306,30 @@ def _check_files(rank: int, layout: Layout, hosts: Hosts, needs: Needs) -> None:
         open_files.check(f"a server of {workers} workers", open_files.of_server(workers))
 
 
-def _open_generations(job: Job, open_store: Callable[[], dist.Store], incarnation: int) -> Generations:
-    """The rendezvous of workers that may die and join."""
+def _refuse_own_group(place: Place) -> None:
+    if place.engine == "torch.distributed":
+        raise ValueError(
+            "elastic=True in a torch process group of your own: it ends with its first process; leave out "
+            "init_process_group, and start the workers by paceline run"
+        )
+
+
+def _open_generations(job: Job, base: dist.Store, prefix: str, key: JobKey | None, incarnation: int) -> Generations:
+    """The rendezvous of workers that may die and join, in the job's store, which is this prefix of its base."""
+    connections = Connections(
+        job.store,
+        lambda: another_connection(base, f"{prefix}/torch", None),
+        job.clock,
+        job.endpoint.trace,
+        host=job.hosts.name,
+        address=job.hosts.address,
+        timeout_s=job.timeout_s,
+        ordered=job.ordered,
+    )
     return Generations(
         job.store,
-        open_store,
-        Connections(job.store, job.clock, job.endpoint.trace, job.hosts, timeout_s=job.timeout_s),
+        lambda: another_connection(base, prefix, key),
+        connections,
         rank=job.rank,
         incarnation=incarnation,
         workers=job.workers,

@@ -23,7 +23,15 @@ from paceline.engines.joining import KEY_FILE, given_key, write_key
 from paceline.engines.meeting import loopback_listener, reach_store, serve_store
 from paceline.engines.output import LineRelay
 from paceline.engines.store_process import check_store, poll, start_store, stop_store
-from paceline.engines.supervisor import ERROR_FILE, Stopped, Supervisor, Worker, WorkersFailed, print_notice
+from paceline.engines.supervisor import (
+    ERROR_FILE,
+    LEFT_OUT,
+    Stopped,
+    Supervisor,
+    Worker,
+    WorkersFailed,
+    print_notice,
+)
 from paceline.errors import ClusterError
 from paceline.transport.job_key import JobKey
 from paceline.transport.progress import VARIABLE, hung_s
@@ -226,7 +234,8 @@ def _close(ends: tuple[int, int] | None) -> None:
 
 
 def _print_replacement(rank: int, code: int) -> None:
-    print_notice(f"rank {rank} was killed by {signal.Signals(-code).name}; another takes its place")
+    how = "was left out" if code == LEFT_OUT else f"was killed by {signal.Signals(-code).name}"
+    print_notice(f"rank {rank} {how}; another takes its place")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from paceline.errors import ClusterError, shown_traceback
 TICK_S = 0.1
 CAUSE_S = 3.0  # How long to wait for the rank that failed, when a rank reports that it lost a peer.
 SAME_S = 0.2  # How long to wait for other ranks that fail in the same way.
+LEFT_OUT = 75  # The exit code of a worker without which the others went on; a new process can take its place.
 PEER_ERRORS = ("PeerLost", "ClusterError")
 ERROR_FILE = "PACELINE_ERROR_FILE"  # The variable with the path of a worker's report.
 
@@ -93,6 +94,8 @@ class Failure:
         who = f"rank {self.rank} (process {self.pid})"
         if self.hung_s is not None:
             return f"{who} made no progress for {self.hung_s:.1f} s, longer than timeout_s, and was killed"
+        if self.code == LEFT_OUT:
+            return f"{who} was left out: it had been silent for too long, and the others went on"
         if self.code < 0:
             return f"{who} was killed by {signal.Signals(-self.code).name}"
         if self.report is None:
@@ -203,7 +206,7 @@ class Supervisor:
         return ended
 
     def _can_lose(self, rank: int, code: int, has_finished: bool) -> bool:
-        if self._replacements is None or code > 0:
+        if self._replacements is None or (code > 0 and code != LEFT_OUT):
             return False
         if self._replacements:
             return True

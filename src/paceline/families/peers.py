@@ -303,9 +303,7 @@ class Peers:
             if self._roster.suspect(rank):
                 for service in self._services:
                     await service.peer_suspected(rank)
-        elif self._roster.state(rank) in FINAL:
-            return
-        elif self.endpoint.has_ended(rank):
+        elif self.endpoint.has_ended(rank) and self._roster.state(rank) not in FINAL:
             if not self.has_finished:
                 await self._miss_end()
             self._roster.die(rank)
@@ -318,18 +316,15 @@ class Peers:
         """A peer has died, as this worker has noticed, or has heard from another one."""
         if rank != self.rank and self._roster.state(rank) not in FINAL:
             self._roster.die(rank)
-            await self._report_death(rank)
+            self.dead.add(rank)
+            for service in self._services:
+                await service.peer_died(rank)
 
     async def _take_back(self, rank: int) -> None:
         """A suspected peer is alive.  It has not noticed the suspicion, and goes on as a slow worker does."""
         self._roster.join(rank, self._roster.incarnation(rank))
         for service in self._services:
             await service.peer_returned(rank)
-
-    async def _report_death(self, rank: int) -> None:
-        self.dead.add(rank)
-        for service in self._services:
-            await service.peer_died(rank)
 
     async def _miss_end(self) -> None:
         """Leave: the peers have ended the run without this worker, or have declared it dead."""
@@ -341,8 +336,7 @@ class Peers:
             return
         for rank in (*self.members, *self.suspected):
             if self._data_shards[rank] == data_shard and rank != new:
-                self._roster.die(rank)  # It must be dead: the new worker replaces it.
-                await self._report_death(rank)
+                await self.note_death(rank)  # It must be dead: the new worker replaces it.
         self._roster.join(new)
         self._data_shards[new] = data_shard
         self._welcomed.setdefault(new, False)  # Two workers that join at the same time need no welcome from each other.

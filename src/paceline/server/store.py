@@ -119,16 +119,7 @@ class Store:
         self, update: Tensor, samples: float | None, runs: Tensor | None, rate: float | None, steps: int | None
     ) -> None:
         pushes = self._updates(Push, update, samples, runs, rate, steps)
-        first, others = (self.shards[:1], self.shards[1:]) if self.is_locked else ([], self.shards)
-        for ranks in (others, first):
-            await self._send_pushes(
-                {rank: push for rank, push in zip(self.shards, pushes, strict=True) if rank in ranks}
-            )
-
-    async def _send_pushes(self, pushes: Mapping[int, Request]) -> None:
-        await self._client.send(pushes)
-        for rank, push in pushes.items():
-            await self._client.answer(rank, push, (Arrived,))
+        await push_all(self._client, dict(zip(self.shards, pushes, strict=True)), is_locked=self.is_locked)
 
     def exchange(
         self,
@@ -150,12 +141,7 @@ class Store:
         self, update: Tensor, samples: float | None, into: Tensor | None, runs: Tensor | None, rate: float | None
     ) -> Tensor:
         exchanges = self._updates(Exchange, update, samples, runs, rate)
-        if not self.is_locked:
-            return await self._ask(exchanges, into)
-        first, *others = exchanges
-        pushes = [Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate) for x in others]
-        await self._send_pushes(dict(zip(self.shards[1:], self._client.numbered(pushes), strict=True)))
-        return await self._ask([first, *self._client.numbered([Pull() for _ in others])], into)
+        return await self._ask(await unlocked(self._client, exchanges) if self.is_locked else exchanges, into)
 
     async def _pull(self, into: Tensor | None) -> Tensor:
         if self._client.has_joined or self.endpoint.rank in self.endpoint.layout.worker_ranks:
@@ -256,12 +242,10 @@ class Store:
 
     async def _ask(self, requests: Sequence[Request], into: Tensor | None) -> Tensor:
         by_shard = dict(zip(self.shards, requests, strict=True))
-        unsent = list(self.shards)
+        together = self.shards[:1] if self.is_locked else self.shards
         for j, (rank, where) in enumerate(zip(self.shards, self.slices, strict=True)):
-            if unsent:  # All at once; or the first alone, and then the others.
-                now = unsent[:1] if self.is_locked and not j else unsent
-                await self._client.send({rank: by_shard[rank] for rank in now})
-                unsent = unsent[len(now) :]
+            if j in (0, len(together)):
+                await self._client.send({r: by_shard[r] for r in (self.shards[j:] if j else together)})
             answer = await self._client.answer(rank, requests[j], (Value,))
             assert isinstance(answer, Value)
             if isinstance(requests[j], Join) and j == 0 and answer.steps_done:
@@ -287,3 +271,22 @@ class Store:
         self.versions[shard] = answer.version
         if answer.updates:
             self.endpoint.trace.servers_staleness[self.shards[shard]] = Staleness(answer.stale, answer.updates)
+
+
+async def push_all(client: ShardClient, pushes: Mapping[int, Request], *, is_locked: bool) -> None:
+    """Push to all shards, until the pushes have arrived; to the one that keeps the lock after the others."""
+    first = list(pushes)[:1] if is_locked else []
+    for ranks in ([rank for rank in pushes if rank not in first], first):
+        await client.send({rank: pushes[rank] for rank in ranks})
+        for rank in ranks:
+            await client.answer(rank, pushes[rank], (Arrived,))
+
+
+async def unlocked(client: ShardClient, exchanges: Sequence[Update]) -> list[Request]:
+    """Push to the shards without the lock; what is then to be asked of all, the one with the lock first."""
+    first, *others = exchanges
+    if not others:
+        return [first]
+    pushes = client.numbered([Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate) for x in others])
+    await push_all(client, dict(zip(client.shards[1:], pushes, strict=True)), is_locked=False)
+    return [first, *client.numbered([Pull() for _ in others])]

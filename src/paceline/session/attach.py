@@ -24,19 +24,20 @@ from paceline.engines.job import Job
 from paceline.monitor.monitor import INSTEAD as NO_CLASS
 from paceline.monitor.monitor import Monitor
 from paceline.needs import Length, Offers, check
+from paceline.session.enduring import check_device, check_elastic_loop
 from paceline.session.guard import LoopGuard
 from paceline.session.learner import NO_RATE, LoopLearner, first_rates
 from paceline.session.loop import Loop
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.same_model import check_like_first, check_same_model
 from paceline.session.session import Session, refuse_attached
-from paceline.session.settings import GroupSettings, Settings, check_same_settings, described
+from paceline.session.settings import GroupSettings, check_same_settings, described
 from paceline.session.tensor_parallel import TensorParallel, tensor_parallel
 from paceline.session.watch import ModelWatch, refuse_wrapped
 from paceline.session.watching import LoopWatch
 from paceline.session.whereabouts import Whereabouts
 from paceline.strategy import Strategy
-from paceline.transport.endpoint import ProcessEndpoint
+from paceline.transport.endpoint import SILENT_S, ProcessEndpoint
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import BUCKET_BYTES, FlatModel
 from paceline.worker.plan import Plan
@@ -45,7 +46,7 @@ from paceline.worker.tensors import named_tensors
 
 Initial = Literal["equal", "broadcast"]
 # The arguments that must be the same on all ranks.
-SAME = ("accumulate", "nonfinite", "initial", "ordered", "bucket_bytes", "checkpoint")
+SAME = ("accumulate", "nonfinite", "initial", "ordered", "bucket_bytes", "checkpoint", "elastic")
 INSTEAD = {
     "model": (type, "model is a torch.nn.Module; give an instance"),
     "optimizer": (
@@ -73,6 +74,9 @@ def attach(
     mesh: dist.DeviceMesh | None = None,
     monitor: Monitor | Sequence[Monitor] | None = None,
     checkpoint: Checkpoints | None = None,
+    elastic: bool = False,
+    also: Mapping[str, Any] | None = None,
+    silent_s: float | str = SILENT_S,
 ) -> Session:
     """Train a model and its optimizer by a strategy, together with the other processes of the job.
 
@@ -84,49 +88,78 @@ def attach(
     number of seconds, or text such as "5min".  If the model is tensor-parallel (torch's DTensor), `mesh` is the
     dimension of the device mesh along which there are replicas.  `monitor` watches the run while it goes.  The run is
     saved to the folder of `checkpoint`, and continues from what it finds there.
+
+    With `elastic` a synchronous run goes on when workers die, and takes in those that are started in their place; one
+    that was silent for `silent_s` counts as dead.  `also` are objects of the loop, such as schedulers, whose states a
+    new worker gets from the others, by name.
     """
     given = dict(locals())
     _check_arguments(given)
     strategy = instance_of("attach", "strategy", strategy, Strategy)
     timeout_s = checked_seconds("attach", "timeout_s", timeout_s)
+    silent_s = checked_seconds("attach", "silent_s", silent_s)
+    kept = dict(also or {})
+    if elastic:
+        check_elastic_loop(strategy, mesh=mesh, initial=initial, also=kept)
+        kept = kept | dict(checkpoint.also if checkpoint is not None else {})
+    elif kept:
+        raise ValueError(f"attach(also={sorted(kept)}): it is for elastic=True; give it to Checkpoints(also=...)")
     plan = _plan(loader, epochs, accumulate)
     offers = _checked_offers(strategy, plan, optimizer, initial, mesh, is_saved=checkpoint is not None)
     flat, parts = _flat_model(model, bucket_bytes, mesh)
+    check_device("attach", flat.params.device, elastic=elastic)
     inner = _checked_optimizer(optimizer, flat, strategy)
-    settings = described(strategy, optimizer, {n: given[n] for n in SAME} | _length_of(strategy, plan))
-    with ExitStack() as on_failure:
-        job = _job(strategy, flat, settings, ordered=ordered, timeout_s=timeout_s, nonfinite=nonfinite)
-        on_failure.callback(job.close, failed=True)
-        check(strategy, replace(offers, one_host=job.is_one_host))
-        endpoint = job.endpoint if parts is None else job.endpoint.group(parts.replicas)
-        _start_from_same_model(job, endpoint, flat, initial, is_elastic=strategy.needs.elastic)
-        session_optimizer = SessionOptimizer(inner)
-        on_failure.callback(session_optimizer.release)
-        learner = LoopLearner(flat, session_optimizer, parts)
-        run = WorkerRun(strategy, endpoint, learner, nonfinite=nonfinite, plan=plan)
-        run.replica.cursor.shard = job.rank
-        loop = Loop(run, learner, session_optimizer, _guard(job, endpoint, run, inner), accumulate=accumulate)
-        watch = on_failure.enter_context(LoopWatch(monitor, job, loop))
-        loop.start()
-        session = Session(job, loop, session_optimizer, strategy, watch)
-        on_failure.pop_all()
+    given |= {"timeout_s": timeout_s, "silent_s": silent_s}
+    session = _opened(given, strategy, plan, offers, flat, parts, inner)
+    if session.job.elastic is not None:
+        session.take_part(session.job.elastic, kept)
     if checkpoint is not None:
         session.begin(checkpoint)
     return session
 
 
-def _job(
-    strategy: Strategy, flat: FlatModel, settings: Settings, *, ordered: bool, timeout_s: float, nonfinite: NonFinite
-) -> Job:
-    return Job(
-        strategy.needs,
-        device=flat.params.device,
-        served=strategy,
-        ordered=ordered,
-        timeout_s=timeout_s,
-        takes_nonfinite=nonfinite == "pass",
-        on_met=partial(check_same_settings, settings=settings, call="attach", is_elastic=strategy.needs.elastic),
-    )
+def _opened(
+    given: Mapping[str, Any],
+    strategy: Strategy,
+    plan: Plan,
+    offers: Offers,
+    flat: FlatModel,
+    parts: TensorParallel | None,
+    inner: torch.optim.Optimizer,
+) -> Session:
+    """A session by the arguments of `attach`, in the job that it joins."""
+    elastic: bool = given["elastic"]
+    may_join = strategy.needs.elastic or elastic
+    settings = described(strategy, given["optimizer"], {n: given[n] for n in SAME} | _length_of(strategy, plan))
+    with ExitStack() as on_failure:
+        job = Job(
+            strategy.needs,
+            device=flat.params.device,
+            served=strategy,
+            ordered=given["ordered"],
+            timeout_s=given["timeout_s"],
+            silent_s=given["silent_s"],
+            takes_nonfinite=given["nonfinite"] == "pass",
+            elastic=elastic,
+            on_met=partial(check_same_settings, settings=settings, call="attach", is_elastic=may_join),
+        )
+        on_failure.callback(job.close, failed=True)
+        check(strategy, replace(offers, one_host=job.is_one_host))
+        endpoint = job.endpoint if parts is None else job.endpoint.group(parts.replicas)
+        _start_from_same_model(job, endpoint, flat, given["initial"], may_join=may_join)
+        session_optimizer = SessionOptimizer(inner)
+        on_failure.callback(session_optimizer.release)
+        learner = LoopLearner(flat, session_optimizer, parts)
+        run = WorkerRun(strategy, job.elastic or endpoint, learner, nonfinite=given["nonfinite"], plan=plan)
+        run.replica.cursor.shard = job.rank if job.elastic is None else None
+        guard = _guard(job, run, inner)
+        loop = Loop(run, learner, session_optimizer, guard, accumulate=given["accumulate"])
+        watch = on_failure.enter_context(LoopWatch(given["monitor"], job, loop))
+        if job.elastic is None:
+            loop.start()  # An elastic one starts when its worker has joined the others.
+        session = Session(job, loop, session_optimizer, strategy, watch)
+        on_failure.pop_all()
+    return session
 
 
 def _flat_model(
@@ -144,19 +177,21 @@ def _length_of(strategy: Strategy, plan: Plan) -> dict[str, Plan]:
     return {"plan": plan} if strategy.needs.length else {}
 
 
-def _guard(job: Job, endpoint: ProcessEndpoint, run: WorkerRun, optimizer: torch.optim.Optimizer) -> LoopGuard:
+def _guard(job: Job, run: WorkerRun, optimizer: torch.optim.Optimizer) -> LoopGuard:
+    endpoint = run.replica.endpoint
+    may_join = job.elastic is not None
     name = type(run.strategy).__name__
     cursor = run.replica.cursor
     settings = GroupSettings(endpoint, job.store, optimizer)
     return LoopGuard(
         ModelWatch(run.replica.learner.flat, optimizer),
-        settings if job.workers > 1 and run.strategy.needs.ordered else None,
+        settings if (job.workers > 1 or may_join) and run.strategy.needs.ordered else None,
         Whereabouts(
             job.store,
             job.rank,
-            endpoint.ranks,
+            [job.rank] if may_join else endpoint.ranks,  # An exchange that fails does not end an elastic run.
             where=lambda: f"at step {cursor.step} of {name}",
-            journal=endpoint.journal,
+            journal=job.endpoint.journal,
             timeout_s=job.timeout_s,
         ),
     )
@@ -270,10 +305,10 @@ def _checked_optimizer(
 
 
 def _start_from_same_model(
-    job: Job, endpoint: ProcessEndpoint, flat: FlatModel, initial: Initial, *, is_elastic: bool
+    job: Job, endpoint: ProcessEndpoint, flat: FlatModel, initial: Initial, *, may_join: bool
 ) -> None:
     """Send the model of the first rank to all if the user wants that, and check that all ranks have the same model."""
-    if is_elastic:  # If values may differ, the servers send the parameters of the first worker to all.
+    if may_join:  # If values may differ, the servers send the parameters of the first worker to all.
         check_like_first(job.rank, flat, job.store, values=initial == "equal")
     elif len(endpoint.ranks) > 1:
         if initial == "broadcast":

@@ -26,8 +26,9 @@ def end_with_same_model(endpoint: Endpoint, flat: FlatModel, settings: GroupSett
     A rank whose data ended first cannot take the steps of the others: their clipping, scaling and schedules ran in
     their own loops.
     """
-    mine = torch.tensor([float(last_step), settings.digest(), _fingerprint(flat)], dtype=torch.float64)
-    found = dict(zip(endpoint.ranks, (t.tolist() for t in endpoint.all_gather(mine).wait()), strict=True))
+    # With its rank: the endpoint's may be others afterwards, if one has died.
+    mine = torch.tensor([endpoint.rank, last_step, settings.digest(), _fingerprint(flat)], dtype=torch.float64)
+    found = {int(rank): values for rank, *values in (t.tolist() for t in endpoint.all_gather(mine).wait())}
     most = max(step for step, _, _ in found.values())
     last = {rank: (digest, print_) for rank, (step, digest, print_) in found.items() if step == most}
     text = settings.difference({rank: digest for rank, (digest, _) in last.items()}, "end")
@@ -48,16 +49,15 @@ def _unite(endpoint: Endpoint, flat: FlatModel, source: int, settings: str | Non
     share = float(difference.norm() / theirs.double().norm()) if is_last else 0.0
     wrong = difference.abs() > ROUNDING * theirs.double().abs()
     at = int(wrong.nonzero()[0]) if is_last and bool(wrong.any()) else 0
-    for rank, values in zip(
-        endpoint.ranks, endpoint.all_gather(torch.tensor([share, float(at)], dtype=torch.float64)).wait(), strict=True
-    ):
-        if not float(values[0]) <= ROUNDING:
+    mine = torch.tensor([endpoint.rank, share, at], dtype=torch.float64)
+    for values in endpoint.all_gather(mine).wait():
+        if not float(values[1]) <= ROUNDING:
             why = f"  The ranks' settings differ: {settings}." if settings else ""
             raise ClusterError(
-                f"rank {rank} ends with other parameters than rank {source}, in '{flat.locate(int(values[1]))}' and "
-                f"perhaps others, by {float(values[0]):.2g} of the norm.{why}  The loops of the ranks changed the "
-                "model in different ways: compare learning rates, clipping, and changes to parameters outside "
-                "session.step()"
+                f"rank {int(values[0])} ends with other parameters than rank {source}, in "
+                f"'{flat.locate(int(values[2]))}' and perhaps others, by {float(values[1]):.2g} of the norm.{why}  The "
+                "loops of the ranks changed the model in different ways: compare learning rates, clipping, and changes "
+                "to parameters outside session.step()"
             )
     warnings.warn(
         DifferentRanks(f"the ranks' models differed by rounding: all ranks took that of rank {source}"), stacklevel=5

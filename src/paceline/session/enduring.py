@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from paceline.session.loop_members import check_also
 from paceline.session.terms import Terms
 from paceline.strategy import Strategy
 
@@ -28,18 +32,29 @@ def check_elastic(terms: Terms) -> None:
             "train(elastic=True) with data of each worker's own: with a worker its data would be lost; give the Task "
             "data=[...], or leave elastic out"
         )
-    if terms.checkpoint is not None:
+
+
+def check_elastic_loop(strategy: Strategy, *, mesh: object, initial: str, also: Mapping[str, Any]) -> None:
+    """The same for a user's own loop."""
+    check_outlives("attach(elastic=True)", strategy)
+    check_also("attach", also)
+    if mesh is not None:
         raise ValueError(
-            "train(elastic=True, checkpoint=...): a checkpoint is written by the workers of the beginning; leave one "
-            "of them out"
+            "attach(mesh=..., elastic=True): a replica of several ranks cannot lose one of them; leave one of them out"
+        )
+    if initial != "equal":
+        raise ValueError(
+            f"attach(initial={initial!r}, elastic=True): a worker that joins later builds its model by itself, and "
+            "what is not trained in it must be the same; give every process the same torch.manual_seed, and "
+            "initial='equal'"
         )
 
 
-def check_device(terms: Terms, device: torch.device) -> None:
+def check_device(call: str, device: torch.device, *, elastic: bool) -> None:
     """The same for the model's device."""
-    if terms.elastic and device.type != "cpu":
+    if elastic and device.type != "cpu":
         raise ValueError(
-            f"train(elastic=True) with a model on {device}: workers meet again through shared memory and gloo, on the "
+            f"{call}(elastic=True) with a model on {device}: workers meet again through shared memory and gloo, on the "
             "CPU; leave elastic out there"
         )
 

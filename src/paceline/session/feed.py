@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, get_args
 
@@ -11,11 +12,9 @@ import torch
 
 from paceline.engines.job import Job
 from paceline.op import drive
+from paceline.session.agreement import Agreement, ByCollectives, ByStore, InPlace
 from paceline.session.batches import Cutter
 from paceline.session.loading import (
-    Agreement,
-    ByCollectives,
-    ByStore,
     Parts,
     Read,
     can_rebuild,
@@ -46,16 +45,29 @@ class Feed:
         self.partition = Partition(rank, workers)
         self.workers = workers
         self._elastic = elastic
+        self._may_change = job.elastic is not None  # Workers may join and leave between two minibatches.
+        self.is_joining = False  # This worker has not begun the pass in which the others took it in.
+        self._parts_now: Parts | None = None  # Of the pass that trains.
+        self._turn = 0  # How often this worker's part has changed.
         self._is_whole = False  # Whether the last minibatch was read whole, to evaluate the model.
         # A worker that replaces a dead one skips the minibatches of the steps that the dead one has taken.
-        self._to_skip = loop.replica.cursor.step * loop.accumulate
+        self._to_skip = 0 if self._may_change else loop.replica.cursor.step * loop.accumulate
         self.place = LoopPlace(loop)
         self._visit: Visit | None = None  # The pass that has begun last, if it is one to train.
-        self.on_minibatch: Callable[[], None] = lambda: None  # The session's hook, before a minibatch is trained.
+        self.on_minibatch: Callable[[], None] = lambda: None  # The session's hook, before a minibatch is trained,
+        self.on_read: Callable[[], None] = lambda: None  # and before it is read.
 
     @property
     def is_training(self) -> bool:
         return self.loop.learner.flat.model.training and torch.is_grad_enabled()
+
+    def cut_anew(self, rank: int, workers: int) -> None:
+        """The workers have changed: from the next minibatch on this is worker `rank` of `workers`."""
+        self.partition = Partition(rank, workers)
+        self.workers = workers
+        self._turn += 1
+        if self._parts_now is not None:
+            self._parts_now.cut_anew(self.partition)
 
     def read(self, loader: Iterable[Any], cutter: Cutter, skip: int, *, whole: bool = False) -> Iterator[Any]:
         """One pass over a loader, without its first `skip` minibatches; `whole` says how a DataLoader is read."""
@@ -64,10 +76,11 @@ class Feed:
         visit = self.place.begin(loader) if self.is_training else None
         if visit is not None:
             skip += visit.skip
+            self.is_joining = False
         if isinstance(loader, PartLoader):
             skip = loader.minibatch
             parts: Iterator[tuple[Any, int]] = self._partitioned(loader)
-        elif self.workers == 1:
+        elif self.workers == 1 and not self._may_change:
             parts = self._whole(loader, cutter, skip)
         else:
             parts = self._parts(loader, cutter, skip, whole)
@@ -78,7 +91,7 @@ class Feed:
         self.loop.guard.whereabouts.passes = epoch
         has_trained = False
         try:
-            for number, (part, samples) in enumerate(parts, start=skip + 1):
+            for number, (part, samples) in enumerate(self._each(parts, visit), start=skip + 1):
                 if self.is_training or (has_trained and torch.is_grad_enabled()):
                     has_trained = True
                     if visit is not None:
@@ -86,7 +99,7 @@ class Feed:
                         self.place.take(visit)
                     self.loop.epoch.on_minibatch(samples, number=epoch, is_last=number == last)
                     yield part
-                elif self.workers == 1:
+                elif self.workers == 1 and not self._may_change:
                     yield part
                 elif samples:
                     has_trained = yield from self._in_eval_mode(part, samples, epoch)
@@ -99,6 +112,16 @@ class Feed:
             self.place.end(visit)
         if has_trained:
             self.loop.epoch.on_end()
+
+    def _each(self, parts: Iterator[T], visit: Visit | None) -> Iterator[T]:
+        """All of these, each after the workers may have changed."""
+        while True:
+            if visit is not None and self.is_training:
+                self.on_read()
+            found = next(parts, None)
+            if found is None:
+                return
+            yield found
 
     def _in_eval_mode(self, part: Any, samples: int, epoch: int) -> Generator[Any, None, bool]:
         """Yield a minibatch to evaluate the model, or to train it with layers in eval mode; whether it was trained."""
@@ -145,6 +168,7 @@ class Feed:
         )
         parts.skipped = skip
         if self.is_training:
+            self._parts_now = parts
             self._to_skip = parts.skip(self._to_skip)
         self._is_whole = False  # In eval mode even a warm start reads parts.
         yield from self._guarded(iter(parts))
@@ -152,6 +176,8 @@ class Feed:
     def _partitioned(self, loader: PartLoader) -> Iterator[tuple[Any, int]]:
         """The parts of a loader that reads this worker's part by itself."""
         given = loader.partition
+        if self._may_change:
+            given = loader.partition = replace(self.partition, after=given.after)
         if (given.index, given.workers) != (self.partition.index, self.workers):
             raise ValueError(
                 f"session.shard({given}.loader(...)): this is worker {self.partition.index} of {self.workers}; give "
@@ -161,15 +187,23 @@ class Feed:
         if self.is_training:
             self._to_skip = loader.skip(self._to_skip)
         agreement = self._agreement()
-        for number, part in enumerate(self._guarded(loader.read())):
-            if not number and self.workers > 1:
-                assert part.digest is not None
-                agreement.check_same(part.digest)
-            if self.is_training:
-                check_accumulated(part.size, self.workers, self.loop.accumulate)
-                self._check_warm_start(loader, part)
-            self._is_whole = part.is_whole
-            yield part.batch, part.samples
+        is_resumed = self._visit is not None and self._visit.first is not None  # It has a position instead.
+        turn = -1
+        while turn != self._turn:
+            turn = self._turn
+            for number, part in enumerate(self._guarded(loader.read())):
+                if not number and (self.workers > 1 or self._may_change) and not is_resumed:
+                    assert part.digest is not None
+                    agreement.check_same(part.digest)
+                is_resumed = True
+                if self.is_training:
+                    check_accumulated(part.size, self.workers, self.loop.accumulate)
+                    self._check_warm_start(loader, part)
+                self._is_whole = part.is_whole
+                yield part.batch, part.samples
+                if turn != self._turn:  # The position of the loader stays; the parts are others.
+                    loader.partition = replace(self.partition, after=given.after)
+                    break
 
     def _check_warm_start(self, loader: PartLoader, part: Part) -> None:
         """Raise ValueError unless the loader's warm start is the strategy's."""
@@ -190,7 +224,7 @@ class Feed:
 
     def _end_exchanges(self) -> None:
         # An agreement uses collectives.  An exchange in flight on some ranks only would disturb them.
-        if self.workers > 1:
+        if self.workers > 1 or self._may_change:
             drive(self.loop.run.states.end_exchanges())
 
     def _guarded(self, parts: Generator[T]) -> Iterator[T]:
@@ -213,6 +247,8 @@ class Feed:
                 resumed=None if visit is None else visit.seed,
                 keep=id if visit is None else partial(setattr, visit, "seed"),
             )
+        if self._may_change:
+            return InPlace(self.loop.replica.endpoint, self._visit, alone=self.is_joining)
         return ByCollectives(self.loop.replica.endpoint)
 
 

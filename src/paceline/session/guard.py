@@ -19,6 +19,11 @@ class LoopGuard:
         self.watch = watch
         self.whereabouts = whereabouts
         self._settings = settings
+        self._is_changed = False  # The workers have changed since the last step.
+
+    def compare_next(self) -> None:
+        """Compare the optimizer's settings at the next step too: the workers are others."""
+        self._is_changed = True
 
     def check_model(self) -> None:
         self.watch.check()
@@ -26,7 +31,8 @@ class LoopGuard:
     def check_step(self, step: int, *, has_ended: bool) -> None:
         """Before the step by a gradient that all ranks have: at steps 1, 2, 4, ... and then every `MOST_STEPS`."""
         number = step + 1
-        if self._settings is not None and (number & (number - 1) == 0 or number % MOST_STEPS == 0):
+        is_changed, self._is_changed = self._is_changed, False
+        if self._settings is not None and (is_changed or number & (number - 1) == 0 or number % MOST_STEPS == 0):
             self._settings.check(step, has_ended=has_ended)
 
     def close(self) -> None:

@@ -101,6 +101,11 @@ class LoopLearner:
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer.inner
 
+    @property
+    def has_scaler(self) -> bool:
+        """Whether a GradScaler has taken the last step."""
+        return self._optimizer.has_scaler
+
     def bind_state(self, states: StateStore) -> None:
         bind_optimizer(states, self._optimizer)
 

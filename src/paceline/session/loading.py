@@ -12,88 +12,17 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.distributed import Store
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from paceline.endpoint import Endpoint
+from paceline.session.agreement import Agreement
 from paceline.session.batches import SPLIT, Cutter, digest, is_plain
 from paceline.session.partition import EmptyShard, Partition, filled
 
 Read = Literal["part", "whole"]
 """Whether a worker reads only its part of each minibatch, or the whole of it and keeps its part."""
-
-
-class Agreement(Protocol):
-    """How the ranks make sure that they read the same minibatches."""
-
-    def check_same(self, digest: bytes) -> None:
-        """Raise ValueError if this rank's first minibatch differs from another rank's."""
-        ...
-
-    def seed(self) -> int:
-        """A seed for shuffling, the same on every rank."""
-        ...
-
-
-class ByCollectives:
-    """Agreement between ranks that all run from the first step to the last."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-
-    def check_same(self, digest: bytes) -> None:
-        ranks = self.endpoint.ranks
-        digests = self.endpoint.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).wait()
-        for rank, other in zip(ranks, digests, strict=True):
-            if not torch.equal(other, digests[0]):
-                raise _different_minibatch(rank, ranks[0])
-
-    def seed(self) -> int:
-        return int(self.endpoint.broadcast(_random_seed(), self.endpoint.ranks[0]).wait())
-
-
-class ByStore:
-    """Agreement between ranks that may join and leave: the first rank that begins its `number`-th pass decides.
-
-    `resumed` is the seed of a pass that continues; `keep` is called with the seed that was agreed on.
-    """
-
-    def __init__(
-        self, store: Store, rank: int, number: int, resumed: int | None = None, keep: Callable[[int], object] = id
-    ) -> None:
-        self.store = store
-        self.rank = rank
-        self.resumed = resumed
-        self.keep = keep
-        self.prefix = f"pass/{number}"
-
-    def check_same(self, digest: bytes) -> None:
-        mine = f"{digest.hex()} {self.rank}"
-        first, rank = self.store.compare_set(f"{self.prefix}/first", "", mine).decode().split()
-        if first != digest.hex():
-            raise _different_minibatch(self.rank, int(rank))
-
-    def seed(self) -> int:
-        seed = int(_random_seed()) if self.resumed is None else self.resumed
-        agreed = int(self.store.compare_set(f"{self.prefix}/seed", "", str(seed)).decode())
-        self.keep(agreed)
-        return agreed
-
-
-def _random_seed() -> Tensor:
-    return torch.randint(2**62, (1,), dtype=torch.int64)
-
-
-def _different_minibatch(rank: int, other: int) -> ValueError:
-    """Ranks that read different minibatches would train on some samples twice and on others never."""
-    return ValueError(
-        f"session.shard: the first minibatch of rank {rank} differs from that of rank {other}; every rank must iterate "
-        "over the same global minibatches: shuffle by one seed, and use no DistributedSampler (shard replaces it)"
-    )
 
 
 class Parts:
@@ -125,8 +54,14 @@ class Parts:
         self.accumulate = accumulate
         self.reads_whole = reads_whole or self.cutter.split is not None
         self.reads_full_batches = reads_full_batches
+        self.turn = 0  # How often the parts of minibatches have changed.
         self.skipped = 0
         self._most = 0  # Samples of a minibatch so far.
+
+    def cut_anew(self, partition: Partition) -> None:
+        """From the next minibatch on this worker has another part."""
+        self.partition = partition
+        self.turn += 1
 
     def skip(self, most: int) -> int:
         """Skip up to `most` minibatches more, if possible without reading them; return how many remain."""
@@ -164,6 +99,15 @@ class Parts:
         loader = self.loader
         assert isinstance(loader, DataLoader)
         sampler = _PartSampler(loader, self)
+        turn = -1
+        while turn != self.turn:  # What was fetched ahead before a change is fetched again.
+            turn = self.turn
+            yield from self._fetched(loader, sampler)
+            sampler.put_back()
+
+    def _fetched(self, loader: DataLoader[Any], sampler: _PartSampler) -> Iterator[tuple[Any, int]]:
+        """The minibatches up to the end, or to a change of this worker's part."""
+        turn = self.turn
         rebuilt = DataLoader(
             loader.dataset,
             batch_sampler=sampler,  # pyright: ignore[reportArgumentType]
@@ -174,16 +118,18 @@ class Parts:
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
-            generator=loader.generator,
+            generator=loader.generator if not turn else _apart(turn),
         )
         for i, batch in enumerate(rebuilt):
-            samples, is_whole = sampler.requested.popleft()
+            samples, is_whole, _ = sampler.requested.popleft()
             is_cut = is_whole and not self.reads_full_batches()
             # A minibatch may be fetched whole before the change to parts.  If that will happen, it is tested at once.
             will_be_cut = is_whole and not i and (self.reads_whole or loader.num_workers)
             if self.cutter.split is None and (is_cut or will_be_cut):
                 self._check_collated(batch, samples)
             yield self._cut(batch) if is_cut else (batch, samples)
+            if turn != self.turn:
+                return
 
     def _check_collated(self, batch: Any, samples: int) -> None:
         """Raise ValueError if a minibatch of a DataLoader cannot be cut into its samples."""
@@ -226,31 +172,50 @@ class Parts:
         self.agreement.check_same(digest(first))
 
 
+def _apart(turn: int) -> torch.Generator:
+    """A generator for a loader that is built again: a draw from the user's would change the order of the next pass."""
+    return torch.Generator().manual_seed(torch.initial_seed() % 2**32 + turn)
+
+
 class _PartSampler:
     """A batch sampler that yields this worker's indices of each batch; all ranks shuffle by the same seed."""
 
     def __init__(self, loader: DataLoader[Any], parts: Parts) -> None:
         self.batch_sampler = loader.batch_sampler
         self.parts = parts
-        # The batches that the DataLoader requested and has not yet returned: samples, and whether the batch is whole.
-        self.requested: deque[tuple[int, bool]] = deque()
+        # The batches that the DataLoader requested and has not yet returned: samples, whether the batch is whole, and
+        # the indices of the whole one.
+        self.requested: deque[tuple[int, bool, list[int]]] = deque()
+        self._batches: Iterator[Any] | None = None  # Those that are still to be requested.
         self._seed = None
         if is_shuffled_anew(loader):
             # Without a generator torch draws a seed from the process's own generator, which may differ between ranks.
             self._seed = parts.agreement.seed()
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._batches is None:
+            self._batches = self._all()
+        for indices in self._batches:
+            is_whole = self.parts.reads_full_batches() or self.parts.reads_whole
+            where, samples = (slice(None), len(indices)) if is_whole else self.parts.stripe(len(indices))
+            self.requested.append((samples, is_whole, list(indices)))
+            yield list(indices)[where]
+
+    def put_back(self) -> None:
+        """What was requested and not returned is to be requested again."""
+        waiting = [indices for _, _, indices in self.requested]
+        self.requested.clear()
+        self._batches = chain(waiting, self._batches or ())
+
+    def _all(self) -> Iterator[Any]:
+        """Each whole minibatch of this pass, but those to skip."""
         assert self.batch_sampler is not None
         batches = iter(self.batch_sampler)
         first = self._first(batches)
         if first is None:
             return
         self.parts.check_same(list(first))
-        for indices in islice(chain([first], batches), self.parts.skipped, None):
-            is_whole = self.parts.reads_full_batches() or self.parts.reads_whole
-            where, samples = (slice(None), len(indices)) if is_whole else self.parts.stripe(len(indices))
-            self.requested.append((samples, is_whole))
-            yield list(indices)[where]
+        yield from islice(chain([first], batches), self.parts.skipped, None)
 
     def _first(self, batches: Iterator[Any]) -> Any:
         """The first batch.  The sampler draws its seed here."""

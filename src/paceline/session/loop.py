@@ -58,6 +58,7 @@ class Loop:
         self.batch = Minibatch(run.replica, learner)
         self.tally = Tally(run.replica)
         self.is_paused = False  # Whether backward passes only add to the gradient.
+        self.keeps_watch = False  # Whether backward passes are counted also where the strategy does not need that.
         self.is_closed = False
         self.last_own_step = -1  # The last step for which this worker had data.
         self._flat = learner.flat
@@ -169,7 +170,7 @@ class Loop:
         self.epoch.on_step()
         self.batch.finish()
         self._watch.passes = 0
-        if self._hooks is not None or (self.replica.workers == 1 and self.accumulate == 1):
+        if self._hooks is not None or (self.replica.workers == 1 and self.accumulate == 1 and not self.keeps_watch):
             self._watch.remove()
 
     def check_between_steps(self, call: str) -> None:

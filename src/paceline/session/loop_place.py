@@ -19,6 +19,11 @@ from torch import Tensor
 from paceline.session.loop import Loop
 from paceline.session.reading import PartLoader
 
+SEVERAL = (
+    "attach(elastic=True): a pass over session.shard begins before the last one has ended, so the run has no one place "
+    "in its data, which a worker that joins later would need: read one loader to its end, or leave it, before the next"
+)
+
 
 @dataclass(eq=False)
 class Visit:
@@ -32,6 +37,7 @@ class Visit:
     random: dict[str, Any] | None = None  # To be set before the first minibatch of a resumed pass.
     number: int = 0  # How many passes of any kind had begun before it.
     seed: int | None = None  # By which it is shuffled, if the ranks agreed on one.
+    first: str | None = None  # The digest of its first minibatch, if the ranks have compared it.
     after: dict[str, Any] | None = None  # The position of a PartLoader after the last minibatch,
     before: dict[str, Any] | None = None  # and before it.
 
@@ -45,18 +51,23 @@ class LoopPlace:
         self.begun = 0  # Those that have begun, and those that evaluate.
         self._visits: list[Visit] = []  # Those that have begun.
         self._saved: Mapping[str, Any] | None = None  # The place at which the coming pass is resumed.
+        self.has_epochs = False  # Whether the user's loop has asked for its epochs.
+        self.is_alone = False  # Whether a pass must end before another begins.
 
     def begin(self, loader: Iterable[Any]) -> Visit:
         """A pass begins; a resumed one begins as it did before."""
         saved = self._saved
         self._saved = None
         step = self._loop.replica.cursor.step
+        if self.is_alone and self._visits:
+            raise ValueError(SEVERAL)
         if saved is None or saved["began"] is None:
             visit = Visit(loader, _random_numbers(loader), 0, 0, step)
         else:
             _set_random_numbers(saved["began"], loader)
             skip = int(saved["minibatch"])
             visit = Visit(loader, saved["began"], skip, skip, step, saved["random"], seed=saved["seed"])
+            visit.first = saved.get("first")
         visit.number = self.begun
         if isinstance(loader, PartLoader):
             visit.skip = 0
@@ -86,6 +97,7 @@ class LoopPlace:
         """The numbers of the passes up to `count` that have not ended."""
         if isinstance(count, bool) or not hasattr(count, "__index__") or index(count) < 0:
             raise ValueError(f"session.epochs({count!r}): it is the number of epochs of the whole run, from 0")
+        self.has_epochs = True
         return iter(range(self.passes, index(count)))
 
     # State.
@@ -105,12 +117,13 @@ class LoopPlace:
             "loader": None,
             "begun": self.begun,
             "seed": None,
+            "first": None,
         }
         for visit in self._visits:
             # In the loop's body, the last minibatch is used once the step with it was taken.
             is_used = before_next or self._loop.replica.cursor.step > visit.step
             place["minibatch"] = visit.used if is_used else visit.used - 1
-            place |= {"began": visit.began, "begun": visit.number, "seed": visit.seed}
+            place |= {"began": visit.began, "begun": visit.number, "seed": visit.seed, "first": visit.first}
             place["loader"] = visit.after if is_used else visit.before
         return place
 

@@ -53,6 +53,7 @@ class LoopSaving:
 
     def _saving(self, settings: Checkpoints) -> Saving:
         path = os.path.realpath(settings.folder)
+        elastic = self._job.elastic
         if path not in self._savings:
             check(self._loop.run.strategy, Offers("session.save", unbroken=False))
             if self._loop.learner.parts is not None:
@@ -63,18 +64,32 @@ class LoopSaving:
             self._savings[path] = Saving(
                 settings,
                 self._loop.run,
-                rank=self._job.rank,
-                workers=self._job.workers,
+                rank=self._job.rank if elastic is None else elastic.rank,
+                workers=self._job.workers if elastic is None else elastic.layout.workers,
                 store=self._job.store,
                 timeout_s=self._job.timeout_s,
                 more=self._more,
+                elastic=elastic,
             )
         return self._savings[path]
+
+    def change(self) -> None:
+        """The workers of the run have changed."""
+        if self._automatic is not None:
+            self._automatic.change()
+
+    def _refuse_elastic(self, call: str) -> None:
+        if self._job.elastic is not None:
+            raise ValueError(
+                f"{call} with attach(elastic=True): a worker that joins later does not make the calls that it has "
+                "missed; give attach(checkpoint=pl.Checkpoints(folder)), which saves and resumes by itself"
+            )
 
     # Save.
 
     def save(self, folder: str | os.PathLike[str], *, wait: bool) -> None:
         """Save the run as it is between two steps."""
+        self._refuse_elastic("session.save()")
         self._loop.check_between_steps("session.save()")
         saving = self._saving(Checkpoints(folder, keep=None))
         self._is_before_next = False
@@ -105,6 +120,7 @@ class LoopSaving:
 
     def resume(self, folder: str | os.PathLike[str]) -> bool:
         """Continue from the newest checkpoint of a folder; whether there is one."""
+        self._refuse_elastic("session.resume()")
         return self._resume(self._saving(Checkpoints(folder, keep=None)))
 
     def _resume(self, saving: Saving) -> bool:

@@ -29,6 +29,7 @@ class Minibatch:
         self._replica = replica
         self._learner = learner
         self.samples: float | None = None  # Read since the last step; None if they are not counted.
+        self.refused_unshared: str | None = None  # The error if no `shard` has yielded a minibatch for a step.
         self.taken = 0  # Minibatches that `shard` has yielded since the last step,
         self._has_taken = False  # some of them in training mode.
         self._unused: dict[int, int] = {}  # Samples of those since the last backward pass, by pass over a loader.
@@ -90,6 +91,8 @@ class Minibatch:
     def begin(self) -> None:
         """Its gradient is computed now.  A minibatch whose samples are not counted weighs 1."""
         self._use_in_eval_mode()
+        if self.refused_unshared is not None and not self.taken:
+            raise ValueError(self.refused_unshared)
         if not self._has_begun and self.samples is None and self._replica.workers > 1 and not self._replica.rank:
             warnings.warn(
                 UnsharedLoader(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from numbers import Real
 from operator import index
@@ -14,19 +13,17 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 
-from paceline.checkpoint import Checkpoints
 from paceline.engines.job import Job
-from paceline.needs import Offers, check
-from paceline.op import drive
 from paceline.session.batches import Cutter, Split
 from paceline.session.ending import end_with_same_model
 from paceline.session.feed import Feed, ShardedLoader
+from paceline.session.kept_session import KeptSession
 from paceline.session.loading import Read
 from paceline.session.loop import Loop
+from paceline.session.loop_members import NO_SHARD
 from paceline.session.loop_saving import LoopSaving
 from paceline.session.optimizer import SessionOptimizer
 from paceline.session.reading import PartLoader
-from paceline.session.resuming import check_states
 from paceline.session.settings import GroupSettings
 from paceline.session.shared_buffers import SharedBuffers
 from paceline.session.watching import LoopWatch
@@ -41,7 +38,7 @@ class UnclosedSession(RuntimeWarning):
     """A session took steps and was never closed."""
 
 
-class Session:
+class Session(KeptSession):
     """A model under a strategy, until the `with` block ends."""
 
     def __init__(self, job: Job, loop: Loop, optimizer: SessionOptimizer, strategy: Strategy, watch: LoopWatch) -> None:
@@ -58,21 +55,24 @@ class Session:
         _open.add(self)
         self._unclosed = weakref.finalize(self, _warn_of_unclosed, type(strategy).__name__, loop, job.workers, watch)
         self._feed = Feed(job, loop, rank=self.rank, workers=self.workers, elastic=strategy.needs.elastic)
-        self._saving = LoopSaving(job, loop, self._feed, self.load_state_dict)
+        self._saving = LoopSaving(job, loop, self._feed, self.load_state_dict if job.elastic is None else self._load)
+        self._members = None
 
     @property
     def rank(self) -> int:
-        """This worker's number; the ranks that hold the tensors of one replica together have the same."""
+        """This worker's number; the ranks that hold the tensors of one replica together have the same.
+
+        With elastic=True it changes when workers are lost or join, and so does `workers`: ask each time.
+        """
+        if self.job.elastic is not None:
+            return self.job.elastic.rank
         return self.job.rank if self._is_whole else self._endpoint.ranks.index(self.job.rank)
 
     @property
     def workers(self) -> int:
+        if self.job.elastic is not None:
+            return self.job.elastic.layout.workers
         return self.job.workers if self._is_whole else len(self._endpoint.ranks)
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether this rank holds whole tensors."""
-        return self.loop.learner.parts is None
 
     @property
     def trace(self) -> Trace:
@@ -131,6 +131,8 @@ class Session:
         """Without `shard`: give the number of samples of the next backward pass; means are weighted by it."""
         if isinstance(samples, bool) or not hasattr(samples, "__index__") or index(samples) < 0:
             raise ValueError(f"session.count({samples!r}): it is the number of samples, a whole number from 0")
+        if self._members is not None:
+            raise ValueError(f"session.count({samples}): {NO_SHARD}")
         self.loop.batch.count(index(samples))
 
     # Evaluation and accumulation.
@@ -164,81 +166,6 @@ class Session:
         finally:
             self.loop.is_paused = False
 
-    # Save and resume.
-
-    def save(self, folder: str | os.PathLike[str], *, wait: bool = False) -> None:
-        """Save everything to a new checkpoint in `folder`, between two steps; all ranks call it.
-
-        The files are written while training goes on.  With `wait` the call ends when they are on the disk.
-        """
-        self._saving.save(folder, wait=wait)
-
-    def begin(self, checkpoint: Checkpoints) -> None:
-        """Continue from a checkpoint, if there is one, and save the run from now on.  `attach` calls it."""
-        try:
-            self._saving.begin(checkpoint)
-        except BaseException as error:
-            self.loop.guard.whereabouts.leave(error)
-            self._release(failed=True)
-            raise
-
-    def resume(self, folder: str | os.PathLike[str]) -> bool:
-        """Continue from the newest checkpoint in `folder`, before the first step; whether there is one."""
-        return self._saving.resume(folder)
-
-    @property
-    def resumed(self) -> int | None:
-        """The step of the checkpoint from which this session continued; None if there was none."""
-        return self._saving.resumed
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that remain of `count`: those that a resumed run has ended are left out.
-
-        An epoch is a pass over a loader by `shard`, in training mode.
-        """
-        return self._feed.place.remaining(count)
-
-    def model_state_dict(self) -> dict[str, Any]:
-        """A copy of the model's state_dict, to save.  Inside the block parameters are views of one vector, and
-        torch.save would write all of it for each file, and safetensors would refuse."""
-        state = self.loop.learner.flat.model.state_dict()
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps, in slots: parameters, optimizer state, the strategy's state.
-
-        It waits for the exchange in flight, so the other ranks must still be training.  To resume with another number
-        of workers, give the states of all ranks to `resized`.
-        """
-        if not self._is_whole:
-            raise ValueError(
-                "session.state_dict() of a model of DTensors: save the model and the optimizer by "
-                "torch.distributed.checkpoint"
-            )
-        self.loop.check_between_steps("session.state_dict()")
-        self.loop.learner.flat.refresh()
-        drive(self.loop.run.states.before_save())
-        return self.loop.run.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state; call it before the first step.  A state that does not fit changes nothing."""
-        check(self.strategy, Offers("session.load_state_dict", unbroken=False))
-        run = self.loop.run
-        before = self.state_dict()
-        with self.loop.guard.during("in session.load_state_dict()"):
-            store = None if self.strategy.needs.collectives else self.job.store
-            check_states(state, type(self.strategy).__name__, self._endpoint, store)
-        try:
-            run.load_state_dict(state)
-            self._watch.restart()
-            self.loop.start()
-            run.states.check_complete()
-        except BaseException:
-            run.load_state_dict(before)
-            self._watch.restart()
-            self.loop.start()
-            raise
-
     # The end.
 
     def close(self) -> None:
@@ -257,6 +184,8 @@ class Session:
                 flat = self.loop.learner.flat
                 with self.loop.guard.during("at the end of the `with` block"):
                     end_with_same_model(self._endpoint, flat, self._settings, self.loop.last_own_step)
+            if self._members is not None:
+                self._members.leave()
             self._saving.finish()
         except BaseException as error:
             self.loop.guard.whereabouts.leave(error)

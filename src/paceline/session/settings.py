@@ -176,9 +176,10 @@ class GroupSettings:
 
         All ranks call this at the same step.  A rank whose data has ended takes no steps: its settings do not count.
         """
-        mine = torch.tensor([float(not has_ended), self.digest()], dtype=torch.float64)
+        # With its rank: the endpoint's may be others afterwards, if one has died.
+        mine = torch.tensor([self._endpoint.rank, not has_ended, self.digest()], dtype=torch.float64)
         found = self._endpoint.all_gather(mine).wait()
-        digests = {r: float(t[1]) for r, t in zip(self._endpoint.ranks, found, strict=True) if float(t[0])}
+        digests = {int(t[0]): float(t[2]) for t in found if float(t[1])}
         text = self.difference(digests, f"step/{step}")
         if text is not None:
             raise ClusterError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from paceline.elastic import Members
 from paceline.engines.job import Job
 from paceline.needs import Offers, check
 from paceline.session.saving import Saving
@@ -25,7 +26,7 @@ def check_checkpoint(terms: Terms) -> None:
 
 
 @contextmanager
-def saving_of(terms: Terms, job: Job, run: WorkerRun) -> Generator[Saving | None]:
+def saving_of(terms: Terms, job: Job, run: WorkerRun, members: Members | None) -> Generator[Saving | None]:
     """The checkpoints of a run, which continues from the newest of them; None if there are to be none."""
     if terms.checkpoint is None:
         yield None
@@ -33,13 +34,16 @@ def saving_of(terms: Terms, job: Job, run: WorkerRun) -> Generator[Saving | None
     saving = Saving(
         terms.checkpoint,
         run,
-        rank=job.rank,
-        workers=job.workers,
+        rank=job.rank if job.elastic is None else job.elastic.rank,
+        workers=job.workers if job.elastic is None else job.elastic.layout.workers,
         store=job.store,
         timeout_s=terms.timeout_s,
         whole=run.replica.learner.split_model,
         stages=terms.depth,
+        elastic=job.elastic,
     )
+    if members is not None:
+        members.on_changed = saving.change
     run.replica.cursor.on_rest = saving.rest
     try:
         saving.resume(run.load_state_dict)

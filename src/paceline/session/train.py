@@ -152,7 +152,7 @@ def _work(
     strategy = terms.strategy
     model = task.build()
     device = next(model.parameters()).device
-    check_device(terms, device)
+    check_device("train", device, elastic=terms.elastic)
     if is_forked and device.type != "cpu":
         raise ValueError(
             f"train() forks its workers, which cannot share {device}: start a script by paceline run or torchrun for "
@@ -183,11 +183,12 @@ def _work(
         run = WorkerRun(
             strategy, learner.endpoint, learner, nonfinite=terms.nonfinite, plan=trainee.plan, trainee=trainee
         )
+        members = None
         if job.elastic is not None:
-            Members(run, job.elastic, on_change=trainee.take_place)
+            members = Members(run, job.elastic, on_change=trainee.take_place)
         else:
             run.replica.cursor.shard = None if job.rank == job.endpoint.rank else job.rank
-        _train(terms, job, learner, run, watching)
+        _train(terms, job, learner, run, watching, members)
         job.endpoint.missed_end = run.missed_end
         model = learner.whole()
         if terms.depth > 1:
@@ -224,6 +225,7 @@ def _train(
     learner: ProcessLearner | StageLearner,
     run: WorkerRun,
     watching: Watching,
+    members: Members | None,
 ) -> None:
     """Run the strategy; the first replica evaluates the model at times and at the end."""
     task = terms.task
@@ -241,7 +243,10 @@ def _train(
         if job.rank == 0 or terms.elastic:
             endpoint.trace.evaluation(endpoint.now(), timetable.samples_before(k), values)
 
-    with watching.worker(job, run, learner.trainee, terms.depth) as watch, saving_of(terms, job, run) as saving:
+    with (
+        watching.worker(job, run, learner.trainee, terms.depth) as watch,
+        saving_of(terms, job, run, members) as saving,
+    ):
 
         def on_step(k: int) -> None:
             if watching.progress is not None and (job.rank == 0 or (terms.elastic and is_first())):

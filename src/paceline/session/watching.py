@@ -96,7 +96,7 @@ class LoopWatch:
             return
         self._loop = loop
         self._own = Trace(keep=1000)
-        self._watched = _watched(job, loop.run, self._own, rank=ranks.index(job.rank), workers=len(ranks))
+        self._watched = _watched(job, loop.run, self._own, rank=self._rank(job), workers=len(ranks))
         self._since = self._watched.now()
         if self._watched.is_first:
             steps = loop.replica.plan.steps
@@ -106,6 +106,10 @@ class LoopWatch:
         if self._watch.is_on:
             loop.run.on_step = self._step
             loop.driver.on_turn = self._note_turn
+
+    def _rank(self, job: Job) -> int:
+        """This worker's, among those of its group."""
+        return job.rank if job.elastic is not None else self._loop.replica.endpoint.ranks.index(job.rank)
 
     def restart(self) -> None:
         """The run goes on from a saved state."""

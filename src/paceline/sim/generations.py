@@ -201,7 +201,8 @@ class SimGenerations(Agreement):
     def _why_dead(self, process: int) -> str | None:
         if process == self._process:
             return None
-        meeting, faults, now = self._meeting, self._world.faults, self._simulator.now
+        meeting, faults = self._meeting, self._world.faults
+        now = self._simulator.now
         died = self._world.dead.get(meeting.machine_of.get(process, process))
         if died is not None and faults.notice is not None and now >= died + faults.notice:
             return "its process has ended"

@@ -76,7 +76,7 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     others = [kind for kind in kinds if kind != "shard-crash"]
     chosen = [kind for kind in others if chance.random() < 0.4] or [chance.choice(others or kinds)]
     takes_beats = strategy.needs.elastic and not strategy.needs.shared_memory
-    has_beats = takes_beats and chance.random() < 0.7
+    has_beats = takes_beats and chance.random() < (0.7 if strategy.servers else 0.4)
     if "suspicion" in chosen and takes_beats and not strategy.servers:
         has_beats = True  # Workers suspect each other by their heartbeats.
     if strategy.needs.ordered and any(kind in OF_ELASTIC for kind in chosen):

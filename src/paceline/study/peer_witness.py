@@ -22,6 +22,7 @@ class PeerWitness:
         world = simulation.world
         if world.layout.servers:
             return
+        self._world = world
         world.on_message = self._beside(world.on_message)
         for worker in simulation.workers:
             cursor = worker.replica.cursor
@@ -29,7 +30,9 @@ class PeerWitness:
 
     def _beside(self, other: Callable[[int, Message], None] | None) -> Callable[[int, Message], None]:
         def on_message(dst: int, message: Message) -> None:
-            if isinstance(message, PeerSuspected):
+            if isinstance(message, PeerSuspected) and self._is_over(message.src):
+                pass  # It is silent for ever, and is known to be, or will be.
+            elif isinstance(message, PeerSuspected):
                 self._open.add((dst, message.src))
                 self.has_late_suspicion |= self._is_ending
             else:
@@ -40,6 +43,9 @@ class PeerWitness:
                 other(dst, message)
 
         return on_message
+
+    def _is_over(self, rank: int) -> bool:
+        return rank in self._world.dead or self._world.has_ended(rank)
 
     def _end(self) -> None:
         """A worker has no data left."""

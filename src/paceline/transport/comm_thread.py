@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, ExchangeFailed
 from paceline.op import Op
 
 T = TypeVar("T")
@@ -33,9 +33,14 @@ class Submitted(Op[T]):
 
 
 class CommThread:
-    """A thread and the queue of its work; it starts with the first work."""
+    """A thread and the queue of its work; it starts with the first work.
 
-    def __init__(self) -> None:
+    If it `stops_at_error`, nothing is done after a failure of the cluster: the other ranks do not take part in it.
+    """
+
+    def __init__(self, *, stops_at_error: bool = False) -> None:
+        self._stops_at_error = stops_at_error
+        self._failure: ClusterError | None = None
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -60,8 +65,12 @@ class CommThread:
         while (submitted := self._queue.get()) is not None:
             future, work = submitted
             try:
+                if self._failure is not None:
+                    raise ExchangeFailed(f"an exchange before this one failed: {self._failure}")
                 future.set_result(work())
             except BaseException as error:  # Raised again where the Op is awaited.
+                if self._stops_at_error and isinstance(error, ClusterError):
+                    self._failure = self._failure or error
                 future.set_exception(error)
             del submitted, future, work  # These refer to tensors, and must not live until the next work.
 
@@ -71,3 +80,8 @@ class CommThread:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout_s)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has ended, or never began."""
+        return self._thread is None or not self._thread.is_alive()

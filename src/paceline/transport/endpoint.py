@@ -70,14 +70,15 @@ class Backends:
     """What the collectives of one group of ranks run on.
 
     `shared` serves tensors on the CPU if all ranks are on one host; `process_group` serves the others, and
-    `extras_group`, if given, the numbers that are summed beside them.  With a `comm_thread` all collectives run in that
-    thread.  `hosts` are the ranks by host: given if sums should be taken within each host first.  `is_ordered`: sums
-    are taken in the order of the ranks.
+    `extras_group`, if given, the numbers that are summed beside them.  `network` serves in place of both.  With a
+    `comm_thread` all collectives run in that thread.  `hosts` are the ranks by host: given if sums should be taken
+    within each host first.  `is_ordered`: sums are taken in the order of the ranks.
     """
 
     shared: SharedMemory | None = None
     process_group: dist.ProcessGroup | None = None
     extras_group: dist.ProcessGroup | None = None
+    network: TorchCollectives | None = None
     comm_thread: CommThread | None = None
     hosts: Sequence[Sequence[int]] | None = None
     is_ordered: bool = False
@@ -162,7 +163,7 @@ class ProcessEndpoint:
         self.journal = Journal()
         self.in_flight: deque[Recorded[Any]] = deque()  # Collectives in the order of their start.
         self._shared = backends.shared
-        self._torch = TorchCollectives(
+        self._torch = backends.network or TorchCollectives(
             rank,
             self.ranks,
             backends.process_group,

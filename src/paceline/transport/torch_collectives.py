@@ -111,7 +111,7 @@ class TorchCollectives:
         received = torch.empty(sum(coming), dtype=torch.uint8, device=parts[0].device)
         going = [p.numel() for p in parts]
         work = dist.all_to_all_single(
-            received, _concatenated(parts), list(coming), going, group=self.group, async_op=True
+            received, concatenated(parts), list(coming), going, group=self.group, async_op=True
         )
         return Work("all_to_all", [work], lambda: list(received.split(list(coming))))
 
@@ -125,7 +125,7 @@ class TorchCollectives:
         self.group = self.extras_group = None
 
 
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """The parts one behind the other; without a copy if they are so in memory already."""
     first = parts[0]
     starts = [p.data_ptr() for p in parts]
