@@ -26,6 +26,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "results" / "fidelity.md"
 
 NOT_COMPARED = {
     ("ServerStrategy", "sparse"),  # Which rows travel, not what becomes of them: tests/laws/test_rows.py.
+    ("ServerStrategy", "durability"),  # What a shard survives, not what it computes: tests/laws/test_killed_shards.py.
+    ("EAWild", "durability"),
+    ("Sandblaster", "durability"),
     ("QSGD", "reduction"),  # How often a mean is rounded; the variance of both is in tests/laws/test_quantisers.py.
     ("TernGrad", "reduction"),
 }

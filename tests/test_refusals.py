@@ -140,6 +140,11 @@ REFUSED: dict[str, Refused] = {
         lambda: simulate(pl.AsyncEASGD(codec=ONE_BIT)),
         TypeError,
     ),
+    "ea-wild without servers, durable": Refused(
+        lambda: pl.EAWild(durability="process"),
+        ("EAWild", "durability='process'", "servers=1"),
+        lambda: pl.EAWild(servers=1, durability="process"),
+    ),
     "ea-wild with a codec": Refused(
         lambda: pl.EAWild(codec=ONE_BIT),
         ("EAWild", "codec=OneBit", "AsyncEASGD(codec=...)"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from paceline.checked import Checked
 from paceline.needs import Needs
@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from paceline.worker.replica import Replica
 
 
+Durability = Literal["none", "process"]
+"""What a server's state survives: nothing, or that its process is killed."""
+
+
 class Strategy(Checked):
     """See `strategies/block_momentum.py` for a whole one."""
 
     KIND: ClassVar = "strategy"
 
     servers: int = 0
+    durability: Durability = "none"  # What becomes of a server that is killed.
     coordinators: ClassVar[int] = 0  # How many of the servers, the first ones, hold no part of the model.
     needs: ClassVar[Needs] = Needs()  # A property where it depends on the settings.
     steps_itself: ClassVar[bool] = False  # It takes the steps in place of the optimizer, by its rates.
@@ -88,3 +93,12 @@ class Ended(Exception):
 
 class MissedEnd(Ended):
     """Raised in a strategy when the run has ended without this worker: it joined too late, or was taken for dead."""
+
+
+def check_durability(strategy: Strategy) -> None:
+    """Refuse a durability of servers where there are none."""
+    if strategy.durability != "none" and not strategy.servers:
+        raise ValueError(
+            f"{type(strategy).__name__}(servers=0, durability={strategy.durability!r}): durability is of servers, and "
+            "there are none; give servers=1, or leave durability out"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from paceline.engines import job, server_process
+from paceline.engines import job, servers
 from paceline.engines.server_process import NAME
 from paceline.transport.mailbox import Mailbox
 
@@ -86,15 +86,15 @@ def _functions() -> list[tuple[Any, str, Callable[..., str]]]:
     def message(mailbox: Mailbox, dst: int, sent: Any, *_: Any) -> str:
         return f"send {sent.tag} to {dst}"
 
-    def started(_: object, rank: int, *__: Any) -> str:
-        return f"start server {rank}"
+    def started(_: object, ranks: Sequence[int], *__: Any) -> str:
+        return f"start servers {list(ranks)}"
 
     return [
         (Mailbox, "__init__", lambda *_, **__: "open the mailbox"),
         (Mailbox, "beat", lambda *_, **__: "start heartbeats"),
         (Mailbox, "send", message),
-        (server_process, "_fork", started),
-        (server_process, "_start_interpreter", started),
+        (servers, "_fork", started),
+        (servers, "_start_interpreter", started),
     ]
 
 

@@ -29,11 +29,11 @@ SERVED = pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=2)
     ("strategy", "rank", "step", "times"),
     [
         (SERVED, 0, "set pid/0", 2),  # The others know it, and nobody has started the servers.
-        (SERVED, 0, "start server 3", 1),  # Its replacement starts a second set of servers.
+        (SERVED, 0, "start servers [3, 4]", 1),  # Its replacement starts a second set of servers.
         (SERVED, 0, "send start to 3", 1),  # One shard has the first value, and the other has not.
         (pl.Gossip(), 1, "open the mailbox", 2),  # The others find its address.
     ],
-    ids=["before servers", "between servers", "between first values", "after the mailbox"],
+    ids=["before servers", "after servers", "between first values", "after the mailbox"],
 )
 def test_a_run_goes_on_when_a_worker_is_killed_at_its_start(
     strategy: pl.Strategy, rank: int, step: str, times: int, tmp_path: Path

@@ -107,9 +107,9 @@ def test_without_faults_every_sample_is_applied_once():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_sample_is_applied_once_when_workers_die(seed: int):
-    """With one shard, an update is in the value exactly if its work item is done."""
-    faults = random_faults(seed, servers=1)
-    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=faults)
+    servers = 1 + seed % 3
+    faults = random_faults(seed, servers)
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=servers), cluster(seed), faults=faults)
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
 
 
@@ -118,7 +118,10 @@ def test_every_sample_is_applied_once_when_workers_are_suspected(seed: int):
     chance = Random(seed)
     suspicions = [(chance.randrange(WORKERS), chance.uniform(0, 0.2)) for _ in range(chance.randrange(1, 6))]
     run = simulate(
-        counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=Faults(suspicions=suspicions)
+        counting(),
+        ParameterServer(rule=Sgd(lr=1.0), servers=1 + seed % 2),
+        cluster(seed),
+        faults=Faults(suspicions=suspicions),
     )
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
     assert {p.rank for p in run.trace.points} >= set(range(WORKERS)), "they come back"
@@ -133,8 +136,9 @@ def test_every_sample_is_applied_once_when_messages_are_lost_or_doubled(seed: in
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_sample_is_applied_once_when_workers_die_and_messages_are_lost(seed: int):
-    faults = random_faults(seed, 1, lost=0.1, doubled=0.1, retransmit_s=0.05)
-    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=1), cluster(seed), faults=faults)
+    servers = 1 + seed % 3
+    faults = random_faults(seed, servers, lost=0.1, doubled=0.1, retransmit_s=0.05)
+    run = simulate(counting(), ParameterServer(rule=Sgd(lr=1.0), servers=servers), cluster(seed), faults=faults)
     assert visits(run, 1.0) == [1.0] * (STEPS * BATCH)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
 
 import paceline as pl
+from paceline.codecs import TopK
 from paceline.elastic import Proposal, following
 from paceline.elastic.undo import Copies
 from paceline.protocol.requests import Deduplicator, Verdict
 from paceline.protocol.roster import Change, Roster
 from paceline.server.gates import Bound, Turns
 from paceline.server.rules import Adagrad, Sgd
+from paceline.server.shard_log import ShardLog
 from paceline.server.shard_state import ShardState
 from paceline.server.work_queue import WorkQueue
 from paceline.sim.faults import Cut, Faults, Pause, SlowLink
@@ -31,6 +34,7 @@ AGREED = {
     "each minibatch counts once",
 }
 SERVED = pl.ParameterServer(rule=Sgd(lr=0.05), servers=1)
+SHARDED = pl.ParameterServer(rule=Sgd(lr=0.05), servers=2, durability="process")
 IN_STEP = pl.StaleSynchronous(lr=0.05, bound=1)
 
 
@@ -104,10 +108,10 @@ def lost_items(patch: pytest.MonkeyPatch) -> None:
     """Work queue: of the items that a dead worker had leased, the last one is forgotten."""
     lose = WorkQueue.lose
 
-    def careless(self: WorkQueue, worker: int) -> None:
-        if len(held := self._held.get(worker, ())) > 1:
-            held.pop()
-        lose(self, worker)
+    def careless(self: WorkQueue, worker: int) -> Any:
+        if worker in self.leases and self.leases[worker].undone > 1:
+            self.leases[worker].items.pop()
+        return lose(self, worker)
 
     patch.setattr(WorkQueue, "lose", careless)
 
@@ -122,6 +126,28 @@ def unapplied(patch: pytest.MonkeyPatch) -> None:
         return await apply(self, rule, push, codec, workers)
 
     patch.setattr(ShardState, "apply", picky)
+
+
+def halves_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Work queue: what the first shard has of a dead worker's updates, all shards have."""
+    settle = WorkQueue.settle
+
+    def hasty(self: WorkQueue, which: tuple[int, int], counts: Sequence[int]) -> None:
+        settle(self, which, [counts[0]] * len(counts))
+
+    patch.setattr(WorkQueue, "settle", hasty)
+
+
+def unlogged(patch: pytest.MonkeyPatch) -> None:
+    """Log: every 20th record is not written."""
+    append = ShardLog.append
+    records = count(1)
+
+    def forgetful(self: ShardLog, description: Any, tensors: Any) -> None:
+        if next(records) % 20:
+            append(self, description, tensors)
+
+    patch.setattr(ShardLog, "append", forgetful)
 
 
 def forgotten_commits(patch: pytest.MonkeyPatch) -> None:
@@ -145,6 +171,8 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], pl.Strategy, rang
     "gate": (one_too_far, IN_STEP, range(40), {"the staleness bound holds"}),
     "work queue": (lost_items, SERVED, range(60), {"each sample is counted once"}),
     "shard state": (unapplied, SERVED, range(40), {"each sample is counted once"}),
+    "landings": (halves_forgotten, SHARDED, range(40), {"each sample is counted once"}),
+    "shard log": (unlogged, SHARDED, range(40), {"a shard comes back as it was"}),
     "commits": (forgotten_commits, pl.AllReduceSGD(), range(40), AGREED),
     "undoing": (not_undone, pl.AllReduceSGD(), range(40), AGREED),
 }
@@ -263,6 +291,33 @@ FIXED: dict[str, tuple[pl.Strategy, int, Faults]] = {
         pl.Downpour(push=3, fetch=2, rule=Adagrad()),
         0,
         Faults(cuts=[Cut([0, 1, 3, 5], [2, 4], 0.03, 0.16, holds=True)], silent_s=0.08, retransmit_s=0.05),
+    ),
+    "an update that a shard had asked for again was lost with the shard": (
+        pl.AsyncDiLoCo(period=4, codec=TopK(0.25), servers=2, durability="process"),
+        1,
+        Faults(server_deaths=[(5, 0.063), (5, 0.016)], restart_s=0.04),
+    ),
+    "workers of which some waited for one shard and some for the other waited for each other": (
+        pl.AsyncDiLoCo(period=4, servers=2),
+        37,
+        Faults(
+            pauses=[Pause(0, 0.016, 0.089)],
+            slow_links=[SlowLink([0, 2, 5], [0, 1, 2, 3, 4], 0.04, 0.07, 0.07)],
+            silent_s=0.08,
+            retransmit_s=0.05,
+        ),
+    ),
+    "a worker that came back and ended before its next heartbeat was a member for ever": (
+        pl.AsyncDiLoCo(period=4, servers=2),
+        47,
+        Faults(
+            joins=[0.029, 0.104],
+            delayed=0.1,
+            delay_s=0.041,
+            pauses=[Pause(0, 0.114, 0.151)],
+            silent_s=0.08,
+            retransmit_s=0.05,
+        ),
     ),
 }
 

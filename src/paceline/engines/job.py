@@ -23,22 +23,24 @@ from paceline.engines.generations import Generations, another_connection
 from paceline.engines.groups import Groups
 from paceline.engines.hosts import ATTEMPT, Hosts, RollCall
 from paceline.engines.joining import join, mailbox_address
+from paceline.engines.mailboxes import elastic_mailbox, plain_mailbox
 from paceline.engines.place import Place, detect
-from paceline.engines.server_process import ServerProcesses, ServerSettings
+from paceline.engines.server_process import ServerSettings
+from paceline.engines.servers import ServerProcesses
 from paceline.engines.supervisor import report_now, withdraw_report
 from paceline.errors import ClusterError
 from paceline.needs import Needs
 from paceline.strategy import Strategy
 from paceline.trace import Trace
 from paceline.transport.comm_thread import CommThread
-from paceline.transport.endpoint import BEAT_S, SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
+from paceline.transport.endpoint import SILENT_S, SPANS_KEPT, Backends, Clock, Membership, ProcessEndpoint
 from paceline.transport.job_key import JobKey
 from paceline.transport.progress import Progress
 from paceline.transport.shared_memory import SharedMemory
 from paceline.transport.shared_vector import HostVectors
 
 if TYPE_CHECKING:
-    from paceline.transport.mailbox import Mailbox
+    pass
 
 LAUNCHER_PIPE = "PACELINE_LAUNCHER_PIPE"  # The variable with the file descriptor of the launcher's pipe.
 # Servers watch the first process of each rank.  Its replacement joins them as a new rank and publishes this id, which
@@ -79,6 +81,7 @@ class Job(AbstractContextManager["Job"]):
         self._is_elastic = needs.elastic
         self._may_return = needs.elastic or elastic
         self._stages = stages
+        self.is_durable = served is not None and served.durability != "none"
         self._device = device
         self.ordered = ordered
         self.timeout_s = timeout_s
@@ -195,7 +198,7 @@ class Job(AbstractContextManager["Job"]):
                 hosts=self.hosts.ranks if by_host else None,
                 is_ordered=self.ordered,
             ),
-            open_mailbox=self._open_mailbox,
+            open_mailbox=lambda: plain_mailbox(self, mailbox_address(self.hosts, self._key)),
             open_group=self._open_group,
             trace=Trace(keep=SPANS_KEPT),
         )
@@ -212,7 +215,7 @@ class Job(AbstractContextManager["Job"]):
             rank,
             self.layout,
             self.clock,
-            open_mailbox=lambda: _elastic_mailbox(self, rank, mailbox_address(self.hosts, self._key)),
+            open_mailbox=lambda: elastic_mailbox(self, rank, mailbox_address(self.hosts, self._key)),
             membership=_membership(self.store, self.layout),
             vectors=HostVectors(self.store, self.workers) if self.hosts.is_one else None,
             trace=Trace(keep=SPANS_KEPT),
@@ -223,12 +226,6 @@ class Job(AbstractContextManager["Job"]):
             endpoint.mailbox  # noqa: B018 (opened now: peers may write to it from the first step)
             self.hosts.roll.gather("there", "")
         return endpoint
-
-    def _open_mailbox(self) -> Mailbox:
-        from paceline.transport.mailbox import Mailbox
-
-        address = mailbox_address(self.hosts, self._key)
-        return Mailbox(self.store, self.rank, self.layout.size, bind=address, timeout_s=self.timeout_s)
 
     def _share(self, ranks: tuple[int, ...]) -> SharedMemory | None:
         """Memory shared with these ranks, if they are all on this host."""
@@ -349,28 +346,6 @@ def _membership(store: dist.Store, layout: Layout) -> Membership:
         return [rank for rank in ranks if store.check([f"mail/{rank}"])]
 
     return Membership(members_ever, lambda rank: _has(store, f"trace/{rank}" if layout.servers else f"ended/{rank}"))
-
-
-def _elastic_mailbox(job: Job, rank: int, bind: str) -> Mailbox:
-    """A mailbox with heartbeats: to the servers if there are any, else to and from the other workers."""
-    from paceline.transport.mailbox import Mailbox
-
-    silent_s = job.silent_s
-    beat_s = min(BEAT_S, silent_s / 4)
-    has_servers = job.layout.servers > 0
-    mailbox = Mailbox(
-        job.store,
-        rank,
-        job.layout.size,
-        bind=bind,
-        is_open=True,
-        timeout_s=job.timeout_s,
-        beat_s=None if has_servers else beat_s,
-        silent_s=None if has_servers else silent_s,
-    )
-    if has_servers:
-        mailbox.beat(job.layout.server_ranks, every_s=beat_s)
-    return mailbox
 
 
 def _launchers_pipe() -> int | None:

@@ -73,3 +73,10 @@ def fresh_random_state() -> None:
     """Random numbers of a forked process as a new interpreter has them (Python's own `random` does this by itself)."""
     np.random.seed()
     torch.default_generator.manual_seed(DEFAULT_SEED)
+
+
+def use_own_streams() -> None:
+    """Write to files 1 and 2.  A notebook or a test has put other streams there, whose files a forked process may not
+    have."""
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -17,6 +17,7 @@ from paceline.checkpoint.background import in_background
 from paceline.checkpoint.cadence import awaited
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.part import Part, shard_part
+from paceline.server.logged_endpoint import LoggedEndpoint
 from paceline.server.messages import Restore, SavePoint
 from paceline.server.shard import Shard
 from paceline.slot_values import Copies
@@ -35,6 +36,7 @@ class ShardSaver:
         self._timeout_s = min(timeout_s, PATIENCE_S)
         self._copies = Copies()
         self._thread: threading.Thread | None = None
+        self._repeated = ""  # Where a process of this server that was killed has begun to save.
         shard.saves.copy = self._copy
         shard.saves.on_loss = self._note_loss
         shard.read = self._read
@@ -45,12 +47,27 @@ class ShardSaver:
             self._thread.join()
             self._thread = None
 
+    @property
+    def _is_repeating(self) -> bool:
+        """Whether the shard does again what an earlier process of it has done."""
+        return isinstance(self._shard.endpoint, LoggedEndpoint) and self._shard.endpoint.is_repeating
+
+    def come_back(self) -> None:
+        """This process goes on where another one was killed: what that one was writing will not be complete."""
+        if self._repeated:
+            store, key = PrefixStore(self._repeated, self._store), f"files/{shard_part(self._index)}"
+            if not store.check([key]):
+                store.set(key, json.dumps({"error": "it was killed while the run was saved"}))
+
     def _read(self, request: Restore) -> dict[str, Any]:
         return Checkpoint(Path(request.path)).shard(self._index, self._count, unit=request.unit)
 
     def _copy(self, request: SavePoint, dead: list[int]) -> None:
         if not request.where:
             raise ValueError("this worker's driver saves no servers")
+        if self._is_repeating:
+            self._repeated = request.where
+            return
         if self._thread is not None:  # The memory of its copies is used again.
             self._thread.join(AT_MOST_S)
             if self._thread.is_alive():
@@ -60,6 +77,8 @@ class ShardSaver:
 
     def _note_loss(self, request: SavePoint) -> None:
         """Tell those that wait for a dead worker's files, unless they are there."""
+        if self._is_repeating:
+            return
         store = PrefixStore(request.where, self._store)
         said = json.dumps({"error": "the worker died while the run was saved"})
         for key in (f"files/{request.member}", *(["first"] if request.member == 0 else [])):

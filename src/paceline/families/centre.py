@@ -35,6 +35,11 @@ class InMemory:
         self.endpoint = endpoint
         self._others_at_read = 0  # How often other workers had written when this one last read the centre.
 
+    @classmethod
+    async def of(cls, w: Replica) -> InMemory:
+        """The centre of all workers, which begins as their first one."""
+        return cls(await w.endpoint.shared_vector(w.params), w.endpoint)
+
     def meet(self, x: Tensor, alpha: float, into: Tensor) -> Op[None]:
         return self.endpoint.spawn(self._meet(x, alpha, into), kind="meet")
 

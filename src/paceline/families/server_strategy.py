@@ -14,7 +14,7 @@ from paceline.server.gates import Free, Gate
 from paceline.server.rule import Rule
 from paceline.server.shard import Shard
 from paceline.server.store import Store
-from paceline.strategy import Strategy
+from paceline.strategy import Durability, Strategy
 from paceline.worker.replica import Replica
 
 
@@ -27,6 +27,8 @@ class ServerStrategy(Strategy):
     changed since the worker's last pull.  With `sparse=True`, parameters with sparse gradients
     (nn.Embedding(sparse=True)) are pushed and pulled by rows: only the rows that were touched are sent.
 
+    With `durability="process"` a shard that is killed comes back as it was, and no acknowledged update is lost.
+
     Where the rule takes the steps, and not the workers' optimizers, its learning rate follows the schedule.
     """
 
@@ -34,6 +36,7 @@ class ServerStrategy(Strategy):
     codec: Codec | None = None
     pulls: Codec | None = None
     sparse: bool = False
+    durability: Durability = "none"
     needs: ClassVar[Needs] = Needs(collectives=False, servers=True, optimizer=False, rests=True)
     pushes_gradients: ClassVar[bool] = True  # One at a time, of which rows may be sent alone.
 

@@ -129,6 +129,10 @@ class Beat(Message):
     """A heartbeat: its sender is alive.  Mailboxes send and take these by themselves."""
 
 
+class Returned(Message):
+    """A server that was killed is back, as it was: what it has not answered is to be sent again."""
+
+
 class Event(Message):
     """Something that a rank finds out by itself.  It never travels."""
 

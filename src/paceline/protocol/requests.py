@@ -6,12 +6,15 @@ receiver does what a request asks for once, however often it comes.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from enum import Enum
+from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from paceline.errors import ClusterError
-from paceline.protocol.messages import Away, Message, PeerDied, Refused, Reply, Request, Wait, reply_to
+from paceline.op import Op
+from paceline.protocol.messages import Away, Message, PeerDied, Refused, Reply, Request, Returned, Wait, reply_to
 
 if TYPE_CHECKING:
     from paceline.endpoint import Endpoint
@@ -40,6 +43,8 @@ class Requests:
         self.endpoint = endpoint
         self.incarnation = 0
         self._last_id = 0
+        # What each rank was sent and has not answered, by its number: the request, or the probe for it.
+        self._open: dict[int, dict[int, Request]] = defaultdict(dict)
         self._waiting: set[tuple[int, int]] = set()  # The rank and the number of each request that waits for a reply.
         self._replies: dict[tuple[int, int], Message] = {}  # Replies to one, which another one has received.
 
@@ -50,9 +55,21 @@ class Requests:
         request.incarnation = self.incarnation
         return request
 
+    async def send(self, rank: int, request: Request, *, probe: Request | None = None) -> None:
+        """Send a request, and send it, or the `probe`, again if its receiver was killed and is back."""
+        await self.begin(rank, request, probe=probe)
+
+    def begin(self, rank: int, request: Request, *, probe: Request | None = None) -> Op[None]:
+        self._open[rank][request.request_id] = request if probe is None else probe
+        return self.endpoint.send(rank, request)
+
+    def forget(self, rank: int, request: Request) -> None:
+        """The answer to a request is not wanted any longer."""
+        self._open[rank].pop(request.request_id, None)
+
     async def ask(self, rank: int, request: Request, *replies: type[M]) -> M:
         """Number a request, send it, and wait for a reply of one of these types."""
-        await self.endpoint.send(rank, self.number(request))
+        await self.send(rank, self.number(request))
         return await self.reply(rank, request, *replies)
 
     async def reply(self, rank: int, request: Request, *replies: type[M], probe: Request | None = None) -> M:
@@ -63,16 +80,19 @@ class Requests:
         """
         this = rank, request.request_id
         self._waiting.add(this)
+        # Also if this is not the first wait for it: a shard may have asked to send it again, and be killed before.
+        self._open[rank][request.request_id] = probe or request
         try:
-            return await self._reply(this, request, replies, probe or request)
+            return await self._reply(this, request, replies)
         finally:
             self._waiting.discard(this)
             self._replies.pop(this, None)
+            self.forget(rank, request)
 
-    async def _reply(self, this: tuple[int, int], request: Request, replies: tuple[type[M], ...], again: Request) -> M:
+    async def _reply(self, this: tuple[int, int], request: Request, replies: tuple[type[M], ...]) -> M:
         endpoint, rank = self.endpoint, this[0]
         timeouts = 0
-        types = (*replies, Wait, Refused, PeerDied)
+        types = (*replies, Wait, Refused, PeerDied, Returned)
         while True:
             message = self._replies.pop(this, None)
             if message is None:
@@ -82,9 +102,12 @@ class Requests:
                     if this not in self._replies:
                         timeouts += 1
                         self._check_alive(rank, request, timeouts)
-                        await endpoint.send(rank, again)
+                        await self._send_again()
                     continue
             timeouts = 0
+            if isinstance(message, Returned):
+                await self._send_again()
+                continue
             check_reply(endpoint, message)
             if isinstance(message, Reply) and message.request_id != request.request_id:
                 # Another request of this rank may wait for it; otherwise it is the second answer to an older one.
@@ -92,6 +115,11 @@ class Requests:
                     self._replies[other] = message
             elif isinstance(message, replies):
                 return message
+
+    async def _send_again(self) -> None:
+        """Send all that has no answer, not only what is waited for: one rank may wait for what another one was sent."""
+        for rank, unanswered in [(rank, request) for rank, sent in self._open.items() for request in sent.values()]:
+            await self.endpoint.send(rank, unanswered)
 
     def _check_alive(self, rank: int, request: Request, timeouts: int) -> None:
         name = self.endpoint.layout.name(rank)
@@ -166,6 +194,10 @@ class Deduplicator:
         """What a repeated request is answered by: the same as before, or that its sender is to wait."""
         return self._replies.get(request.src) or reply_to(request, Wait())
 
+    def last_reply(self, src: int) -> Reply | None:
+        """The reply to the newest request of a sender, if it is still kept."""
+        return self._replies.get(src)
+
     def kept_reply(self, request: Request) -> Reply | None:
         """The reply to this request, if it is still kept."""
         reply = self._replies.get(request.src)
@@ -184,6 +216,13 @@ class Deduplicator:
         """The sender needs no reply to its requests up to this number, also if they arrive later."""
         incarnation, newest = self._newest.get(src, (0, 0))
         self._newest[src] = incarnation, max(newest, request_id)
+
+    def snapshot(self) -> dict[int, tuple[int, int]]:
+        """The newest request of each sender, without the replies."""
+        return dict(self._newest)
+
+    def restore(self, saved: Mapping[int, tuple[int, int]]) -> None:
+        self._newest = dict(saved)
 
     def forget(self, src: int) -> None:
         """A sender is dead."""
@@ -230,10 +269,12 @@ class Refusals:
     def __init__(self) -> None:
         self.counts: Counter[Reason] = Counter()
         self.last: str | None = None
+        self._adding = Lock()  # Several threads of a mailbox refuse.
 
     def add(self, reason: Reason, text: str) -> None:
-        self.counts[reason] += 1
-        self.last = text
+        with self._adding:
+            self.counts[reason] += 1
+            self.last = text
 
     @property
     def total(self) -> int:

@@ -7,9 +7,10 @@ next incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class State(Enum):
@@ -57,6 +58,14 @@ class Roster:
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self._states: dict[int, State] = dict.fromkeys(ranks, State.ACTIVE)
         self._incarnations: dict[int, int] = {}
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {"states": {r: s.value for r, s in self._states.items()}, "incarnations": dict(self._incarnations)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self._states = {rank: State(value) for rank, value in saved["states"].items()}
+        self._incarnations = dict(saved["incarnations"])
 
     # What is known.
 
@@ -114,6 +123,10 @@ class Roster:
         changes = self._change(rank, State.SUSPECTED)
         self._incarnations[rank] = (current if incarnation is None else incarnation) + 1
         return changes
+
+    def void(self, rank: int, incarnation: int) -> None:
+        """Nothing of this incarnation counts any more, also if the worker was not known yet."""
+        self._incarnations[rank] = max(self.incarnation(rank), incarnation + 1)
 
     def die(self, rank: int) -> list[Change]:
         """The process of a worker has ended."""

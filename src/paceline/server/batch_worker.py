@@ -163,7 +163,7 @@ class BatchWorker:
     async def _ask_shards(self, requests: Sequence[Request], reply: type[R]) -> list[R]:
         """Ask each shard, and wait for the replies of all."""
         sends = [
-            self.endpoint.send(rank, self._requests.number(request))
+            self._requests.begin(rank, self._requests.number(request))
             for rank, request in zip(self.shards, requests, strict=True)
         ]
         for send in sends:

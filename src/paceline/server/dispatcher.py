@@ -16,11 +16,14 @@ import torch
 from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Reply, Request, reply_to
 from paceline.protocol.requests import Deduplicator, Refusal, Verdict
-from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, NoWork, Restore, Update, Work
-from paceline.server.work_queue import WorkItem, WorkQueue
+from paceline.server.landings import Landings
+from paceline.server.messages import AllDone, Deferred, DrawNow, DrawWork, NoWork, Restore, SoFar, Update, Work
+from paceline.server.snapshots import message_of, plain_message
+from paceline.server.work_queue import Lease, WorkItem, WorkQueue
 from paceline.state import Resize, StateStore, Values, resize_rule
 
 MOST_DRAWN = 64  # The most work items that a worker gets at once.
+MOST_UNLANDED = 4 * MOST_DRAWN  # So many items of a worker are kept before the other shards are asked for them.
 
 
 @resize_rule("first shard")
@@ -42,6 +45,8 @@ class Dispatcher:
         self._data_shards: dict[int, int] = {}  # The data shards of workers that have replaced a dead one.
         self._done: dict[int, int] = {}  # The steps that are done of each data shard.
         self.applied: Callable[[], Mapping[int, int]] = dict  # Of each worker: the items behind updates that are saved.
+        self._landings = Landings(endpoint)
+        self._shards = len(endpoint.layout.server_ranks)
         states.bind("work", rule=first_shard, save=self._save, load=self._load, check=self._check_saved)
 
     # State.
@@ -57,7 +62,7 @@ class Dispatcher:
             WorkQueue.load(values["queue"])
 
     def _load(self, values: Values) -> None:
-        self._queue = None if values["queue"] is None else WorkQueue.load(values["queue"])
+        self._queue = None if values["queue"] is None else WorkQueue.load(values["queue"], shards=self._shards)
         if self._queue is not None:
             self._queue.recut(self.endpoint.layout.workers)
         self._done = dict(values["done"])
@@ -66,7 +71,7 @@ class Dispatcher:
         self._deferred.clear()
         self._data_shards.clear()
 
-    def restore(self, request: Restore) -> None:
+    def go_on(self, request: Restore) -> None:
         """A worker of a resumed run: it goes on with the items that it has done, and not with the others."""
         if request.src not in self.endpoint.layout.worker_ranks:  # It replaces one that died at the start.
             return
@@ -76,6 +81,36 @@ class Dispatcher:
             self._queue.keep(request.src, request.steps)
         else:
             self._done[request.src] = request.position
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known which shards have the items of lost workers, so that the work can be saved."""
+        return self._queue is None or not self._queue.lost
+
+    def snapshot(self) -> Values:
+        """All that is known, as plain values; unlike what is saved for another run, with the work that is leased."""
+        return {
+            "queue": None if self._queue is None else self._queue.snapshot(),
+            "done": dict(self._done),
+            "drawn": [[plain_message(draw), [list(i) for i in items]] for draw, items in self._drawn.values()],
+            "drawing": [plain_message(draw) for draw in self.drawing],
+            "deferred": [plain_message(draw) for draw in self._deferred.values()],
+            "data_shards": dict(self._data_shards),
+            "requests": self._requests.snapshot(),
+            "landings": self._landings.snapshot(),
+        }
+
+    def restore(self, saved: Values) -> None:
+        self._queue = None if saved["queue"] is None else WorkQueue.restored(saved["queue"], shards=self._shards)
+        self._done = dict(saved["done"])
+        drawn = [(message_of(draw, DrawWork), items) for draw, items in saved["drawn"]]
+        self._drawn = {draw.src: (draw, [WorkItem(*item) for item in items]) for draw, items in drawn}
+        self.drawing = [message_of(draw, DrawWork) for draw in saved["drawing"]]
+        deferred = [message_of(draw, DrawWork) for draw in saved["deferred"]]
+        self._deferred = {draw.src: draw for draw in deferred}
+        self._data_shards = dict(saved["data_shards"])
+        self._requests.restore(saved["requests"])
+        self._landings.restore(saved["landings"])
 
     # Requests.
 
@@ -97,7 +132,7 @@ class Dispatcher:
             self._deferred[src] = request
             return await self._reply(request, Deferred())
         fair = max(1, left // (2 * workers))
-        if taken := queue.take(src, min(request.wanted, fair, MOST_DRAWN)):
+        if taken := queue.take(src, min(request.wanted, fair, MOST_DRAWN), request.incarnation):
             await self._give(request, taken)
         elif queue.is_over:
             await self._reply(request, AllDone())
@@ -120,7 +155,7 @@ class Dispatcher:
             )
         if self._queue is None:
             try:
-                self._queue = WorkQueue(first, last, data_shards)
+                self._queue = WorkQueue(first, last, data_shards, shards=self._shards)
             except ValueError as error:
                 raise Refusal(str(error)) from error
         self._queue.extend(last)
@@ -139,7 +174,8 @@ class Dispatcher:
 
     async def _give(self, request: DrawWork, items: list[WorkItem]) -> None:
         self._drawn[request.src] = request, items
-        await self._reply(request, Work(_numbers(items)))
+        had = torch.tensor([item.had for item in items]) if any(item.had for item in items) else None
+        await self._reply(request, Work(_numbers(items), had))
 
     async def _reply(self, request: Request, reply: Reply) -> None:
         await self.endpoint.send(request.src, reply_to(request, reply))
@@ -155,7 +191,7 @@ class Dispatcher:
             return
         if self._queue is not None:
             self._queue.do(push.src, push.steps)
-            await self._say_if_over()
+            await self._land(push.src)
         else:
             data_shard = self._data_shards.get(push.src, push.src)
             self._done[data_shard] = self._done.get(data_shard, 0) + push.steps
@@ -170,15 +206,73 @@ class Dispatcher:
         self.drawing = [request for request in self.drawing if request.src != worker]
         self._deferred.pop(worker, None)
 
-    async def hand_on(self, dead: int) -> None:
-        """Give the items that a dead worker had leased to workers that wait for work."""
-        if self._queue is not None:
-            self._queue.lose(dead)
-            self._drawn.pop(dead, None)
-            while self.drawing and self._queue.left:
-                request = self.drawing.pop(0)
-                await self._give(request, self._queue.take(request.src))
-            await self._say_if_over()
+    async def lose(self, worker: int) -> None:
+        """A worker was lost: once it is known which shards have which of its items, the others get the rest."""
+        self._drawn.pop(worker, None)
+        if self._queue is None:
+            return
+        if (lost := self._queue.lose(worker)) is None:
+            await self._hand_on()
+        else:
+            await self._landings.ask(lost[0], 0, is_lost=True)
+
+    async def let_go(self, worker: int) -> None:
+        """A worker has left: all shards have what it has done."""
+        self._drawn.pop(worker, None)
+        if self._queue is None:
+            return
+        if (lost := self._queue.lose(worker)) is not None:
+            which, lease = lost
+            self._landings.forget(which)
+            self._queue.settle(which, [lease.done] * self._shards)
+        await self._hand_on()
+
+    async def _land(self, worker: int) -> None:
+        """A worker has done items.  Of several shards all must have them before they count as done."""
+        assert self._queue is not None
+        lease = self._queue.leases[worker]
+        if self._queue.is_done_here:
+            for other, last in self._queue.leases.items():
+                await self._ask_for(other, last)
+        elif len(lease.items) - lease.undone > MOST_UNLANDED:
+            await self._ask_for(worker, lease)
+        await self._say_if_over()
+
+    async def _ask_for(self, worker: int, lease: Lease) -> None:
+        which = worker, lease.incarnation
+        if lease.items and not self._landings.is_asked(which):
+            await self._landings.ask(which, lease.done, is_lost=False)
+
+    async def landed(self, message: SoFar) -> None:
+        """A shard says how many items of a worker it has."""
+        if self._queue is None or (counts := self._landings.answered(message)) is None:
+            return
+        which = message.worker, message.incarnation
+        if message.is_lost:
+            self._queue.settle(which, [self._queue.lost[which].done, *counts])
+            await self._hand_on()
+        else:
+            self._queue.leases[message.worker].land(min(counts))
+        if self._queue.is_done_here:
+            for worker, lease in self._queue.leases.items():
+                await self._ask_for(worker, lease)
+        await self._say_if_over()
+
+    @property
+    def due(self) -> float | None:
+        """When to ask other shards again."""
+        return self._landings.due
+
+    async def ask_again(self, *, at_once: bool = False) -> None:
+        await self._landings.ask_again(at_once=at_once)
+
+    async def _hand_on(self) -> None:
+        """Give items that are free again to workers that wait for work."""
+        assert self._queue is not None
+        while self.drawing and self._queue.left:
+            request = self.drawing.pop(0)
+            await self._give(request, self._queue.take(request.src, incarnation=request.incarnation))
+        await self._say_if_over()
 
     async def _say_if_over(self) -> None:
         if self._queue is not None and self._queue.is_over:

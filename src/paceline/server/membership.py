@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from paceline.errors import ClusterError
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import NotAMember, OlderIncarnation, Refusal
 from paceline.protocol.roster import Change, Roster, State
 from paceline.server.messages import Idle, Join, Leave, Wake
+from paceline.server.snapshots import message_of, plain_message
 
 NOT_A_MEMBER = "it is not, or no longer, among the workers; it may join"
 
@@ -32,6 +34,32 @@ class Membership:
         self._awaited: list[float] = []  # Until when the shard waits for each replacement,
         self._return_by = math.inf  # and until when for workers that are silent.
         self._ahead = 0  # How many have joined before the death of the worker that they replace was noticed.
+
+    # Snapshots.
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {
+            "roster": self.roster.snapshot(),
+            "clocks": dict(self.clocks),
+            "leaving": [plain_message(request) for request in self.leaving.values()],
+            "all_done": self.all_done,
+            "newest": dict(self._newest),
+            "awaited": list(self._awaited),
+            "return_by": self._return_by,
+            "ahead": self._ahead,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.roster.restore(saved["roster"])
+        self.clocks = dict(saved["clocks"])
+        leaving = [message_of(plain, Leave) for plain in saved["leaving"]]
+        self.leaving = {request.src: request for request in leaving}
+        self.all_done = saved["all_done"]
+        self._newest = dict(saved["newest"])
+        self._awaited = list(saved["awaited"])
+        self._return_by = saved["return_by"]
+        self._ahead = saved["ahead"]
 
     # Queries.
 
@@ -134,7 +162,8 @@ class Membership:
 
     def lose(self, rank: int, incarnation: int, *, is_dead: bool, now: float) -> Change | None:
         """A worker is dead, or suspected to be in this incarnation.  The change, if it was a member."""
-        self.leaving.pop(rank, None)
+        if is_dead:  # One that has left and is only suspected still waits for the final value.
+            self.leaving.pop(rank, None)
         changes = self.roster.die(rank) if is_dead else self.roster.suspect(rank, incarnation)
         self._note(changes)
         loss = next((change for change in changes if change.is_loss), None)

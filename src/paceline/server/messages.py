@@ -30,7 +30,9 @@ class Update(Request):
 
     With `runs` it is for some values only, and the reply has only the values that have changed since `version`.  `rate`
     is the factor on the learning rate that the sender's schedule gives for these steps.  The sender has passed so many
-    save points, `saves`.
+    save points, `saves`.  `done` counts the work items that its sender was leased and has done, from the first one of
+    this incarnation to the last one of this update.  If the receiver `had` the item of this update already, it comes
+    without samples.
     """
 
     update: Tensor
@@ -40,6 +42,8 @@ class Update(Request):
     runs: Tensor | None = None
     rate: Rate = 1.0
     saves: Version = 0
+    done: Version = 0
+    had: bool = False
 
 
 class Push(Update):
@@ -142,6 +146,25 @@ class WorkerLost(Message):
     incarnation: Count = 0
 
 
+class HowFar(Message):
+    """How many work items of a worker are in the receiver?  It answers once they are at least so many; or, if the
+    worker `is_lost` in this incarnation, when it takes nothing of it any more."""
+
+    worker: Rank
+    incarnation: Count
+    least: Version = 0
+    is_lost: bool = False
+
+
+class SoFar(Message):
+    """So many work items of a worker are in the sender."""
+
+    worker: Rank
+    incarnation: Count
+    done: Version = 0
+    is_lost: bool = False
+
+
 # Of shards to workers.
 
 
@@ -182,9 +205,10 @@ class SendAgain(Reply):
 
 
 class Work(Reply):
-    """Work items: pairs of a step and a part of it."""
+    """Work items: pairs of a step and a part of it.  `had`: for each, the shards that have it already, one a bit."""
 
     items: Tensor
+    had: Tensor | None = None
 
 
 class Deferred(Reply):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import astuple
+from typing import Any, TypeVar
 
 from paceline.protocol.messages import Request
 from paceline.protocol.requests import Refusal
 from paceline.server.gates import Gate
 from paceline.server.messages import Exchange, Update
 from paceline.server.shard_state import Wanted
+from paceline.server.snapshots import message_of, plain_message
 
 MOST_HELD = 64  # Requests of one worker that a shard keeps until it can answer them.
+QUEUES = ("early", "updates", "waiting", "wanted")
 
 Event = Update | Wanted
 E = TypeVar("E", Update, Wanted)
@@ -28,6 +31,16 @@ class Queues:
         # Workers with an early reply, of which they want another: their updates are held back by the rule,
         self.owed: set[int] = set()
         self.unapplied: set[int] = set()  # or wait for the gate.
+
+    def snapshot(self) -> dict[str, Any]:
+        """All requests, as plain values."""
+        queues = {name: [_plain(event) for event in getattr(self, name)] for name in QUEUES}
+        return {**queues, "owed": sorted(self.owed), "unapplied": sorted(self.unapplied)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        for name in QUEUES:
+            setattr(self, name, [_event_of(plain) for plain in saved[name]])
+        self.owed, self.unapplied = set(saved["owed"]), set(saved["unapplied"])
 
     def add(self, event: Event) -> None:
         if isinstance(event, Update):
@@ -89,6 +102,14 @@ class Queues:
         self.wanted = [wanted for wanted in self.wanted if wanted.src != worker]
         self.owed.discard(worker)
         self.unapplied.discard(worker)
+
+
+def _plain(event: Event) -> Any:
+    return {"update": plain_message(event)} if isinstance(event, Update) else {"wanted": list(astuple(event))}
+
+
+def _event_of(plain: Any) -> Any:
+    return message_of(plain["update"], Update) if "update" in plain else Wanted(*plain["wanted"])
 
 
 def _first(queue: list[E], may: Callable[[int, Mapping[int, int]], bool], clocks: Mapping[int, int]) -> E | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from paceline.endpoint import Endpoint
-from paceline.protocol.messages import Message, PeerDied, PeerSuspected, Request, Wait
+from paceline.protocol.messages import Message, PeerDied, PeerSuspected, Request, Returned, Wait
 from paceline.protocol.requests import Deduplicator, Refusal, UnknownRequest, Verdict
 from paceline.protocol.roster import State
 from paceline.server.dispatcher import Dispatcher
+from paceline.server.landings import Applied
 from paceline.server.membership import NOT_A_MEMBER, Membership
 from paceline.server.messages import (
     Arrived,
@@ -17,6 +19,7 @@ from paceline.server.messages import (
     Bye,
     DrawNow,
     DrawWork,
+    HowFar,
     Idle,
     Join,
     Leave,
@@ -28,6 +31,7 @@ from paceline.server.messages import (
     Restored,
     SavePoint,
     SendAgain,
+    SoFar,
     Start,
     Update,
     Wake,
@@ -54,19 +58,43 @@ class Reception:
         self.replies = Replies(endpoint)
         self.queues = Queues()
         self.saves = SavePoints(endpoint, self.members, self.replies)
-        self.restore: Callable[[Restore], None] = lambda request: None  # Continue from a checkpoint.
+        self.on_restore: Callable[[Restore], None] = lambda request: None  # Continue from a checkpoint.
+        self.applied = Applied(endpoint)
         self._updates = Deduplicator()
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {
+            "held": self.held.snapshot(),
+            "work": self.dispatcher.snapshot(),
+            "members": self.members.snapshot(),
+            "queues": self.queues.snapshot(),
+            "applied": self.applied.snapshot(),
+            "updates": self._updates.snapshot(),
+            "saves": self.saves.snapshot(),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.held.restore(saved["held"])
+        self.dispatcher.restore(saved["work"])
+        self.members.restore(saved["members"])
+        self.queues.restore(saved["queues"])
+        self.applied.restore(saved["applied"])
+        self._updates.restore(saved["updates"])
+        self.saves.restore(saved["saves"])
 
     async def event(self, rule: Rule | None) -> Event | None:
         """The next request, once there is a value; None if a rule is due first, or if the members have changed."""
         while True:
             if self.queues.early and self.held.is_there:
                 return self.queues.early.pop(0)
-            due = _earlier(_earlier(self.held.due(rule), self.members.waits_until()), self.saves.due)
+            dues = self.held.due(rule), self.members.waits_until(), self.saves.due, self.dispatcher.due
+            due = min((time for time in dues if time is not None), default=None)
             try:
                 message = await self.endpoint.recv(timeout=None if due is None else max(0.0, due - self.endpoint.now()))
             except TimeoutError:
                 self.members.stop_waiting(self.endpoint.now())
+                await self.dispatcher.ask_again()
                 return None
             try:
                 if isinstance(message, Request):
@@ -106,6 +134,11 @@ class Reception:
                 self.members.check_member(message)
                 self.members.idle(message)
                 return True
+            case Returned() if src in self.endpoint.layout.server_ranks:
+                await self._retell_losses(src)
+                await self.dispatcher.ask_again(at_once=True)
+                for worker in self.members.roster.members:  # It may wait for this shard, and not look at others.
+                    await self.endpoint.send(worker, Returned())
             case Leave():
                 return await self._leave(message, rule)
             case AskToSave():
@@ -117,7 +150,7 @@ class Reception:
                 await self.saves.stand(message)
                 return True
             case Restore():
-                self.restore(message)
+                self.on_restore(message)
                 await self.replies.send(message, Restored())
                 return True
             case Bye():
@@ -127,6 +160,16 @@ class Reception:
                 return await self.lose(src, incarnation, rule, is_dead=isinstance(message, PeerDied))
             case WorkerLost() if src in self.endpoint.layout.server_ranks:
                 return await self.lose(message.worker, message.incarnation, rule, is_news=False)
+            case HowFar() if src in self.endpoint.layout.server_ranks:
+                if message.is_lost:
+                    was_member = await self.lose(message.worker, message.incarnation, rule, is_news=False)
+                    self.members.roster.void(message.worker, message.incarnation)
+                    await self.applied.answer(message)
+                    return was_member
+                await self.applied.answer(message)
+            case SoFar() if src in self.endpoint.layout.server_ranks:
+                await self.dispatcher.landed(message)
+                return self.saves.is_asked
             case _:
                 raise UnknownRequest(message)
         return False
@@ -160,7 +203,7 @@ class Reception:
             return False
         self.members.leave(request)
         self._drop(request.src, rule)
-        await self.dispatcher.hand_on(request.src)
+        await self.dispatcher.let_go(request.src)
         return True
 
     def _drop(self, worker: int, rule: Rule | None) -> None:
@@ -186,9 +229,16 @@ class Reception:
         self._drop(worker, rule)
         for request in held:  # It may be alive after all.
             await self.replies.tell_away(request)
-        await self.dispatcher.hand_on(worker)
+        await self.dispatcher.lose(worker)
         await self._ask_for_value()
         return True
+
+    async def _retell_losses(self, shard: int) -> None:
+        """A shard that was killed may not have heard of them."""
+        roster = self.members.roster
+        for state, newer in ((State.DEAD, 0), (State.SUSPECTED, 1)):
+            for worker in roster.ranks_in(state):
+                await self.endpoint.send(shard, WorkerLost(worker, roster.incarnation(worker) - newer))
 
     async def _ask_for_value(self) -> None:
         """Ask a worker for the first value: worker 0, or if it is dead another one."""
@@ -245,10 +295,3 @@ class Reception:
             self.queues.add(Wanted.by(probe))
             return True
         return False
-
-
-def _earlier(one: float | None, other: float | None) -> float | None:
-    """The earlier of two times; None: never."""
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)

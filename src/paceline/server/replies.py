@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
-from paceline.protocol.messages import Away, Message, Numbered, Reply, reply_to
+from paceline.protocol.messages import Away, Message, Numbered, PeerSuspected, Reply, reply_to
 from paceline.protocol.requests import Refusal, Refusals
+from paceline.server.logged_endpoint import LoggedEndpoint
 from paceline.server.queues import Event
 
 
@@ -24,6 +25,9 @@ class Replies:
         try:
             await self.endpoint.send(dst, reply)
         except ClusterError:
+            if isinstance(self.endpoint, LoggedEndpoint):  # What is not in its log must not have an effect.
+                self.endpoint.find_out(PeerSuspected(src=dst))
+                return True
             return False
         return True
 

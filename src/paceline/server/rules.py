@@ -309,7 +309,7 @@ class Quorum(Wrapper):
     def apply(self, value: Tensor, update: Tensor, m: Slot, push: Push) -> bool:
         m.sum.add_(update, alpha=push.samples)
         m.weight += push.samples
-        m.rate += (push.rate - m.rate) * (push.samples / m.weight)
+        m.rate += (push.rate - m.rate) * (push.samples / (m.weight or 1))
         m.srcs.append(push.src)
         return self.tick(value, m, push.time, push.workers)
 
@@ -341,7 +341,7 @@ class Quorum(Wrapper):
         return super().saved(m) | {"until": None}  # Another run has another clock: the grace period starts again.
 
     def _apply_mean(self, value: Tensor, m: Slot) -> bool:
-        applied = self.rule.apply(value, m.sum.div_(m.weight), m.inner, Push(rate=m.rate))
+        applied = not m.weight or self.rule.apply(value, m.sum.div_(m.weight), m.inner, Push(rate=m.rate))
         m.sum.zero_()
         m.weight = 0.0
         m.rate = 0.0

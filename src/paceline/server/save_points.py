@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Request, Wait
 from paceline.server.membership import Membership
 from paceline.server.messages import AskToSave, Leave, Saved, SavePoint, Update
 from paceline.server.replies import Replies
+from paceline.server.snapshots import message_of, plain_message
 
 PATIENCE_S = 120.0  # A shard that waits for longer gives up, and nothing is saved.
 
@@ -38,6 +40,7 @@ class SavePoints:
         self.endpoint = endpoint
         self.copy: Copy = lambda request, dead: None
         self.on_loss: Callable[[SavePoint], None] = lambda request: None  # A worker died after it stood there.
+        self.may_pass: Callable[[], bool] = lambda: True  # Whether nothing is unknown that is to be saved.
         self.has_ended = False  # The driver stops the run at a save point.
         self.passed = 0  # The number of the last save point that this shard has passed.
         self.later: list[Update] = []  # Updates of the time after the coming save point.
@@ -49,6 +52,28 @@ class SavePoints:
         self._last: dict[int, SavePoint] = {}  # Those of the last save point.
         self._past: set[int] = set()  # Workers that passed the coming save point at another shard.
         self._why = ""  # Why the last one was not saved.
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return {
+            "passed": self.passed,
+            "later": [plain_message(update) for update in self.later],
+            "number": self._number,
+            "asked_at": self._asked_at,
+            "marks": [plain_message(mark) for mark in self._marks.values()],
+            "last": [plain_message(mark) for mark in self._last.values()],
+            "past": sorted(self._past),
+            "why": self._why,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.passed, self._number = saved["passed"], saved["number"]
+        self._asked_at, self._why = saved["asked_at"], saved["why"]
+        self.later = [message_of(update, Update) for update in saved["later"]]
+        marks, last = ([message_of(mark, SavePoint) for mark in saved[name]] for name in ("marks", "last"))
+        self._marks = {mark.src: mark for mark in marks}
+        self._last = {mark.src: mark for mark in last}
+        self._past = set(saved["past"])
 
     @property
     def number(self) -> int:
@@ -121,11 +146,12 @@ class SavePoints:
         there = {src for src, mark in self._marks.items() if mark.number >= self._number} | self._past
         if not self.is_asked or not self._marks:
             return []
-        if all(worker in there for worker in members):
+        if all(worker in there for worker in members) and self.may_pass():
             await self._pass("")
         elif self.endpoint.now() >= self._asked_at + PATIENCE_S:
             missing = [self.endpoint.layout.name(worker) for worker in members if worker not in there]
-            await self._pass(f"{' and '.join(missing)} did not come to the end of a step for {PATIENCE_S:g} s")
+            what = f"{' and '.join(missing)} did not come to the end of a step" if missing else "a shard did not answer"
+            await self._pass(f"{what} for {PATIENCE_S:g} s")
         else:
             return []
         waited, self.later = self.later, []

@@ -18,12 +18,13 @@ from paceline.endpoint import Endpoint
 from paceline.protocol.messages import Message, PeerDied, reply_to
 from paceline.protocol.requests import Refusal, Refusals
 from paceline.server.gates import Free, Gate
+from paceline.server.logged_endpoint import LoggedEndpoint
 from paceline.server.messages import Bye, Exchange, Leave, Restore, RunEnded, SavePoint, Update, Value
 from paceline.server.pending import Pending
 from paceline.server.queues import Event
 from paceline.server.reception import Reception
 from paceline.server.rule import Rule
-from paceline.server.shard_state import ShardState, Wanted
+from paceline.server.shard_state import ShardState, Wanted, decoded
 from paceline.slot_values import Copies
 from paceline.state import SHARD, StateStore
 
@@ -55,7 +56,8 @@ class Shard:
         self.saves = self._reception.saves
         self._pending = Pending(endpoint.layout, self.members, self._queues, self.states)
         self._dispatcher.applied = self._pending.applied
-        self._reception.restore = self._restore
+        self._reception.on_restore = self._restore
+        self.saves.may_pass = lambda: self._dispatcher.is_settled
         # Of the driver: the state of this shard in a checkpoint.
         self.read: Callable[[Restore], Mapping[str, Any] | None] = lambda request: None
         self._is_restored = False
@@ -70,7 +72,8 @@ class Shard:
     ) -> None:
         """Apply updates and answer requests, each as soon as the gate lets it pass, until the last worker has left."""
         self.declare(rule)
-        self._pending.decode = lambda update: self.held.decoded(update, codec)
+        self._pending.decode = lambda update: decoded(update, codec, self.value.numel())
+        self._come_back()
         queues = self._queues
         while self.is_needed:
             event = await self._reception.event(rule)
@@ -140,7 +143,9 @@ class Shard:
                 self._is_restored = False
                 raise Refusal(str(error)) from error
             self.states.check_complete()
-        self._dispatcher.restore(request)
+            if isinstance(self.endpoint, LoggedEndpoint):
+                self.endpoint.cut_soon()  # The checkpoint may be gone when the log is read.
+        self._dispatcher.go_on(request)
 
     @property
     def clocks(self) -> Mapping[int, int]:
@@ -159,6 +164,14 @@ class Shard:
         await self._say_goodbye()
         return None
 
+    def _come_back(self) -> None:
+        """Continue from the snapshot of a process that was killed, and let this one be saved in the same way."""
+        if isinstance(self.endpoint, LoggedEndpoint):
+            if (saved := self.endpoint.snapshot) is not None:
+                self._is_restored = saved["is_restored"]
+                self._reception.restore(saved)
+            self.endpoint.save = lambda: {**self._reception.snapshot(), "is_restored": self._is_restored}
+
     async def _apply_and_queue(self, rule: Rule, update: Update, codec: Codec | None) -> None:
         """Apply an update, and queue the reply if its sender wants the value."""
         try:
@@ -169,10 +182,10 @@ class Shard:
             self._queues.release()
         if update.src in self._queues.unapplied:  # Its sender had an early reply, and wants another.
             self._queues.unapplied.discard(update.src)
-            if rule.holds_answers and update.samples and not was_applied:
+            if rule.holds_answers and (update.samples or update.had) and not was_applied:
                 self._queues.owe(update.src)
         elif isinstance(update, Exchange) and self.members.roster.is_member(update.src):
-            waits = rule.holds_answers and update.samples and not was_applied
+            waits = rule.holds_answers and (update.samples or update.had) and not was_applied
             (self._queues.waiting if waits else self._queues.wanted).append(Wanted.by(update))
 
     async def apply(self, rule: Rule, update: Update, *, codec: Codec | None = None) -> bool:
@@ -193,6 +206,7 @@ class Shard:
             # It may be in its sender's memory, and the sender needs to write there again.
             update.update = torch.empty(0)
         await self._dispatcher.note(update)
+        await self._reception.applied.note(update)
         return applied
 
     async def reply(

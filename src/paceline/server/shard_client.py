@@ -53,14 +53,26 @@ class ShardClient:
         self.slices = slices
         self.requests = Requests(self.endpoint)
         self.has_joined = False
+        self._told: list[Idle | Wake] = []
         self.drop_work: Callable[[], None] = lambda: None
         self.draw_again: Callable[[], Awaitable[Request]] | None = None
         self.on_ask: OnAsk | None = None  # The run is to be saved.
         self.restore: Callable[[], Awaitable[None]] | None = None  # Of a resumed run: the shards have a value then.
 
-    async def tell_all(self, request: type[Idle | Wake]) -> None:
-        for rank in self.shards:
-            await self.endpoint.send(rank, self.requests.number(request()))
+    async def tell_all(self, kind: type[Idle | Wake]) -> None:
+        """Tell all shards.  That this worker is idle they are told again if they are killed: others may wait for it."""
+        self.forget_told()
+        self._told = self.numbered([kind() for _ in self.shards])
+        for rank, request in zip(self.shards, self._told, strict=True):
+            await self.requests.send(rank, request)
+            if kind is Wake:
+                self.requests.forget(rank, request)
+
+    def forget_told(self) -> None:
+        """The shards need not know any longer that this worker is idle."""
+        for rank, request in zip(self.shards, self._told, strict=False):
+            self.requests.forget(rank, request)
+        self._told = []
 
     async def join(self) -> None:
         """Worker 0 sends the first value."""
@@ -88,7 +100,7 @@ class ShardClient:
     async def send(self, requests: Mapping[int, Request]) -> None:
         """Send requests to shards, by their ranks."""
         await self.join()
-        sends = [self.endpoint.send(rank, request) for rank, request in requests.items()]
+        sends = [self.requests.begin(rank, request, probe=_probe_of(request)) for rank, request in requests.items()]
         for send in sends:
             await send
 
@@ -128,7 +140,7 @@ class ShardClient:
             assert self.draw_again is not None
             return await self.draw_again(), replies
         again = self.requests.number(Pull())
-        await self.endpoint.send(rank, again)
+        await self.requests.send(rank, again)
         return again, (Value,)
 
 

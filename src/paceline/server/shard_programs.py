@@ -9,7 +9,7 @@ import torch
 
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
-from paceline.protocol.messages import Message, PeerDied, Reply, Request, Wait, reply_to
+from paceline.protocol.messages import Message, PeerDied, Reply, Request, Returned, Wait, reply_to
 from paceline.protocol.requests import RETRIES, Deduplicator, Requests, Verdict, check_reply
 from paceline.server.messages import Products, RunProgram
 
@@ -57,7 +57,9 @@ class ShardPrograms:
                     name = endpoint.layout.name(missing[0])
                     raise ClusterError(f"{name} has not answered the coordinator: it is dead or stuck") from None
                 continue
-            if message.src in missing and isinstance(message, (Reply, PeerDied)):
+            if isinstance(message, Returned):
+                due = 0.0 if message.src in missing else due
+            elif message.src in missing and isinstance(message, (Reply, PeerDied)):
                 check_reply(endpoint, message)
                 if isinstance(message, Products) and message.request_id == asked.request_id:
                     answers[message.src] = message

@@ -72,9 +72,9 @@ class ShardState:
         self._known: dict[int, Tensor] = {}  # With a pull codec: the value as each worker knows it.
         # The last versions, and the runs that each has changed; None is all of the value.
         self._changes: deque[tuple[int, Tensor | None]] = deque(maxlen=CHANGES)
-        self._updates = 0
+        self.updates = 0
         self._stale = 0  # The sum of their staleness.
-        self.on_applied: Callable[[Update], None] | None = None  # Called after an update was applied,
+        self.on_applied: Callable[[Update], None] | None = None  # Called after an update, also without samples,
         self.on_answer: Callable[[Value, int], None] | None = None  # and with each answer and the worker that gets it.
         self._states = states
         self._slots: dict[Rule, str] = {}  # The slot of each rule that was declared.
@@ -121,6 +121,29 @@ class ShardState:
         if self.is_there:
             self._memories[rule] = loaded_memory(slot, Slot(**rule.memory(self.value)), values)
 
+    def snapshot(self) -> Values:
+        """All of it, as plain values that share memory with it."""
+        return {
+            "value": self.value if self.is_there else None,
+            "version": self.version,
+            "memories": {self._slots[rule]: _shared(m) for rule, m in self._memories.items()},
+            "known": dict(self._known),
+            "changes": [list(change) for change in self._changes],
+            "updates": self.updates,
+            "stale": self._stale,
+        }
+
+    def restore(self, saved: Values) -> None:
+        """Continue from a snapshot; the rules were declared."""
+        self._load(saved)
+        for rule, slot in self._slots.items():
+            if slot in saved["memories"]:
+                self._memories[rule] = loaded_memory(slot, Slot(**rule.memory(self.value)), saved["memories"][slot])
+        self._known = dict(saved["known"])
+        self._changes.extend((version, runs) for version, runs in saved["changes"])
+        self.updates = saved["updates"]
+        self._stale = saved["stale"]
+
     # Workers and updates.
 
     def forget(self, worker: int, rule: Rule | None) -> None:
@@ -133,7 +156,8 @@ class ShardState:
         """Apply an update by a rule; whether it made a new version.  An update without samples changes nothing."""
         update = self._update(rule, push, codec)
         if not push.samples:
-            return False
+            self._report(push)
+            return push.had and rule.holds_answers and await self._attend(rule, push, workers)
         staleness = self.version - push.version
         described = Push(push.src, push.samples, staleness, workers, self.endpoint.now(), push.rate)
         m = self._memory(rule)
@@ -144,15 +168,30 @@ class ShardState:
             work = lambda: self._apply_to_some(rule, update, positions(runs), m, described)  # noqa: E731
         applied = await self.endpoint.compute(work, kind="apply", nbytes=push.nbytes)
         self._changes.append((self.version + 1, runs))
-        self._updates += 1
+        self.updates += 1
         self._stale += staleness
         self.endpoint.trace.point(
             self.endpoint.now(), self.endpoint.rank, self.version, push.samples, None, described.staleness
         )
         self.version += applied
+        self._report(push)
+        return applied
+
+    async def _attend(self, rule: Rule, push: Update, workers: int) -> bool:
+        """The value has the samples of an update already.  A rule that holds updates back still waits for its sender:
+        other shards do, and workers of which one waits for each shard would wait for each other."""
+        m, described = self._memory(rule), Push(push.src, 0, 0, workers, self.endpoint.now(), push.rate)
+        applied = await self.endpoint.compute(
+            lambda: rule.apply(self._own_value(), torch.zeros_like(self.value), m, described), kind="apply"
+        )
+        if applied:
+            self.version += 1
+            self._changes.append((self.version, None))
+        return applied
+
+    def _report(self, push: Update) -> None:
         if self.on_applied is not None:
             self.on_applied(push)
-        return applied
 
     def _apply_to_some(self, rule: Rule, update: Tensor, where: Tensor, m: Slot, push: Push) -> bool:
         """Apply an update to some elements of the value, and to the rule's memory of them."""
@@ -193,7 +232,7 @@ class ShardState:
             steps_done=wanted.steps_done,
             request_id=wanted.request_id,
             incarnation=wanted.incarnation,
-            updates=self._updates,
+            updates=self.updates,
             stale=self._stale,
         )
         if wanted.since is not None and (changed := self._changed_since(wanted.since)) is not None:
@@ -210,11 +249,8 @@ class ShardState:
         if self.version - version > len(self._changes):
             return None
         runs = [runs for made, runs in self._changes if made > version]
-        return (
-            None
-            if any(r is None for r in runs)
-            else union([r for r in runs if r is not None] or [torch.empty(0, 2, dtype=torch.int64)])
-        )
+        known = [r for r in runs if r is not None]
+        return union(known or [torch.empty(0, 2, dtype=torch.int64)]) if len(known) == len(runs) else None
 
     def _news(self, src: int, codec: Codec) -> Tensor:
         """The encoded difference to the value that a worker knows.  What the codec leaves out is in the next one."""
@@ -225,11 +261,6 @@ class ShardState:
         data = kernels.encode(codec, self.value - known, None, None)
         kernels.add(codec, data, known, 1.0, False)
         return data
-
-    def decoded(self, push: Update, codec: Codec | None) -> Tensor:
-        """The values of an update that is held back."""
-        is_encoded = codec is not None and push.update.dtype == torch.uint8
-        return codec.decode(push.update, self.value.numel()) if codec is not None and is_encoded else push.update
 
     def _update(self, rule: Rule, push: Update, codec: Codec | None) -> Tensor:
         """The decoded update, if it can be applied; without samples, only its form is checked."""
@@ -248,7 +279,7 @@ class ShardState:
         elif codec is not None and update.dtype == torch.uint8:
             if push.samples:
                 try:
-                    update = codec.decode(update, self.value.numel())
+                    update = decoded(push, codec, self.value.numel())
                 except ValueError as error:
                     raise Refusal(str(error)) from error
         elif update.shape != self.value.shape or update.dtype != self.value.dtype:
@@ -275,6 +306,15 @@ class ShardState:
         if rule not in self._memories:
             self._memories[rule] = Slot(**rule.memory(self.value))
         return self._memories[rule]
+
+
+def decoded(push: Update, codec: Codec | None, numel: int) -> Tensor:
+    """The values of an update for so many parameters."""
+    return push.update if codec is None or push.update.dtype != torch.uint8 else codec.decode(push.update, numel)
+
+
+def _shared(m: Slot) -> Values:
+    return {name: _shared(value) if isinstance(value, Slot) else value for name, value in vars(m).items()}
 
 
 def _check_saved(values: Any) -> None:

@@ -62,15 +62,8 @@ class Store:
         self.is_locked = is_locked
         self.endpoint = replica.endpoint
         self.shards = list(self.endpoint.layout.server_ranks)
-        if len(self.shards) > replica.params.numel():
-            raise ValueError(
-                f"{replica.learner.flat.method}(servers={len(self.shards)}) for {replica.params.numel()} parameters: "
-                "there must be at least one parameter for each server; give fewer servers"
-            )
         unit = 1 if codec is None else codec.unit
-        self.slices = [
-            stripe_of(j, replica.params.numel(), len(self.shards), unit=unit) for j in range(len(self.shards))
-        ]
+        self.slices = _slices(replica, len(self.shards), unit)
         self.versions = [0] * len(self.shards)
         self.unpushed = Accumulator()
         self._value: Tensor | None = None
@@ -153,11 +146,9 @@ class Store:
     def send_buffer(self, last: Tensor | None = None) -> Tensor:
         """Slot for an update, from which shards on this host read without a copy: the `last` one, unless it is still
         being read."""
-        return (
-            last
-            if last is not None and not self.endpoint.in_use(last)
-            else self.endpoint.send_buffer(self.replica.params)
-        )
+        if last is not None and not self.endpoint.in_use(last):
+            return last
+        return self.endpoint.send_buffer(self.replica.params)
 
     async def leave(self, into: Tensor | None = None) -> Tensor:
         """Leave the run; the final parameters of the shards, once all workers have left."""
@@ -166,9 +157,8 @@ class Store:
         all_done = self.replica.learner.has_global_data
         self.is_locked = False  # A worker that leaves takes no lock, and all shards should know at once.
         where = self.replica.cursor.place_of("end")
-        value = await self._ask(
-            self._client.numbered([Leave(all_done, self.saves.member, where) for _ in self.shards]), into
-        )
+        leaves = self._client.numbered([Leave(all_done, self.saves.member, where) for _ in self.shards])
+        value = await self._ask(leaves, into)
         self.saves.end()
         for rank in self.shards:
             await self.endpoint.send(rank, Bye())
@@ -220,12 +210,14 @@ class Store:
         if self._has_lost_work:
             self._has_lost_work = False
             seen = 0
-        done = self._work.take_steps(steps)
+        steps, had = self._work.take_steps(steps)
         factor = self._rate() if rate is None else rate
         updates: list[Update] = []
-        for where, version in zip(self.slices, self.versions, strict=True):
-            data, mine = self._encoded(update, where, runs, seen)
-            updates.append(of(data, version, seen, done, mine, factor, self.saves.number))
+        for j, (where, version) in enumerate(zip(self.slices, self.versions, strict=True)):
+            is_there = bool(had >> j & 1)
+            new = 0 if is_there else seen
+            data, mine = self._encoded(update, where, runs, new)
+            updates.append(of(data, version, new, steps, mine, factor, self.saves.number, self._work.done, is_there))
         return self._client.numbered(updates)
 
     def _rate(self) -> float:
@@ -282,6 +274,17 @@ class Store:
             self.endpoint.trace.servers_staleness[self.shards[shard]] = Staleness(answer.stale, answer.updates)
 
 
+def _slices(replica: Replica, shards: int, unit: int) -> list[slice]:
+    """The part of the parameters that each shard holds."""
+    numel = replica.params.numel()
+    if shards > numel:
+        raise ValueError(
+            f"{replica.learner.flat.method}(servers={shards}) for {numel} parameters: there must be at least one "
+            "parameter for each server; give fewer servers"
+        )
+    return [stripe_of(j, numel, shards, unit=unit) for j in range(shards)]
+
+
 async def push_all(client: ShardClient, pushes: Mapping[int, Request], *, is_locked: bool) -> None:
     """Push to all shards, until the pushes have arrived; to the one that keeps the lock after the others."""
     first = list(pushes)[:1] if is_locked else []
@@ -296,6 +299,10 @@ async def unlocked(client: ShardClient, exchanges: Sequence[Update]) -> list[Req
     first, *others = exchanges
     if not others:
         return [first]
-    pushes = client.numbered([Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate, x.saves) for x in others])
+    pushes = client.numbered([_as_push(exchange) for exchange in others])
     await push_all(client, dict(zip(client.shards[1:], pushes, strict=True)), is_locked=False)
     return [first, *client.numbered([Pull() for _ in others])]
+
+
+def _as_push(x: Update) -> Push:
+    return Push(x.update, x.version, x.samples, x.steps, x.runs, x.rate, x.saves, x.done, x.had)

@@ -18,8 +18,9 @@ from torch import Tensor
 from paceline.codecs.layout import is_finite
 from paceline.endpoint import Endpoint
 from paceline.errors import ClusterError
-from paceline.protocol.messages import Message, Numbered, PeerDied, PeerSuspected, Reply, reply_to
+from paceline.protocol.messages import Message, Numbered, PeerDied, PeerSuspected, Reply, Returned, reply_to
 from paceline.protocol.requests import Deduplicator, Refusal, UnknownRequest, Verdict
+from paceline.server.logged_endpoint import LoggedEndpoint
 from paceline.server.messages import (
     End,
     Ended,
@@ -34,6 +35,7 @@ from paceline.server.messages import (
 )
 from paceline.server.shard import Shard
 from paceline.server.shard_state import check_value
+from paceline.server.snapshots import message_of, plain_message
 from paceline.state import Values, shard
 
 # The arguments of each operation: a number, a count, an existing vector, or one that may be new.
@@ -78,6 +80,14 @@ class Vectors:
     def load(self, values: Values) -> None:
         self._named = {name: self.endpoint.send_buffer(v).copy_(v) for name, v in values["named"].items()}
         self._pushed.clear()
+
+    def snapshot(self) -> Values:
+        """The vectors, and the sums that were not taken."""
+        return {"named": dict(self._named), "pushed": {src: list(held) for src, held in self._pushed.items()}}
+
+    def restore(self, saved: Values) -> None:
+        self.load(saved)
+        self._pushed = {src: (which, total) for src, (which, total) in saved["pushed"].items()}
 
     def hold(self, push: PushSum) -> None:
         """Hold the sum of a worker, in the place of its last one."""
@@ -205,6 +215,25 @@ class VectorServer:
         s.states.check_complete()
         self.is_over = False
         self._programs = Deduplicator()
+        if isinstance(s.endpoint, LoggedEndpoint):
+            if s.endpoint.snapshot is not None:
+                self._restore(s.endpoint.snapshot)
+            s.endpoint.save = self._snapshot
+
+    def _snapshot(self) -> dict[str, Any]:
+        """All of it, as plain values that share memory with it."""
+        reply = self._programs.last_reply(self.coordinator)
+        return {
+            "vectors": self.vectors.snapshot(),
+            "programs": self._programs.snapshot(),
+            "reply": None if reply is None else plain_message(reply),
+        }
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self.vectors.restore(saved["vectors"])
+        self._programs.restore(saved["programs"])
+        if saved["reply"] is not None:
+            self._programs.keep(self.coordinator, message_of(saved["reply"], Products))
 
     async def handle(self, message: Message) -> Reply | None:
         """Handle a message; the reply to it."""
@@ -226,7 +255,7 @@ class VectorServer:
                 return Ended()
             case PeerDied():  # The coordinator may be too far away to notice.
                 await self.endpoint.send(self.coordinator, WorkerLost(message.src))
-            case PeerSuspected():
+            case PeerSuspected() | Returned():
                 pass
             case _:
                 raise UnknownRequest(message)

@@ -39,6 +39,8 @@ class WorkSource:
         self.replica, self.endpoint = replica, replica.endpoint
         self.steps = 0
         self.before_item: Callable[[], Awaitable[None]] = _nothing  # The worker is between two items.
+        self.done = 0  # Work items that were pushed in this incarnation.
+        self.had = 0  # The shards that have the items since the last push already, one a bit.
         self.has_lost_item = False  # Whether the item of the current step goes to another worker.
         self._client = client
         client.draw_again = self._draw_again
@@ -48,11 +50,18 @@ class WorkSource:
         self._is_in_hook = False  # Whether the next step of a worker's own data is announced, and not begun.
         self._drawn: DrawWork | DrawNow | None = None  # The request for more that has no reply yet.
 
-    def take_steps(self, done: int | None = None) -> int:
-        """The steps begun since the last push; the count starts again.  With `done`, only so many of them."""
+    def take_steps(self, done: int | None = None) -> tuple[int, int]:
+        """The steps begun since the last push, and the shards that have them already; the count starts again.
+
+        With `done`, only so many of them.
+        """
         steps = self.steps if done is None else min(done, self.steps)
         self.steps -= steps
-        return steps
+        self.done += steps
+        had = 0 if self.steps else self.had
+        if not self.steps:
+            self.had = 0
+        return steps, had
 
     @property
     def unpushed(self) -> int:
@@ -63,14 +72,14 @@ class WorkSource:
     def drop(self) -> None:
         """Drop the work items: other workers do them."""
         self._hand.clear()
+        if self._drawn is not None:
+            self._client.requests.forget(self._client.shards[0], self._drawn)
         self._drawn = None
-        self.steps = 0
+        self.steps = self.done = self.had = 0
         self.has_lost_item = True
 
     async def _draw_again(self) -> Request:
-        await self._ask(1, now=True)
-        assert self._drawn is not None
-        return self._drawn
+        return await self._ask(1, now=True)
 
     async def next(self, before_waiting: Callable[[], Awaitable[None]] | None = None) -> bool:
         """Turn to the next minibatch; False if all work is done.
@@ -92,26 +101,33 @@ class WorkSource:
             return False
         if w.learner.stage:
             return await self._follow(before_waiting)
-        if not self._hand and not await self._draw(before_waiting):
-            return False
+        while True:
+            if not self._hand and not await self._draw(before_waiting):
+                return False
+            # An item that some shards have is pushed alone: these get a push without samples.
+            if before_waiting is None or not (self.steps and (self.had or self._hand[0].had)):
+                break
+            await before_waiting()
         self.has_lost_item = False  # What was lost while it waited was not this item.
         await self.before_item()
         if not self._hand and not await self._draw(before_waiting):  # It was declared dead meanwhile.
             return False
         item = self._hand.popleft()
         await self._tell(News.ITEM, item)
-        w.cursor.seek(*item)
+        w.cursor.seek(item.step, item.data_shard, item.parts)
+        self.had = item.had
         self.steps += 1
         if self._drawn is None and len(self._hand) < self._ahead:
             await self._ask(self._ahead - len(self._hand))
         return True
 
-    async def _ask(self, wanted: int, *, now: bool = False) -> None:
+    async def _ask(self, wanted: int, *, now: bool = False) -> DrawWork:
         end = self.replica.cursor.last_step
         assert end is not None
         extent = torch.tensor([self._first_step, end, self.replica.cursor.shards])
-        self._drawn = self._client.requests.number(DrawWork(extent, wanted, now))
-        await self.endpoint.send(self._client.shards[0], self._drawn)
+        self._drawn = request = self._client.requests.number(DrawWork(extent, wanted, now))
+        await self._client.requests.send(self._client.shards[0], request)
+        return request  # Meanwhile it may have been dropped.
 
     async def _draw(self, before_waiting: Callable[[], Awaitable[None]] | None) -> bool:
         await self._client.join()
@@ -121,7 +137,7 @@ class WorkSource:
         while True:
             if self._drawn is None:
                 await self._ask(1, now=True)
-            assert self._drawn is not None
+                continue
             answer = await self._client.answer(self._client.shards[0], self._drawn, DRAWN)
             assert isinstance(answer, DRAWN)
             if answer.incarnation != self._client.requests.incarnation:
@@ -129,7 +145,7 @@ class WorkSource:
                 continue
             if isinstance(answer, Deferred):
                 self._drawn = DrawNow(request_id=answer.request_id, incarnation=answer.incarnation)
-                await self.endpoint.send(self._client.shards[0], self._drawn)
+                await self._client.requests.send(self._client.shards[0], self._drawn)
                 continue
             if not isinstance(answer, NoWork):
                 break
@@ -139,6 +155,7 @@ class WorkSource:
             is_idle = True
         self._drawn = None
         if isinstance(answer, AllDone):
+            self._client.forget_told()
             await self._tell(News.OVER)
             if before_waiting is not None and self.steps:
                 await before_waiting()
@@ -147,7 +164,9 @@ class WorkSource:
             await self._client.tell_all(Wake)
         elif was_asked and self.endpoint.now() - began > 0.001:  # It should have asked earlier, for more.
             self._ahead = min(2 * self._ahead, MOST_DRAWN)
-        self._hand.extend(WorkItem(*map(int, item)) for item in answer.items)
+        had = [0] * len(answer.items) if answer.had is None else answer.had.tolist()
+        for numbers, shards in zip(answer.items.tolist(), had, strict=True):
+            self._hand.append(WorkItem(*numbers)._replace(had=shards))
         return True
 
     async def _wait(self, before_waiting: Callable[[], Awaitable[None]] | None) -> None:

@@ -136,7 +136,8 @@ class Saving:
     def _opened(self, saved: float | None) -> tuple[Stopping, Saver, Cadence]:
         """What these workers save with; `saved` is the time of the last checkpoint."""
         shared, needs = self._shared(self._place), self._run.strategy.needs
-        is_first, timeout_s, losses = self._rank == 0, self._timeout_s, self._losses
+        is_first, losses = self._rank == 0, self._losses
+        timeout_s = self._timeout_s
         saver = Saver(
             self._folder,
             self._settings.keep,

@@ -123,8 +123,9 @@ class SimEndpoint:
         sent.src = rank
         # The check comes before the receiver gets the snapshot, because the receiver may write to it.
         simulator.at(stop, self._sent, op, given, snapshot)
+        lives = world.lives[rank], world.lives[dst]
         for arrival in world.network.arrivals(rank, dst, stop, world.machines.link(rank, dst).latency):
-            simulator.at(arrival, world.arrive, dst, copy.copy(sent), stop)
+            simulator.at(arrival, world.arrive, dst, copy.copy(sent), stop, lives)
         return op
 
     def _sent(self, op: SimOp[None], given: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
@@ -153,8 +154,9 @@ class SimEndpoint:
         return op
 
     def _time_out(self, receiver: Receiver, timeout: float) -> None:
-        if not receiver.op.done and self.rank not in self.world.dead:
-            self.world.receivers[self.rank].remove(receiver)
+        receivers = self.world.receivers[self.rank]
+        if receiver in receivers:  # Otherwise it has its message, or its rank was killed.
+            receivers.remove(receiver)
             self._simulator.finish(
                 receiver.op, error=TimeoutError(f"rank {self.rank} waited {timeout:g} s for {receiver.op!r}")
             )

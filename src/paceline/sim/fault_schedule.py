@@ -1,4 +1,4 @@
-"""FaultSchedule: makes workers die, join and be suspected at the times that `Faults` gives."""
+"""FaultSchedule: makes workers die, join and be suspected, and servers die, at the times that `Faults` gives."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ class FaultSchedule:
         world: World,
         runs: Sequence[WorkerRun],
         role: Callable[[WorkerRun], Coroutine[Op[Any], Any, Any]],
+        server: Callable[[int], Coroutine[Op[Any], Any, Any]],
     ) -> None:
-        """`runs` are the workers of the beginning and after them those that join; `role` is what each runs."""
+        """`runs` are the workers of the beginning and after them those that join; `role` is what each runs, and
+        `server` what another process of a killed server runs."""
         self._world = world
         self._simulator = world.simulator
         self._runs = runs
         self._role = role
+        self._server = server
         self._shards = {r.rank: r.rank for r in runs}  # The data shard of each worker.
         self._free_shards: list[int] = []  # The shards of dead workers.
         self._spare: list[WorkerRun] = []  # New workers without a shard.
@@ -43,6 +46,8 @@ class FaultSchedule:
             self._simulator.at(time, self._join, run)
         for rank, time in faults.deaths.items():
             self._simulator.at(time, self._die, rank)
+        for rank, time in faults.server_deaths:
+            self._simulator.at(time, self._kill_server, rank)
         for rank, time in faults.suspicions:
             self._simulator.at(time, self._world.suspect, rank)
         for pause in faults.pauses:
@@ -61,6 +66,14 @@ class FaultSchedule:
         if self._world.kill(rank):
             self._free_shards.append(self._shards[rank])
             self._replace_dead()
+
+    def _kill_server(self, rank: int) -> None:
+        if self._world.kill_server(rank):
+            self._simulator.at(self._simulator.now + self._world.faults.restart_s, self._bring_back, rank)
+
+    def _bring_back(self, rank: int) -> None:
+        self._simulator.begin(rank, self._server(rank), self._simulator.now)
+        self._world.bring_back(rank)
 
     def _replace_dead(self) -> None:
         while self._spare and self._free_shards and self._is_running():
@@ -83,7 +96,7 @@ class FaultSchedule:
 def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int, *, elastic: bool = False) -> None:
     """Refuse faults that this strategy cannot survive, and ranks that do not exist."""
     name = type(strategy).__name__
-    if stages > 1 and (faults.changes_members or faults.pauses or faults.clock_jumps):
+    if stages > 1 and (faults.changes_members or faults.server_deaths or faults.pauses or faults.clock_jumps):
         raise ValueError(
             f"simulate({faults}) with stages={stages}: a replica in stages cannot lose a process or get a new one; "
             "give stages=1, or only faults of messages"
@@ -94,6 +107,14 @@ def check_faults(faults: Faults, strategy: Strategy, workers: int, stages: int, 
             "suspicions out, or use a method with servers, such as ParameterServer, or Gossip or Strom with silent_s"
         )
     layout = Layout(workers, strategy.servers)
+    if faults.server_deaths and strategy.durability == "none":
+        raise ValueError(
+            f"simulate({faults}): {name}(durability='none') loses what a killed server held; give "
+            "durability='process', or leave server_deaths out"
+        )
+    for rank, _ in faults.server_deaths:
+        if rank not in layout.server_ranks:
+            raise ValueError(f"simulate({faults}): rank {rank} is not a server; they are {list(layout.server_ranks)}")
     ranks = [*layout.worker_ranks, *faults.joining_ranks(layout)]
     for rank in (*faults.deaths, *(rank for rank, _ in faults.suspicions)):
         if rank not in ranks:

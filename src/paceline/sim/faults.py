@@ -64,7 +64,7 @@ class ClockJump:
 
 @dataclass(frozen=True)
 class Faults:
-    """Deaths, joins and pauses of workers, false suspicions, and what a network and a clock can do.
+    """Deaths, joins and pauses of workers, deaths of servers, false suspicions, and what a network and a clock can do.
 
     Strategies whose workers wait for each other can run with pauses, cuts, slow links, delays and clock jumps only.
 
@@ -80,6 +80,8 @@ class Faults:
       overtake each other.
     - `silent_s`: workers send heartbeats, and one that has sent none for so long is suspected, as on real processes.
       None: there are no heartbeats.
+    - `server_deaths`: pairs of a server's rank and a time at which its process is killed.  `restart_s` seconds later
+      another one continues from its log.  What was in flight to it is lost.
     - `retransmit_s`: the seconds without an answer after which a worker sends a message again.
     """
 
@@ -96,13 +98,15 @@ class Faults:
     slow_links: Sequence[SlowLink] = ()
     clock_jumps: Sequence[ClockJump] = ()
     silent_s: float | None = None
+    server_deaths: Sequence[tuple[int, float]] = ()
+    restart_s: float = 0.05
     retransmit_s: float = 5.0
 
     def __post_init__(self) -> None:
         spans = [*self.pauses, *self.cuts, *self.slow_links]
-        times = [*self.deaths.values(), *self.joins, *(time for _, time in self.suspicions)]
+        times = [*self.deaths.values(), *self.joins, *(time for _, time in (*self.suspicions, *self.server_deaths))]
         times += [0.0 if self.notice is None else self.notice, self.delay_s, *(jump.time for jump in self.clock_jumps)]
-        times += [time for span in spans for time in (span.start, span.seconds)]
+        times += [self.restart_s, *(time for span in spans for time in (span.start, span.seconds))]
         times += [link.delay for link in self.slow_links]
         if not all(0 <= time < inf for time in times):
             raise ValueError(f"{self}: all times but those by which clocks jump must be finite and at least 0")
@@ -121,7 +125,7 @@ class Faults:
     @property
     def has_any(self) -> bool:
         """Whether anything fails, or any worker joins."""
-        return self.needs_elastic or self.is_lossy or bool(self.slow_links or self.clock_jumps)
+        return self.needs_elastic or self.is_lossy or bool(self.slow_links or self.clock_jumps or self.server_deaths)
 
     @property
     def needs_elastic(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from paceline.protocol.messages import PeerReturned, PeerSuspected
@@ -24,6 +24,7 @@ class Heartbeats:
         self._every_s = silent_s / 4
         self._silent_s = silent_s
         self._detectors: dict[int, FailureDetector] = {}
+        self._checking: set[int] = set()
         self._unread: dict[int, set[int]] = {}  # Of each paused rank: from which ranks heartbeats have arrived.
 
     def start(self, rank: int) -> None:
@@ -32,9 +33,16 @@ class Heartbeats:
         if rank in layout.server_ranks or not layout.servers:
             self._detectors[rank] = FailureDetector(self._world.clock(rank), silent_s=self._silent_s)
             self._unread[rank] = set()
-            self._later(self._check, rank)
+            if rank not in self._checking:  # Otherwise an earlier process of it was killed.
+                self._checking.add(rank)
+                self._later(self._check, rank)
         if rank not in layout.server_ranks:
             self._beat(rank)
+
+    def expect(self, rank: int, members: Iterable[int]) -> None:
+        """A rank is to miss these others, also if it hears nothing of them."""
+        for member in members:
+            self._detectors[rank].heartbeat(member, self._world.clock(rank))
 
     def _later(self, action: Callable[[int], None], rank: int) -> None:
         # A little later than is due, so that rounding does not double the time between two checks.
@@ -73,14 +81,18 @@ class Heartbeats:
     def _hear(self, src: int, dst: int) -> None:
         detector = self._detectors[dst]
         detector.heartbeat(src, self._world.clock(dst))
-        for returned in detector.returned():
+        self._report_returned(dst)
+
+    def _report_returned(self, dst: int) -> None:
+        for returned in self._detectors[dst].returned():
             self._world.deliver(dst, PeerReturned(src=returned))
 
     def _check(self, rank: int) -> None:
-        if not self._simulator.is_running(rank):
+        if self._world.has_ended(rank) or rank in self._world.dead:
             return
         detector, now = self._detectors[rank], self._world.clock(rank)
-        if not self._simulator.is_paused(rank) and detector.is_due(now):
+        is_there = self._simulator.is_running(rank) and not self._simulator.is_paused(rank)
+        if is_there and detector.is_due(now):
             for src in sorted(self._unread[rank]):
                 self._hear(src, rank)
             self._unread[rank].clear()

@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from paceline.checked import check_arguments, instance_of
-from paceline.endpoint import Layout
+from paceline.endpoint import Endpoint, Layout
 from paceline.monitor.monitor import INSTEAD, Monitor, Monitors, Watch
 from paceline.monitor.watched import Facts
 from paceline.needs import Offers, check
@@ -19,8 +19,10 @@ from paceline.op import Op
 from paceline.pipeline.stand_in import check_stages, count
 from paceline.pipeline.timing import pipelined
 from paceline.run import Run
+from paceline.server.logged_endpoint import LoggedEndpoint
 from paceline.server.messages import SavePoint
 from paceline.server.shard import Shard
+from paceline.server.shard_log import MemoryArea, ShardLog
 from paceline.server.worker_saves import WorkerSaves
 from paceline.sim.cluster import Cluster
 from paceline.sim.endpoint import SimEndpoint
@@ -33,6 +35,7 @@ from paceline.sim.world import World
 from paceline.state import SHARD, resharded
 from paceline.strategy import Stopped, Strategy
 from paceline.task import Task, Trainee
+from paceline.trace import Trace
 from paceline.worker.batch import NonFinite
 from paceline.worker.flat import untie
 from paceline.worker.replica import Replica
@@ -145,10 +148,11 @@ class Simulation:
         self.simulator = Simulator(layout.name)
         self.world = World(self.simulator, cluster, layout, strict=strict, faults=faults)
         ranks = self.first_ranks(layout, faults)
-        self.shards = [
-            Shard(SimEndpoint(self.world, rank), grace_s=10.0, takes_nonfinite=nonfinite == "pass")
-            for rank in layout.server_ranks
-        ]
+        self.faults = faults
+        self._areas: dict[int, dict[str, MemoryArea]] = {}  # The log of each server.
+        self.shards = [self._shard(rank) for rank in layout.server_ranks]
+        self.on_shard_back: Callable[[Shard], None] = lambda shard: None  # Called with the shard of a new process,
+        self.on_caught_up: Callable[[Shard], None] = lambda shard: None  # and when that knows what the old one knew.
         self._shard_states: dict[int, State] = {}
         self._stopped: set[int] = set()  # The workers that have stopped before the end.
         if stop_at is not None:
@@ -200,7 +204,7 @@ class Simulation:
         """Run every rank to its end."""
         runs = [(worker.run, worker.trainee) for worker in self.workers]
         self._watches = watches(monitors, self.simulator, self.cluster.workers, runs)
-        FaultSchedule(self.world, [w.run for w in self.workers], self._run_worker).start()
+        FaultSchedule(self.world, [w.run for w in self.workers], self._run_worker, self._bring_back).start()
         roles = self._roles()
         for rank in roles:
             self.simulator.at(0.0, self.world.started, rank)
@@ -226,6 +230,32 @@ class Simulation:
         for shard in self.shards:
             roles[shard.endpoint.rank] = self.strategy.server(shard)
         return roles
+
+    def _shard(self, rank: int) -> Shard:
+        """A server's shard; if an earlier process of it was killed, it begins with that one's log."""
+        endpoint: Endpoint = SimEndpoint(self.world, rank)
+        logged: LoggedEndpoint | None = None
+        if self.faults.server_deaths:
+            areas = self._areas.setdefault(rank, {})
+            log = ShardLog(lambda name: areas.setdefault(name, MemoryArea()))
+            peers = partial(self.world.waiting_for, rank)
+            logged = LoggedEndpoint(endpoint, log, on_failure=lambda why: None, peers=peers, trace=Trace())
+            endpoint = cast("Endpoint", logged)
+        shard = Shard(endpoint, grace_s=10.0, takes_nonfinite=self.nonfinite == "pass")
+        if logged is not None:
+            logged.on_back = lambda: self._caught_up(shard)
+        return shard
+
+    def _caught_up(self, shard: Shard) -> None:
+        self.world.expect(shard.endpoint.rank, shard.members.roster.members)
+        self.on_caught_up(shard)
+
+    def _bring_back(self, rank: int) -> Coroutine[Op[Any], Any, Any]:
+        """The role of a server that was killed, in another process."""
+        place = self.world.layout.server_ranks.index(rank)
+        self.shards[place] = shard = self._shard(rank)
+        self.on_shard_back(shard)
+        return self.strategy.server(shard)
 
     async def _run_worker(self, run: WorkerRun) -> None:
         has_finished = await run.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -51,7 +51,10 @@ class World:
         self.names = [layout.name(rank) for rank in range(size)]
         self.inboxes: list[deque[Message]] = [deque() for _ in range(size)]
         self.receivers: list[list[Receiver]] = [[] for _ in range(size)]
-        self.dead: dict[int, float] = {}  # The time of each death, by rank.
+        self.dead: dict[int, float] = {}  # The time of each worker's death, by rank.
+        self.down: set[int] = set()  # Servers that were killed and are not back.
+        self.lives = [0] * size  # How often each server was killed,
+        self._killed: dict[int, float] = {}  # and when it was last.
         self.members_ever = list(layout.worker_ranks)  # Every worker that ever started.
         self.network = Network(faults, cluster.seed)
         self.on_message: Callable[[int, Message], None] | None = None  # Called with each message that is delivered.
@@ -61,7 +64,7 @@ class World:
         self._heartbeats = None if faults.silent_s is None else Heartbeats(self, faults.silent_s)
         self._clock_offsets = [0.0] * size
         self._paused_until = [0.0] * size
-        self._may_end_without = bool(faults.changes_members or faults.pauses or faults.cuts)
+        self._may_end_without = bool(faults.changes_members or faults.pauses or faults.cuts or faults.server_deaths)
 
     def group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._groups:
@@ -93,8 +96,13 @@ class World:
         if self._heartbeats is not None:
             self._heartbeats.start(rank)
 
+    def expect(self, server: int, members: Iterable[int]) -> None:
+        """A server that is back misses these workers, if it hears nothing of them."""
+        if self._heartbeats is not None:
+            self._heartbeats.expect(server, members)
+
     def has_ended(self, rank: int) -> bool:
-        return rank not in self.dead and not self.simulator.is_running(rank)
+        return rank not in self.dead and rank not in self.down and not self.simulator.is_running(rank)
 
     def kill(self, rank: int) -> bool:
         """Kill a worker; False if it does not run.  The servers, or without servers the other workers, notice later."""
@@ -113,12 +121,36 @@ class World:
         for server in self.layout.server_ranks:
             self._report_lost(server, rank)
 
+    def kill_server(self, rank: int) -> bool:
+        """Kill a server; False if it has ended, or is not back from the last time."""
+        if rank in self.down or not self.simulator.kill(rank):
+            return False
+        self.down.add(rank)
+        self.lives[rank] += 1
+        self._killed[rank] = self.simulator.now
+        self.receivers[rank].clear()
+        self.inboxes[rank].clear()
+        self.simulator.wake(rank)  # The next process is not stopped.
+        return True
+
+    def bring_back(self, rank: int) -> None:
+        """A server that was killed is there again, and notices which workers have died meanwhile."""
+        self.down.discard(rank)
+        self.started(rank)
+        for worker in self.dead:
+            self._report_lost(rank, worker)
+
+    def waiting_for(self, server: int) -> list[int]:
+        """The ranks that run, and may wait for a server."""
+        return [rank for rank in range(len(self.names)) if rank != server and self.simulator.is_running(rank)]
+
     def suspect(self, rank: int) -> None:
         """Make the servers, or without servers the other workers, believe that a worker is dead."""
         if not self.layout.servers and self._heartbeats is not None:
             self._heartbeats.suspect(rank)
         for server in self.layout.server_ranks:
-            self.deliver(server, PeerSuspected(src=rank))
+            if server not in self.down:
+                self.deliver(server, PeerSuspected(src=rank))
 
     def _report_lost(self, dst: int, lost: int) -> None:
         """Tell a rank, after the notice time, that another one no longer answers."""
@@ -126,11 +158,16 @@ class World:
             self.simulator.at(self.simulator.now + self.faults.notice, self._deliver_lost, dst, lost)
 
     def _deliver_lost(self, dst: int, lost: int) -> None:
-        if dst not in self.dead:
+        if dst not in self.dead and dst not in self.down:
             self.deliver(dst, PeerDied(src=lost))
 
-    def arrive(self, dst: int, message: Message, sent: float) -> None:
-        """Deliver a message, unless its sender died before the last byte was sent, or its receiver is dead."""
+    def arrive(self, dst: int, message: Message, sent: float, lives: tuple[int, int]) -> None:
+        """Deliver a message, unless its sender died before the last byte was sent, or its receiver since it began."""
+        was, was_to = lives
+        if dst in self.down or self.lives[dst] != was_to:
+            return
+        if self.lives[message.src] != was and self._killed[message.src] < sent:
+            return
         if self.dead.get(message.src, sent) < sent or self._returns(dst, message) or dst in self.dead:
             return
         if self._heartbeats is not None:

@@ -24,7 +24,7 @@ from paceline.op import Op
 from paceline.server.rules import Attract
 from paceline.server.shard import Shard
 from paceline.state import per_worker
-from paceline.strategy import Strategy
+from paceline.strategy import Durability, Strategy, check_durability
 from paceline.worker.replica import Replica
 
 # The number of random partitions into groups that are used in turn.  It is bounded, since every group has connections
@@ -46,10 +46,12 @@ class EAWild(Elastic, Strategy):
     groups: Literal["fixed", "random"] = "fixed"
     regroup: int = 64
     servers: int = 0
+    durability: Durability = "none"
 
     def __post_init__(self) -> None:
         self.check_force()
         check_period(self, self.period)
+        check_durability(self)
         if self.group < 1 or self.regroup < 1 or self.servers < 0:
             raise ValueError(
                 f"EAWild(group={self.group}, regroup={self.regroup}, servers={self.servers}): a group has at least 1 "
@@ -80,10 +82,7 @@ class EAWild(Elastic, Strategy):
         self.warn_if_unstable(w, groups)
         everyone = w.endpoint
         m = w.state("meetings", rule=per_worker, seen=w.params, has_begun=0)
-        if self.servers:
-            centre = await OnShards.of(w, moves=not m.has_begun)
-        else:
-            centre = InMemory(await everyone.shared_vector(w.params), everyone)
+        centre = await (OnShards.of(w, moves=not m.has_begun) if self.servers else InMemory.of(w))
         # The centre at the last meeting of this worker's group.
         w.published = seen = m.seen if m.has_begun else m.seen.copy_(w.params)
         before = torch.empty_like(w.params)

@@ -20,7 +20,7 @@ from paceline.server import vectors
 from paceline.server.batch_worker import BatchWorker
 from paceline.server.coordinator import Coordinator, Deserted, Spent
 from paceline.server.shard import Shard
-from paceline.strategy import Strategy
+from paceline.strategy import Durability, Strategy
 from paceline.worker.replica import Replica
 
 CURVED = 1e-10  # A pair is dropped if the cosine of the angle between s and y is below this: it has no curvature.
@@ -43,6 +43,7 @@ class Sandblaster(Strategy):
     c2: float = 0.9
     push: int = 8
     backups: int = 1
+    durability: Durability = "none"
     coordinators: ClassVar[int] = 1
     follows_rate: ClassVar = False
     WITHOUT_CODEC: ClassVar = (

@@ -17,7 +17,7 @@ from paceline import collectives
 from paceline.collectives import SyncVote
 from paceline.needs import Needs
 from paceline.server.shard import Shard
-from paceline.strategy import Strategy
+from paceline.strategy import Durability, Strategy
 from paceline.worker.learner import optimizer_counters, optimizer_vectors, set_optimizer_vectors
 from paceline.worker.replica import Replica, train_alone
 
@@ -55,6 +55,10 @@ class Then(Strategy):
     @property
     def servers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.then.servers
+
+    @property
+    def durability(self) -> Durability:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.then.durability
 
     @property
     def needs(self) -> Needs:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -12,7 +12,19 @@ from paceline.sim.faults import ClockJump, Cut, Faults, Pause, SlowLink
 from paceline.strategy import Strategy
 from paceline.study.elastic_plans import OF_ELASTIC, with_survivor
 
-KINDS = ("crash", "join", "suspicion", "pause", "drop", "duplicate", "delay", "partition", "slow", "clock")
+KINDS = (
+    "crash",
+    "join",
+    "suspicion",
+    "pause",
+    "drop",
+    "duplicate",
+    "delay",
+    "partition",
+    "slow",
+    "clock",
+    "shard-crash",
+)
 OF_SHARED = ("crash", "join", "pause", "clock")  # What workers can take that share memory, and send nothing.
 OF_WAITING = ("pause", "delay", "partition", "slow", "clock")  # What workers can take that wait for each other.
 
@@ -28,13 +40,13 @@ def kinds_of(strategy: Strategy) -> tuple[str, ...]:
     >>> kinds_of(AllReduceSGD())
     ('crash', 'join', 'suspicion', 'pause', 'delay', 'partition', 'slow', 'clock')
     >>> set(KINDS) - set(kinds_of(Gossip()))
-    set()
+    {'shard-crash'}
     """
     if not strategy.needs.elastic:
         return (*OF_ELASTIC, *OF_WAITING) if strategy.needs.ordered else OF_WAITING
     if strategy.needs.shared_memory:
         return OF_SHARED
-    return KINDS
+    return KINDS if strategy.servers and strategy.durability != "none" else KINDS[:-1]
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,8 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     """The plan of a seed, with some of these kinds of faults."""
     chance = Random(f"torture/{seed}")
     draw = Draw(chance, Layout(workers, strategy.servers), seconds)
-    chosen = [kind for kind in kinds if chance.random() < 0.4] or [chance.choice(kinds)]
+    others = [kind for kind in kinds if kind != "shard-crash"]
+    chosen = [kind for kind in others if chance.random() < 0.4] or [chance.choice(others or kinds)]
     takes_beats = strategy.needs.elastic and not strategy.needs.shared_memory
     has_beats = takes_beats and chance.random() < (0.7 if strategy.servers else 0.4)
     if "suspicion" in chosen and takes_beats and not strategy.servers:
@@ -71,6 +84,10 @@ def drawn_faults(seed: int, strategy: Strategy, workers: int, seconds: float, ki
     faults = Faults(silent_s=SILENT_S if has_beats else None, retransmit_s=RETRANSMIT_S)
     for kind in chosen:
         faults = replace(faults, **_of_kind(kind, faults, draw))
+    # By numbers of their own, so that the rest of a plan is the same whether shards may die or not.
+    of_shards = Random(f"torture/{seed}/shards")
+    if "shard-crash" in kinds and (not others or of_shards.random() < 0.4):
+        faults = replace(faults, **_of_kind("shard-crash", faults, Draw(of_shards, draw.layout, seconds)))
     return _within_patience(with_survivor(faults, workers) if strategy.needs.ordered else faults)
 
 
@@ -107,6 +124,10 @@ def _of_kind(kind: str, faults: Faults, draw: Draw) -> dict[str, Any]:
         case "clock":
             ranks = [chance.randrange(layout.size) for _ in range(chance.randrange(1, 3))]
             return {"clock_jumps": [ClockJump(rank, draw.time(), draw.between(-0.5, 0.5)) for rank in ranks]}
+        case "shard-crash":
+            ranks = [chance.choice(layout.server_ranks) for _ in range(chance.randrange(1, 4))]
+            restart_s = chance.choice([0.001, 0.01, 0.04])
+            return {"server_deaths": [(rank, draw.time()) for rank in ranks], "restart_s": restart_s}
         case _:
             raise ValueError(f"there is no kind of fault {kind!r}; the kinds are {', '.join(KINDS)}")
 
@@ -141,6 +162,7 @@ def end_of(faults: Faults) -> float:
     """When the last fault is over."""
     spans = [span.start + span.seconds for span in (*faults.pauses, *faults.cuts, *faults.slow_links)]
     times = [*faults.deaths.values(), *faults.joins, *(time for _, time in faults.suspicions)]
+    times += [time + faults.restart_s for _, time in faults.server_deaths]
     return max([*spans, *times, *(jump.time + abs(jump.seconds) for jump in faults.clock_jumps)], default=0.0)
 
 

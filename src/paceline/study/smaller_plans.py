@@ -9,7 +9,7 @@ from typing import Any
 from paceline.sim.faults import ClockJump, Cut, Faults, Pause, SlowLink
 
 SHARES = ("lost", "doubled", "delayed", "silent_s")
-EVENTS = ("deaths", "joins", "suspicions", "pauses", "cuts", "slow_links", "clock_jumps")
+EVENTS = ("deaths", "server_deaths", "joins", "suspicions", "pauses", "cuts", "slow_links", "clock_jumps")
 
 
 def smallest(faults: Faults, fails: Callable[[Faults], bool], most_runs: int = 300) -> Faults:

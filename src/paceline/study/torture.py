@@ -181,7 +181,8 @@ def torture(
 
 
 def named(name: str) -> Strategy:
-    """The strategy of that name, with a period that fits the few steps of the task, and no codec where one is required.
+    """The strategy of that name, with a period that fits the few steps of the task, no codec where one is required, and
+    shards that come back when they are killed.
 
     >>> named("block-momentum").period, named("strom").codec
     (4, None)
@@ -193,6 +194,8 @@ def named(name: str) -> Strategy:
         settings["period"] = 4
     if defaults.get("codec") is MISSING:
         settings["codec"] = None
+    if registry.strategy(name, **{**settings, **SHORT.get(spelled(cls), {})}).servers:
+        settings["durability"] = "process"
     return registry.strategy(name, **{**settings, **SHORT.get(spelled(cls), {})})
 
 
@@ -256,5 +259,6 @@ def _by_kind(faults: Faults) -> Counter[str]:
         "partition": len(faults.cuts),
         "slow": len(faults.slow_links),
         "clock": len(faults.clock_jumps),
+        "shard-crash": len(faults.server_deaths),
     }
     return Counter({kind: int(n) for kind, n in counts.items() if n})

@@ -31,9 +31,9 @@ class ShardWitness:
     """Which updates a shard has applied, and a count of its own of the workers' clocks."""
 
     def __init__(self, simulation: Simulation, shard: Shard) -> None:
-        self.shard = shard
         self.name = simulation.world.layout.name(shard.endpoint.rank)
         self.applied: set[UpdateId] = set()
+        self.updates = 0  # Those with samples.
         self.samples = 0
         self._simulator = simulation.simulator
         self._ranks = range(len(simulation.world.names))
@@ -44,8 +44,28 @@ class ShardWitness:
         strategy = simulation.strategy
         gate = strategy.shard_gate() if isinstance(strategy, ServerStrategy) else None
         self._bound = gate.bound if isinstance(gate, Bound) else None
+        self._again: set[UpdateId] = set()  # Updates that another process of the shard has not got from its log yet.
+        self._is_coming_back = False
+        self.watch(shard)
+
+    def watch(self, shard: Shard) -> None:
+        self.shard = shard
         shard.held.on_applied = self._on_applied
         shard.held.on_answer = self._on_answer
+
+    def come_back(self, shard: Shard) -> None:
+        """The shard was killed, and another process of it begins: it applies again what is in its log."""
+        self._again = set(self.applied)
+        self._is_coming_back = True
+        self.watch(shard)
+
+    def is_back(self) -> None:
+        """The other process has all that was in its log: it must have applied what the first one has."""
+        self._again.clear()
+        self._is_coming_back = False
+        if self.shard.held.updates != self.updates:
+            seen = f"it has applied {self.shard.held.updates} updates, and had {self.updates} when it was killed"
+            self._fail("a shard comes back as it was", seen)
 
     @property
     def has_lost_members(self) -> bool:
@@ -61,6 +81,8 @@ class ShardWitness:
 
     def follow_members(self) -> None:
         """A worker that becomes active begins with the slowest, and one that is not has no clock."""
+        if self._is_coming_back:
+            return
         roster = self.shard.members.roster
         active = {rank: roster.incarnation(rank) for rank in roster.active}
         gone = [rank for rank in self._clocks if active.get(rank) != self._incarnations[rank]]
@@ -72,9 +94,12 @@ class ShardWitness:
 
     def _on_applied(self, update: Update) -> None:
         which = update.src, update.incarnation, update.request_id
+        if which in self._again:
+            return self._again.remove(which)
         if which in self.applied:
             self._fail("no update is applied twice", f"request {which[2]} of worker {which[0]} was applied again")
         self.applied.add(which)
+        self.updates += update.samples > 0
         self.samples += update.samples
         self.follow_members()
         if update.src in self._clocks:
@@ -84,6 +109,8 @@ class ShardWitness:
         self._version = self.shard.version
 
     def _on_answer(self, reply: Value, worker: int) -> None:
+        if self._is_coming_back:  # It is not sent, or was sent before.
+            return
         if reply.version < self._answered[worker]:
             last = self._answered[worker]
             self._fail("versions are monotone", f"worker {worker} gets version {reply.version}, after version {last}")
@@ -108,6 +135,8 @@ class Witness:
         self._acknowledged: dict[int, set[UpdateId]] = {rank: set() for rank in self.shards}
         self.most_waiting = 0
         self._world.on_message = self._on_message
+        simulation.on_shard_back = lambda shard: self.shards[shard.endpoint.rank].come_back(shard)
+        simulation.on_caught_up = lambda shard: self.shards[shard.endpoint.rank].is_back()
 
     @property
     def has_lost_members(self) -> bool:

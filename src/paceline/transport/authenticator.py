@@ -102,7 +102,7 @@ class Authenticator(threading.Thread):
                     peer = PeerAddress.of(self._store, rank)
                     if hmac.compare_digest(peer.key.encode(), z85.encode(key)):
                         self._peers[rank] = peer
-                        self._admitted[key] = str(rank).encode()
+                        self._admitted[key] = f"{rank} {peer.pid}".encode()
         except ForeignValue as error:
             reason = str(error)
         except ValueError:

@@ -16,6 +16,7 @@ from zmq.utils import z85
 
 from paceline.errors import ClusterError
 from paceline.transport.authenticator import KEYS, Authenticator, PeerAddress
+from paceline.transport.failure_detector import GONE
 
 # Smaller frames are copied: below this size, lending a buffer to ZeroMQ and tracking its return costs more than a copy.
 COPY_BELOW = 2**20
@@ -27,7 +28,8 @@ HANDSHAKE_MS = 5_000  # A stranger that connects and sends nothing is disconnect
 class Connections:
     """The sockets of one rank; `size` is the number of ranks, infinite if any number may join.
 
-    `refuse` is called with a text for every connection that is refused.
+    `refuse` is called with a text for every connection that is refused.  With `replaces` this is another process of the
+    rank, which was killed, and its address takes the place of the old one.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Connections:
         domain: str,
         max_nbytes: int | None,
         refuse: Callable[[str], None],
+        replaces: bool = False,
     ) -> None:
         self.rank = rank
         self.public_key, self.secret_key = zmq.curve_keypair()
@@ -61,7 +64,7 @@ class Connections:
                     f"Mailbox(bind={bind!r}): name the one address at which the other ranks reach this one"
                 )
             self.authenticator.strangers.port = int(self.address.rpartition(":")[2])
-            self._publish(domain)
+            self._publish(domain, replaces=replaces)
         except BaseException:
             self.close()
             raise
@@ -79,6 +82,20 @@ class Connections:
                 raise ClusterError(f"rank {self.rank} found no mailbox of rank {rank} in the store: {error}") from error
         return self._peers[rank]
 
+    def is_there(self, rank: int) -> bool:
+        """Whether a rank has published its address."""
+        return self._store.check([f"mail/{rank}"])
+
+    def has_moved(self, rank: int) -> bool:
+        """Whether the store has another process of a rank than before."""
+        before, now = self.peer(rank), PeerAddress.of(self._store, rank)
+        self._peers[rank] = now
+        return now != before
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank that was killed will not be back."""
+        return self._store.check([GONE + str(rank)])
+
     def connect(self, rank: int, *, max_unsent: int) -> zmq.SyncSocket:
         """A socket to the inbox of a rank; at most `max_unsent` messages wait in it, 0: any number."""
         peer = self.peer(rank)
@@ -94,9 +111,13 @@ class Connections:
         self._context.term()
         self.authenticator.join()
 
-    def _publish(self, domain: str) -> None:
+    def _publish(self, domain: str, *, replaces: bool) -> None:
         entry = str(PeerAddress(self.address, self.public_key.decode(), os.getpid(), domain))
-        if self._store.compare_set(f"mail/{self.rank}", "", entry) != entry.encode():
+        if replaces and self._store.check([f"mail/{self.rank}"]):
+            old = PeerAddress.of(self._store, self.rank)
+            self._store.set(f"mail/{self.rank}", entry)
+            self._store.delete_key(KEYS + z85.decode(old.key).hex())
+        elif self._store.compare_set(f"mail/{self.rank}", "", entry) != entry.encode():
             raise ValueError(
                 f"Mailbox(rank={self.rank}): the store has a mailbox of this rank; "
                 "give each job a PrefixStore of its own"

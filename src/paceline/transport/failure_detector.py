@@ -6,6 +6,7 @@ power sends nothing, and neither does a process that is stopped: their heartbeat
 
 from __future__ import annotations
 
+GONE = "mail/gone/"  # The prefix under which the store has the ranks that were killed and will not be back.
 # Seconds after the last message of an ended process in which another one is still expected.
 DRAIN_S = 1.0
 
@@ -80,7 +81,10 @@ class FailureDetector:
         self._draining[rank] = now + self._drain_s
 
     def message(self, rank: int, now: float) -> None:
-        """A message of a rank has been received; if its process has ended, more may follow."""
+        """A message of a rank has been received.  If its process has ended, more may follow; if it was suspected, it
+        is missed again from now on, also if it ends before its next heartbeat."""
+        if rank in self._suspected:
+            self.heartbeat(rank, now)
         if rank in self._draining:
             self._draining[rank] = now + self._drain_s
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -25,16 +24,16 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import ClusterError
 from paceline.op import Begun, Op, Ready
-from paceline.protocol.messages import Beat, Message, PeerDied, PeerReturned, PeerSuspected, UnknownType, decode
+from paceline.protocol.messages import Beat, Message, PeerDied, PeerReturned, PeerSuspected, UnknownType
 from paceline.protocol.requests import Reason, Refusals
 from paceline.transport.connections import Connections
+from paceline.transport.contents import check_tensor, message_in, sender_of
 from paceline.transport.heartbeat import MAX_UNSENT, HeartbeatSender
 from paceline.transport.outbox import Outbox, PendingSend
 from paceline.transport.peer_monitor import PeerMonitor
-from paceline.transport.segments import Location, SegmentReader, memory_domain
-from paceline.transport.wire import DTYPES, NAMES, Header, Name, check_form, header_of, in_frame, typed
-
-_headers = msgspec.msgpack.Decoder(Header)
+from paceline.transport.returning import Returning
+from paceline.transport.segments import SegmentReader, memory_domain
+from paceline.transport.wire import header_of
 
 
 class Mailbox:
@@ -45,6 +44,9 @@ class Mailbox:
     all ranks.  If it `is_open`, other ranks may join the first ones, and the last message from a process of this host
     is `PeerDied`.  `PeerSuspected` says that a rank has sent no heartbeat for `silent_s` seconds.  With `beat_s` the
     mailbox sends heartbeats to all ranks that it sends messages to, and `PeerReturned` ends a suspicion.
+
+    `returning` ranks may be killed and come back as other processes (`returning`).  With `replaces` this process is
+    such another one.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Mailbox:
         is_open: bool = False,
         silent_s: float | None = None,
         beat_s: float | None = None,
+        returning: Collection[int] = (),
+        replaces: bool = False,
     ) -> None:
         self.size: float = math.inf if is_open else size
         if not 0 <= rank < self.size:
@@ -68,7 +72,6 @@ class Mailbox:
         self.max_nbytes = max_nbytes
         self.is_open = is_open
         self.refusals = Refusals()
-        self._refusing = threading.Lock()
         self._pid = os.getpid()
         self._arrived: deque[Message] = deque()
         self._domain = memory_domain()
@@ -76,11 +79,25 @@ class Mailbox:
         self._heartbeats: HeartbeatSender | None = None
         self._beat_s = beat_s
         self._connections = Connections(
-            store, rank, self.size, bind=bind, domain=self._domain, max_nbytes=max_nbytes, refuse=self._refuse
+            store,
+            rank,
+            math.inf if returning else self.size,
+            bind=bind,
+            domain=self._domain,
+            max_nbytes=max_nbytes,
+            refuse=self._refuse,
+            replaces=replaces,
         )
         self.address = self._connections.address
         self._inbox = self._connections.inbox
         self._outbox = Outbox(self._connect)
+        self._returning = Returning(
+            returning,
+            self._connections,
+            turn=self._turn_to_new,
+            drop=self._outbox.drop,
+            give_up=lambda rank: self._arrived.append(PeerDied(src=rank)),
+        )
         self._monitor = PeerMonitor(self._inbox, self.address, self._receive, silent_s=silent_s)
 
     def send(self, dst: int, message: Message) -> Op[None]:
@@ -88,9 +105,11 @@ class Mailbox:
         self._check_call("send", dst)
         tensors = message.tensors()
         for tensor in tensors:
-            self._check_tensor(tensor)
+            check_tensor(tensor, self.max_nbytes)
         if dst in self._monitor.dead:
             return Ready("send", None)
+        if dst in self._returning.lost:
+            self._returning.look_for(dst)
         pending = self._outbox.send(dst, message, tensors, is_local=self._reader(dst) is not None)
         if self._outbox.is_done(pending):
             return Ready("send", None)
@@ -120,11 +139,17 @@ class Mailbox:
 
     def watch(self, rank: int, pid: int) -> None:
         """Watch a process of this host that was, is or will be a rank: its end is reported by a message."""
-        self._monitor.watch(rank, pid)
+        self._returning.watch(rank, pid, self._monitor)
+
+    def expect(self, rank: int) -> None:
+        """Watch a rank from which nothing has come yet: its process, or its heartbeats."""
+        if self._connections.is_there(rank):
+            self._reader(rank)
+            self._monitor.heartbeat(rank)
 
     def beat(self, ranks: Sequence[int], every_s: float) -> None:
         """From now on send heartbeats to these ranks."""
-        sockets = [self._connections.connect(rank, max_unsent=MAX_UNSENT) for rank in ranks]
+        sockets = {rank: self._connections.connect(rank, max_unsent=MAX_UNSENT) for rank in ranks}
         if self._heartbeats is not None:
             return self._heartbeats.add(sockets)
         frame = header_of(Beat(), ())
@@ -158,14 +183,6 @@ class Mailbox:
         if rank is not None and not 0 <= rank < self.size:
             raise ValueError(f"{call}: rank {rank} is not in this job, whose ranks are 0 to {self.size - 1}")
 
-    def _check_tensor(self, tensor: Tensor) -> None:
-        if tensor.dtype not in NAMES:
-            raise ValueError(f"send of a {tensor.dtype} tensor: a mailbox carries {', '.join(DTYPES)}")
-        if self.max_nbytes is not None and tensor.nbytes > self.max_nbytes:
-            raise ValueError(
-                f"send of a tensor of {tensor.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
-            )
-
     @property
     def refused(self) -> int:
         """How many connections and messages were refused."""
@@ -176,8 +193,7 @@ class Mailbox:
         return self.refusals.last
 
     def _refuse(self, text: str, reason: Reason = "stranger") -> None:
-        with self._refusing:  # The authenticator's thread refuses too.
-            self.refusals.add(reason, text)
+        self.refusals.add(reason, text)  # In the authenticator's thread too.
 
     def _connect(self, dst: int) -> zmq.SyncSocket:
         # send() must not block: two ranks that both send first would wait for each other.  The socket queues any number
@@ -191,6 +207,7 @@ class Mailbox:
         """Reads the segments of a rank on this host, which then can read those of this one; None for other ranks."""
         if rank not in self._readers:
             peer = self._connections.peer(rank)
+            self._returning.met(rank, peer.pid)
             is_local = bool(self._domain) and peer.domain == self._domain
             self._readers[rank] = SegmentReader(peer.pid) if is_local else None
             if is_local and self.is_open and rank != self.rank:
@@ -219,23 +236,34 @@ class Mailbox:
                     del self._arrived[i]
                     return message
             if not self._take(max(0.0, deadline - time.monotonic())):
+                self._returning.look(src)
                 sender = "any rank" if src is None else f"rank {src}"
                 raise TimeoutError(f"rank {self.rank} waited {limit:g} s for a message from {sender}")
 
     def _take(self, timeout_s: float) -> bool:
         """Wait for a message, valid or not, or for the failure of a rank; False if there was none in time."""
         events = self._monitor.wait(timeout_s)
-        for rank in events.suspected:
-            self._arrived.append(PeerSuspected(src=rank))
+        self._arrived.extend(PeerSuspected(src=rank) for rank in events.suspected)
         if self._beat_s is not None:  # Workers among each other; on servers a suspected worker joins again.
             self._arrived.extend(PeerReturned(src=rank) for rank in events.returned)
         for rank in events.dead:
+            if rank in self._returning.ranks:
+                self._returning.ended(rank, self._monitor)
+                continue
             self._readers[rank] = None
             self._outbox.drop(rank)
             self._arrived.append(PeerDied(src=rank))
         if events.has_message:
             self._receive()
         return events.is_any
+
+    def _turn_to_new(self, rank: int) -> None:
+        """There is another process of a rank: nothing of the old one is of use."""
+        self._outbox.drop(rank)
+        self._readers.pop(rank, None)
+        self._reader(rank)
+        if self._heartbeats is not None and rank in self._heartbeats.ranks:
+            self._heartbeats.add({rank: self._connections.connect(rank, max_unsent=MAX_UNSENT)})
 
     def _receive(self) -> int | None:
         """Receive a message from the inbox; its sender, or None if there was none, it was refused or a heartbeat."""
@@ -244,45 +272,17 @@ class Mailbox:
         except zmq.Again:  # A connection that breaks within a message makes the socket readable without a message.
             return None
         try:
-            message = self._read(frames)
+            src = self._returning.checked(*sender_of(frames[0]))
+            if src in self._monitor.dead:
+                raise ValueError("it arrived after the death of its sender was reported")
+            # The reader is made even if there is nothing to read: from now on the sender's process is watched.
+            message = message_in(frames, self._reader(src), self.max_nbytes)
         except (msgspec.MsgspecError, ValueError) as error:
             reason: Reason = "unknown type" if isinstance(error, UnknownType) else "malformed"
-            self._refuse(f"a message from rank {frames[0].get('User-Id')}: {error}", reason)
+            self._refuse(f"a message from rank {sender_of(frames[0])[0]}: {error}", reason)
             return None
         if isinstance(message, Beat):
-            self._monitor.heartbeat(message.src)
-            return None
-        self._monitor.note_message(message.src)
+            return self._monitor.heartbeat(src)
+        self._monitor.note_message(src)
         self._arrived.append(message)
-        return message.src
-
-    def _read(self, frames: Sequence[zmq.Frame]) -> Message:
-        """The message in these frames, or an error that says what is wrong with them."""
-        header = _headers.decode(frames[0].buffer)
-        src = int(str(frames[0].get("User-Id")))  # The rank of the key, which CURVE has verified.
-        if src in self._monitor.dead:
-            raise ValueError("it arrived after the death of its sender was reported")
-        reader = self._reader(src)  # Even if there is nothing to read: from now on its process is watched.
-        if not header.tensors and len(frames) == 1:
-            return decode(header.body, (), src)
-        sent = [form for form in header.tensors if form[2] is None]
-        if len(sent) != len(frames) - 1:
-            raise ValueError(f"its header announces {len(sent)} tensors and {len(frames) - 1} came")
-        rest = iter(frames[1:])
-        tensors = [
-            in_frame(next(rest), name, shape) if location is None else self._in_segment(reader, location, name, shape)
-            for name, shape, location in header.tensors
-        ]
-        return decode(header.body, tensors, src)
-
-    def _in_segment(
-        self, reader: SegmentReader | None, location: Location, name: Name, shape: tuple[int, ...]
-    ) -> Tensor:
-        if reader is None:
-            raise ValueError("its tensor is in memory of its sender, which is not on this host")
-        if self.max_nbytes is not None and location.nbytes > self.max_nbytes:
-            raise ValueError(
-                f"its tensor has {location.nbytes} bytes: this mailbox was made with max_nbytes={self.max_nbytes}"
-            )
-        check_form(name, shape, location.nbytes)
-        return typed(reader.open(location), name, shape)
+        return src

@@ -49,18 +49,23 @@ class PeerMonitor:
     def dead(self) -> set[int]:
         return self._detector.dead
 
-    def watch(self, rank: int, pid: int) -> None:
-        """Watch a process of this host that was, is or will be a rank."""
+    def watch(self, rank: int, pid: int) -> bool:
+        """Watch a process of this host that was, is or will be a rank; False if one of that rank is watched."""
         if rank in self.dead or rank in self._watched.values():
-            return
+            return False
         try:
             file = os.pidfd_open(pid)
         except ProcessLookupError:
             file = os.eventfd(1)  # It has ended already; this file is ready at once, as its pidfd would be.
         except (AttributeError, OSError):  # Some systems have no pidfds.
-            return
+            return False
         self._watched[file] = rank
         self._poller.register(file, zmq.POLLIN)
+        return True
+
+    def revive(self, rank: int) -> None:
+        """Another process of a dead rank is there, or will be."""
+        self.dead.discard(rank)
 
     def heartbeat(self, rank: int) -> None:
         self._detector.heartbeat(rank, time.monotonic())
