@@ -163,7 +163,7 @@ class Saving:
     def change(self) -> None:
         """The workers of the run have changed: from now on these save it."""
         assert self._elastic is not None
-        self._saver.abandon()
+        self._saver.abandon("the workers of the run have changed")
         self._tell_failure()
         self._take_place(self._elastic.rank, self._elastic.layout.workers)
         if self._rank == 0:
@@ -350,8 +350,16 @@ class Saving:
         if self._run.strategy.needs.servers:
             self._saver.give_up(self._run.replica.cursor.step, why, "end")
 
-    def close(self) -> None:
-        """Wait for what is being written, and let other jobs use the folder."""
+    def close(self, *, failed: bool = False) -> None:
+        """Wait for what is being written, and let other jobs use the folder.
+
+        After an error there is no next step: SIGTERM, which a launcher sends when another worker has died, ends the
+        wait for other workers.
+        """
+        if failed:
+            self._stopping.close()
+            if self._stopping.has_signal:
+                self._saver.abandon("the run failed, and got SIGTERM")
         self._saver.wait()
         self._stopping.close()
         self._folder.release()
