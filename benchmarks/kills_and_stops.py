@@ -1,8 +1,13 @@
-"""Workers killed and stopped at random: every method whose workers do not wait for each other, on real processes.
+"""Processes killed and stopped at random, under every strategy, on real processes.
 
-A small perceptron learns handwritten digits on four workers. In disturbed runs a worker chosen at random is killed by
-SIGKILL, or stopped by SIGSTOP and continued after up to three times the silence after which it counts as dead. A
-gradient's time is mostly a sleep, so four workers on few cores are as fast as on four machines.
+A small perceptron learns handwritten digits on four workers. In disturbed runs a worker or a shard chosen at random is
+killed by SIGKILL, or a worker is stopped by SIGSTOP and continued after up to three times the silence after which it
+counts as dead. Synchronous methods run with `elastic=True`, shards with `durability="process"`. Runs are added until
+each method has had enough kills and stops. A gradient's time is mostly a sleep, so four workers on few cores are as
+fast as on four machines.
+
+Each worker notes the time and the samples of every gradient in a file. So pauses, and how much was computed in vain,
+are seen on the run itself, also those of workers that were killed.
 """
 
 from __future__ import annotations
@@ -13,16 +18,18 @@ import multiprocessing
 import os
 import random
 import signal
+import struct
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import product
+from itertools import pairwise
+from multiprocessing.connection import wait
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any
+from statistics import mean, median, stdev
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # So that forked processes need not.
@@ -31,34 +38,86 @@ from torch.nn import functional as F
 
 import paceline as pl
 from benchmarks._frame import markdown, show, table
+from paceline.codecs import OneBit
 from paceline.data import digits
+from paceline.engines.server_process import NAME as SHARD
 from tests.dist.starting import everything, leftovers
 
-WORKERS, BATCH, EPOCHS = 4, 128, 25
-GRADIENT_S = 0.01
+WORKERS, BATCH, EPOCHS = 4, 128, 50
+RATE = 0.1
+GRADIENT_S = 0.02
 SILENT_S = 0.6
+SETTLED_S = 1.5  # A worker that has run for so long undisturbed has joined the others.
 LIMIT_S = 240.0
-STOPS = 0.4  # The share of stops among kills and stops.
-METHODS: dict[str, pl.Strategy] = {
-    "ParameterServer": pl.ParameterServer(rule=pl.rules.Sgd(lr=0.1), servers=2),
-    "StaleSynchronous": pl.StaleSynchronous(lr=0.1, bound=4, servers=2),
-    "SoftSync": pl.SoftSync(lr=0.1, updates=2),
-    "Downpour": pl.Downpour(),
-    "ASGD": pl.ASGD(),
-    "AsyncDiLoCo": pl.AsyncDiLoCo(period=8),
-    "AsyncEASGD": pl.AsyncEASGD(),
-    "Gossip": pl.Gossip(),
-    "Strom": pl.Strom(None, lr=0.1 / WORKERS),
-    "Hogwild": pl.Hogwild(),
-    "EAWild": pl.EAWild(),
+EVENTS = 20  # At most so many kills and stops in one run: some methods end sooner.
+STOPS, SHARDS = 0.4, 0.15  # The shares of stops, and of kills of shards.
+BEAT = struct.Struct("dI")
+
+
+def served(strategy: type[pl.ServerStrategy], **settings: Any) -> pl.Strategy:
+    return strategy(servers=2, durability="process", **settings)
+
+
+METHODS: dict[str, dict[str, pl.Strategy]] = {
+    "synchronous": {
+        "AllReduceSGD": pl.AllReduceSGD(),
+        "AllReduceSGD, 1 bit": pl.AllReduceSGD(codec=OneBit()),
+        "OneBitAdam": pl.OneBitAdam(warmup=40),
+        "Then": pl.Then(pl.AllReduceSGD(), pl.PeriodicAveraging(period=8), steps=100),
+    },
+    "averaging": {
+        "PeriodicAveraging": pl.PeriodicAveraging(period=8),
+        "DecreasingAveraging": pl.DecreasingAveraging((16, 4)),
+        "AdaptiveAveraging": pl.AdaptiveAveraging(warmup=20),
+        "AdaComm": pl.AdaComm(steps=40),
+        "BlockMomentum": pl.BlockMomentum(period=8),
+        "SlowMo": pl.SlowMo(period=8),
+        "DiLoCo": pl.DiLoCo(period=8),
+    },
+    "asynchronous": {
+        "ParameterServer": served(pl.ParameterServer, rule=pl.rules.Sgd(lr=RATE)),
+        "StaleSynchronous": served(pl.StaleSynchronous, lr=RATE, bound=4),
+        "SoftSync": served(pl.SoftSync, lr=RATE, updates=2),
+        "Downpour": served(pl.Downpour),
+        "ASGD": served(pl.ASGD),
+        "DelayCompensated": served(pl.DelayCompensated, lr=RATE),
+        "AsyncMomentum": served(pl.AsyncMomentum, lr=RATE / 4, momentum=0.5),
+        "AsyncDiLoCo": served(pl.AsyncDiLoCo, period=8),
+        "Sandblaster": pl.Sandblaster(durability="process"),
+    },
+    "elastic": {
+        "EASGD": pl.EASGD(),
+        "AsyncEASGD": served(pl.AsyncEASGD),
+        "RoundRobinEASGD": served(pl.RoundRobinEASGD),
+        "EAMSGD": served(pl.EAMSGD, momentum=0.5),
+        "EAWild": pl.EAWild(),
+        "EAWild on shards": pl.EAWild(servers=2, durability="process"),
+        "Hogwild": pl.Hogwild(),
+    },
+    "decentralised": {
+        "Gossip": pl.Gossip(),
+        "Strom": pl.Strom(None, lr=RATE / WORKERS),
+    },
 }
+STRATEGIES = {name: strategy for family in METHODS.values() for name, strategy in family.items()}
 
 
-def task_of(seed: int) -> pl.Task:
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.002)
+
+
+def task_of(method: str, seed: int, beats: int | None = None, epochs: int = EPOCHS) -> pl.Task:
+    """The task; its workers note their gradients in the file `beats`."""
     x, y, _, _ = digits()
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        time.sleep(GRADIENT_S)
+        if beats is not None:
+            time.sleep(GRADIENT_S)
+            os.write(beats, BEAT.pack(time.monotonic(), len(batch[0])))
         return F.cross_entropy(model(batch[0]), batch[1])
 
     return pl.Task(
@@ -66,87 +125,165 @@ def task_of(seed: int) -> pl.Task:
         loss=loss,
         data=(x, y),
         batch=BATCH,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        epochs=EPOCHS,
+        optimizer=adam if method == "OneBitAdam" else sgd,
+        epochs=epochs,
         seed=seed,
     )
 
 
-@contextmanager
-def disturbing(seed: int, events: int) -> Iterator[dict[str, int]]:
-    """Kill or stop one of this process's workers, again and again; how often each was done."""
-    chance, over, done = random.Random(seed), threading.Event(), {"kills": 0, "stops": 0}
+class Disturber:
+    """Kills and stops processes of a run, one after another, by a seed.
 
-    def disturb() -> None:
-        over.wait(1.0)
-        while sum(done.values()) < events and not over.wait(chance.uniform(0.05, 0.35)):
-            workers = [p.pid for p in multiprocessing.active_children() if p.name.startswith("worker-") and p.pid]
-            if not workers:
-                continue
-            pid, is_stop = chance.choice(workers), chance.random() < STOPS
+    It leaves one worker that has been running for a while: if all workers that have the model are killed, it is lost.
+    """
+
+    def __init__(self, seed: int, strategy: pl.Strategy) -> None:
+        self.done = {"kills": 0, "stops": 0, "shard kills": 0}
+        self._chance = random.Random(seed)
+        self._has_shards = strategy.servers > 0
+        self._undisturbed: dict[int, float] = {}  # Since when each worker runs undisturbed.
+        self._over = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _run(self) -> None:
+        self._over.wait(1.0)
+        while sum(self.done.values()) < EVENTS and not self._over.wait(self._chance.uniform(0.1, 0.6)):
+            if self._has_shards and self._chance.random() < SHARDS:
+                self._kill_shard()
+            else:
+                self._disturb_worker()
+
+    def _kill_shard(self) -> None:
+        if shards := own_processes(SHARD):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP if is_stop else signal.SIGKILL)
-                done["stops" if is_stop else "kills"] += 1
-                if is_stop:
-                    over.wait(chance.uniform(0.1, 3 * SILENT_S))
-                    os.kill(pid, signal.SIGCONT)
+                os.kill(self._chance.choice(shards), signal.SIGKILL)
+                self.done["shard kills"] += 1
 
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
-        yield done
-    finally:
-        over.set()
-        thread.join()
+    def _disturb_worker(self) -> None:
+        now = time.monotonic()
+        pids = {p.pid for p in multiprocessing.active_children() if p.name.startswith("worker-") and p.pid}
+        self._undisturbed = {pid: self._undisturbed.get(pid, now) for pid in sorted(pids)}
+        settled = [pid for pid, since in self._undisturbed.items() if now - since > SETTLED_S]
+        struck = [pid for pid in self._undisturbed if settled not in ([], [pid])]
+        if not struck:
+            return
+        pid, is_stop = self._chance.choice(struck), self._chance.random() < STOPS
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP if is_stop else signal.SIGKILL)
+            self.done["stops" if is_stop else "kills"] += 1
+            if is_stop:
+                self._over.wait(self._chance.uniform(0.1, 3 * SILENT_S))
+                os.kill(pid, signal.SIGCONT)
+                self._undisturbed[pid] = time.monotonic()
 
 
-def run(method: str, seed: int, events: int) -> dict[str, Any]:
+def own_processes(name: str) -> list[int]:
+    """The processes of this session that have such a name."""
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            comm, rest = stat.read_text().partition("(")[2].rpartition(")")[::2]
+            state, _, _, session = rest.split()[:4]
+            if comm == name and state != "Z" and int(session) == os.getsid(0):
+                found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+class Job(NamedTuple):
+    method: str
+    seed: int
+    is_disturbed: bool
+
+
+class Started:
     """One run in a process of its own, with a folder of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="stops-"))
-    before, began = everything(folder), time.monotonic()
-    result = Path(f"{folder}.json")
-    process = multiprocessing.get_context("fork").Process(target=child, args=(method, seed, events, folder, result))
-    process.start()
-    process.join(LIMIT_S)
-    is_hanging = process.is_alive()
-    if is_hanging:
-        process.kill()
-        process.join()
-    seconds = time.monotonic() - began
-    left = leftovers(before, folder)
-    while left and time.monotonic() < began + seconds + 5.0:
-        time.sleep(0.1)
-        left = leftovers(before, folder)
-    found: dict[str, Any] = {"ended": "hangs" if is_hanging else "no result"}
-    if result.exists():
-        found = json.loads(result.read_text())
-        result.unlink()
-    return {
-        "method": method,
-        "seed": seed,
-        "disturbed": events > 0,
-        "seconds": round(seconds, 1),
-        "left": left,
-        **found,
-    }
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._folder = Path(tempfile.mkdtemp(prefix="stops-"))
+        self._before, self._began = everything(self._folder), time.monotonic()
+        self._result = Path(f"{self._folder}.json")
+        self.process = multiprocessing.get_context("fork").Process(target=child, args=(job, self._folder, self._result))
+        self.process.start()
+
+    @property
+    def left_s(self) -> float:
+        return self._began + LIMIT_S - time.monotonic()
+
+    def result(self) -> dict[str, Any]:
+        """What the run has found; one that has not ended by now hangs."""
+        seconds = time.monotonic() - self._began
+        found: dict[str, Any] = {"ended": "no result"}
+        if self.process.is_alive():
+            found = {"ended": "hangs"}
+            self.process.kill()
+        self.process.join()
+        if self._result.exists():
+            found = json.loads(self._result.read_text())
+            self._result.unlink()
+        left, until = leftovers(self._before, self._folder), time.monotonic() + 5.0
+        while left and time.monotonic() < until:
+            time.sleep(0.1)
+            left = leftovers(self._before, self._folder)
+        job = self.job
+        told = {"method": job.method, "seed": job.seed, "disturbed": job.is_disturbed, "seconds": round(seconds, 1)}
+        return told | {"left": left, **found}
 
 
-def child(method: str, seed: int, events: int, folder: Path, result: Path) -> None:
+def in_turn(jobs: list[Job], processes: int, until: float) -> Iterator[dict[str, Any]]:
+    """The results of these jobs, so many at a time; those that have not begun by then are left out."""
+    waiting, going = jobs[::-1], list[Started]()
+    while going or (waiting and time.monotonic() < until):
+        while waiting and len(going) < processes and time.monotonic() < until:
+            going.append(Started(waiting.pop()))
+        wait([started.process.sentinel for started in going], timeout=max(0.1, min(g.left_s for g in going)))
+        for started in [g for g in going if not g.process.is_alive() or g.left_s <= 0]:
+            going.remove(started)
+            yield started.result()
+
+
+def child(job: Job, folder: Path, result: Path) -> None:
+    os.setsid()
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None
     torch.set_num_threads(1)
     _, _, x, y = digits()
-    task, found = task_of(seed), dict[str, Any]()
-    with disturbing(seed, events) as done:
+    strategy, found = STRATEGIES[job.method], dict[str, Any]()
+    disturber = Disturber(job.seed, strategy)
+    options: dict[str, Any] = {"silent_s": SILENT_S, "timeout_s": 120.0, "replacements": 2 * EVENTS}
+    if not strategy.needs.elastic:  # Its workers wait for each other.
+        options["elastic"] = True
+    with tempfile.TemporaryFile() as beats:
+        task = task_of(job.method, job.seed, os.dup(beats.fileno()))
         try:
-            ended = pl.train(task, METHODS[method], WORKERS, replacements=events, silent_s=SILENT_S, timeout_s=120.0)
+            if job.is_disturbed:
+                with disturber.running():
+                    ended = pl.train(task, strategy, WORKERS, **options)
+            else:
+                ended = pl.train(task, strategy, WORKERS, **options)
             found = {"ended": "finished", "accuracy": round(100 * accuracy(ended.model, x, y), 2)}
-            shards = range(WORKERS, WORKERS + METHODS[method].servers)
-            applied = [sum(int(p.samples) for p in ended.trace.points if p.rank == rank) for rank in shards]
-            found |= {"samples": len(task.data[0]) * EPOCHS, "samples_applied": applied}
+            if strategy.servers:
+                shards = range(WORKERS, WORKERS + strategy.servers)
+                found["applied"] = [sum(int(p.samples) for p in ended.trace.points if p.rank == r) for r in shards]
         except BaseException as error:
             found = {"ended": f"{type(error).__name__}: {error}".partition("\n")[0]}
-    result.write_text(json.dumps(found | done))
+        beats.seek(0)
+        noted = sorted(BEAT.iter_unpack(beats.read()))
+    found |= {
+        "needed": len(task.data[0]) * EPOCHS,
+        "computed": sum(samples for _, samples in noted),
+        "pause_s": round(max((b - a for (a, _), (b, _) in pairwise(noted)), default=0.0), 2),
+    }
+    result.write_text(json.dumps(found | disturber.done))
     os._exit(0)
 
 
@@ -158,31 +295,38 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 HEAD = [
     "method",
     "runs",
-    "kills",
-    "stops",
+    "workers killed",
+    "stopped",
+    "shards killed",
     "finished",
     "left behind",
-    "undisturbed",
+    "accuracy, undisturbed",
     "disturbed",
-    "seconds, undisturbed and disturbed",
+    "longest pause: undisturbed",
+    "disturbed, median",
+    "most",
+    "gradients computed, of those needed",
     "samples applied too often or not at all",
 ]
 
 
 def line_of(method: str, runs: list[dict[str, Any]]) -> list[str]:
     calm, wild = ([r for r in runs if r["disturbed"] is is_wild] for is_wild in (False, True))
-    seconds = ", ".join(f"{mean(r['seconds'] for r in own):.1f}" if own else "-" for own in (calm, wild))
-    off = [abs(n - r["samples"]) for r in wild for n in r.get("samples_applied", [])]
+    off = [abs(n - r["needed"]) for r in wild for n in r.get("applied", [])]
+    pauses = [r["pause_s"] for r in wild if r["ended"] == "finished"]
+    in_vain = [r["computed"] / r["needed"] for r in wild if r["ended"] == "finished"]
     return [
         method,
         str(len(wild)),
-        str(sum(r.get("kills", 0) for r in wild)),
-        str(sum(r.get("stops", 0) for r in wild)),
+        *(str(sum(r.get(kind, 0) for r in wild)) for kind in ("kills", "stops", "shard kills")),
         str(sum(r["ended"] == "finished" for r in wild)),
         str(sum(len(r["left"]) for r in wild)),
         spread([r["accuracy"] for r in calm if "accuracy" in r]),
         spread([r["accuracy"] for r in wild if "accuracy" in r]),
-        seconds,
+        f"{max((r['pause_s'] for r in calm), default=0.0):.2f} s",
+        f"{median(pauses):.2f} s" if pauses else "-",
+        f"{max(pauses):.2f} s" if pauses else "-",
+        f"{mean(in_vain):.3f}" if in_vain else "-",
         str(sum(off)) if off else "-",
     ]
 
@@ -193,26 +337,48 @@ def spread(values: list[float]) -> str:
     return f"{mean(values):.2f} %" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
+def events_of(runs: list[dict[str, Any]], method: str) -> int:
+    return sum(r.get(k, 0) for r in runs if r["method"] == method for k in ("kills", "stops", "shard kills"))
+
+
+def jobs_of(methods: list[str], runs: list[dict[str, Any]], events: int, seeds: int) -> list[Job]:
+    """The undisturbed runs that are left, and for each method that has not had enough events one disturbed run more."""
+    jobs: list[Job] = []
+    for method in methods:
+        own = [r for r in runs if r["method"] == method]
+        calm = {r["seed"] for r in own if not r["disturbed"]}
+        jobs += [Job(method, seed, False) for seed in range(seeds) if seed not in calm]
+        if events_of(runs, method) < events:
+            jobs.append(Job(method, sum(r["disturbed"] for r in own), True))
+    return jobs
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--events", type=int, default=30, help="kills and stops in each disturbed run")
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each kind")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--methods", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--events", type=int, default=60, help="kills and stops of each method, at least")
+    parser.add_argument("--seeds", type=int, default=2, help="undisturbed runs of each method")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no run after so long")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--json", type=Path, help="where to keep the runs; those in it are not run again")
     args = parser.parse_args()
     runs: list[dict[str, Any]] = json.loads(args.json.read_text())["runs"] if args.json and args.json.exists() else []
-    done = {(r["method"], r["seed"], r["disturbed"]) for r in runs}
-    for method, seed, events in product(args.methods, range(args.seeds), (0, args.events)):
-        if (method, seed, events > 0) not in done:
-            runs.append(run(method, seed, events))
-            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-        if args.json:
-            told = ",\n".join(map(json.dumps, runs))
-            args.json.write_text(f'{{"runs": [\n{told}\n]}}\n')
-    found = [method for method in METHODS if any(r["method"] == method for r in runs)]
-    lines = [line_of(method, [r for r in runs if r["method"] == method]) for method in found]
-    show(markdown(HEAD, lines) if args.markdown else table(HEAD, lines, right=1), width=200)
+    until = time.monotonic() + 60 * args.minutes
+    for method in args.methods:  # It compiles the kernels, here and not in each worker.
+        pl.simulate(task_of(method, 0, epochs=10), STRATEGIES[method], pl.Cluster(workers=WORKERS))
+    while (jobs := jobs_of(args.methods, runs, args.events, args.seeds)) and time.monotonic() < until:
+        for result in in_turn(jobs, args.processes, until):
+            runs.append(result)
+            print(json.dumps(result), file=sys.stderr, flush=True)
+            if args.json:
+                lines = ",\n".join(map(json.dumps, runs))
+                args.json.write_text(f'{{"runs": [\n{lines}\n]}}\n')
+    for family, methods in METHODS.items():
+        own = {m: [r for r in runs if r["method"] == m] for m in methods}
+        if lines := [line_of(m, found) for m, found in own.items() if found]:
+            print(f"\n{family}\n")
+            show(markdown(HEAD, lines) if args.markdown else table(HEAD, lines, right=1), width=240)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 import warnings
@@ -12,26 +11,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from paceline import __version__
 from paceline.checkpoint import Checkpoint, Checkpoints, Folder
-from paceline.checkpoint.cadence import Cadence, Losses
 from paceline.checkpoint.manifest import FORMAT, Manifest, Model
-from paceline.checkpoint.saver import CheckpointFailed, Saver, now, place_of
+from paceline.checkpoint.saver import CheckpointFailed, now, place_of
 from paceline.elastic import ElasticEndpoint
 from paceline.errors import ClusterError
 from paceline.op import drive
-from paceline.session.finding import Finding, check_stages
-from paceline.session.stopping import Preempted, Stopping
+from paceline.session.finding import check_stages
+from paceline.session.saving_place import SavingPlace
+from paceline.session.stopping import Preempted
 from paceline.slot_values import Copies
 from paceline.strategy import Strategy
 from paceline.worker.run import WorkerRun
-
-PATIENCE_S = (
-    120.0  # How long workers that do not wait for each other wait for a file of another one, which may be dead.
-)
-_opened = itertools.count()  # All ranks count the same, so it names the keys of each.
 
 
 class ChangedSettings(RuntimeWarning):
@@ -69,22 +63,18 @@ class Saving:
         that model; with one stage it is the run's own.  With an `elastic` endpoint the workers may change.
         """
         self._run = run
-        self._stages = stages
         self._more = more
         self._settings = settings
         self._saved_at: int | None = None
         self._has_ended = False
         self._is_automatic = False
         self._copies = Copies()
-        self._store = store
-        self._elastic = elastic
-        self._losses: Losses = elastic.rendezvous.why_lost if elastic is not None else lambda rank: None
-        self._timeout_s = timeout_s
-        self._name = "" if elastic is not None else f"{next(_opened)}"
-        self._take_place(rank, workers)
         self._folder = Folder(settings.folder)
-        self._is_replacement, self._from = self._found()
-        self._stopping, self._saver, self._cadence = self._opened(None)
+        self._place = SavingPlace(
+            settings, run, rank=rank, workers=workers, stages=stages, store=store, timeout_s=timeout_s, elastic=elastic
+        )
+        self._is_replacement, self._from = self._place.found(self._folder)
+        self._stopping, self._saver, self._cadence = self._place.opened(self._folder, None)
         flat = run.replica.learner.flat
         trained = flat.names if whole is None else [n for n, p in whole.named_parameters() if p.requires_grad]
         self._model = Model.of(flat.model if whole is None else whole, trained)
@@ -96,82 +86,17 @@ class Saving:
         """Whether all workers are saved before the same step; otherwise the first one says when they are saved."""
         return self._run.replica.cursor.rest is None
 
-    def _take_place(self, rank: int, workers: int) -> None:
-        self._rank = rank
-        self._processes = workers
-        self._workers = workers // self._stages
-        self._worker, self._stage = divmod(rank, self._stages)
-
-    @property
-    def _place(self) -> str:
-        """Where in the store these workers save."""
-        return f"saving/{self._name if self._elastic is None else f'of generation {self._elastic.number}'}"
-
-    def _shared(self, place: str) -> Store | None:
-        """That part of the store; None for one worker alone, without servers."""
-        is_alone = self._processes == 1 and not self._run.replica.endpoint.layout.servers
-        return None if is_alone else PrefixStore(place, self._store)
-
-    def _found(self) -> tuple[bool, Checkpoint | None]:
-        """Whether this worker replaces a dead one, and the checkpoint from which the run continues.
-
-        One that replaces a dead one has its state from another worker, and not from the disk.
-        """
-        endpoint = self._run.replica.endpoint
-        if self._elastic is not None and self._elastic.has_joined_late:
-            return True, None
-        shared = self._shared(self._place if self._elastic is None else "saving/begin")
-        where = Finding(
-            self._settings,
-            self._folder,
-            shared,
-            is_first=self._rank == 0,
-            timeout_s=self._timeout_s,
-            losses=self._losses,
-        )
-        if endpoint.rank not in endpoint.layout.worker_ranks:
-            return True, where.by_replacement(endpoint.layout)
-        return False, where.found()
-
-    def _opened(self, saved: float | None) -> tuple[Stopping, Saver, Cadence]:
-        """What these workers save with; `saved` is the time of the last checkpoint."""
-        shared, needs = self._shared(self._place), self._run.strategy.needs
-        is_first, losses = self._rank == 0, self._losses
-        timeout_s = self._timeout_s
-        saver = Saver(
-            self._folder,
-            self._settings.keep,
-            rank=self._rank,
-            workers=self._processes,
-            store=shared,
-            timeout_s=timeout_s if needs.ordered else min(timeout_s, PATIENCE_S),
-            losses=losses,
-        )
-        # Where workers stand at no common step, only the first one looks at its clock.
-        told = shared if needs.collectives and self._processes > 1 else None
-        cadence = Cadence(
-            self._settings,
-            self._run.replica.plan,
-            store=told,
-            is_first=is_first or told is None,
-            timeout_s=timeout_s,
-            saved=saved,
-            losses=losses,
-        )
-        return Stopping(shared, is_first=is_first, timeout_s=timeout_s, losses=losses), saver, cadence
-
     def change(self) -> None:
         """The workers of the run have changed: from now on these save it."""
-        assert self._elastic is not None
         self._saver.abandon("the workers of the run have changed")
         self._tell_failure()
-        self._take_place(self._elastic.rank, self._elastic.layout.workers)
-        if self._rank == 0:
+        self._place.move()
+        if self._place.rank == 0:
             self._folder.release()
             self._folder.claim(takes_over=True)
         before = self._stopping
         before.close()
-        self._stopping, self._saver, self._cadence = self._opened(self._cadence.saved)
+        self._stopping, self._saver, self._cadence = self._place.opened(self._folder, self._cadence.saved)
         self._stopping.has_signal = before.has_signal
         if self._is_automatic:
             self._stopping.listen()
@@ -185,7 +110,7 @@ class Saving:
             self._is_automatic = True
 
     def _place_of(self, name: str) -> str:
-        return f"{self._place}/{place_of(name)}"
+        return f"{self._place.key}/{place_of(name)}"
 
     # Continue.
 
@@ -210,13 +135,14 @@ class Saving:
                 "empty one"
             )
         try:
-            check_stages(checkpoint, self._stages, self._stage, self._trained)
-            more = checkpoint.part(self._source(checkpoint), self._stage)["more"]
+            check_stages(checkpoint, self._place.stages, self._place.stage, self._trained)
+            more = checkpoint.part(self._source(checkpoint), self._place.stage)["more"]
             check(more)
-            load(checkpoint.state(self._worker, self._workers, self._stage))
+            load(checkpoint.state(self._place.worker, self._place.workers, self._place.stage))
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {error}") from error
-        self._warn_of_settings(checkpoint)
+        if self._place.rank == 0:
+            _warn_of_settings(checkpoint, self._run.strategy)
         self._from = None
         self._saved_at = checkpoint.step
         self._cadence.start(checkpoint.step)
@@ -224,18 +150,10 @@ class Saving:
 
     def _source(self, checkpoint: Checkpoint) -> int:
         """The worker whose place in the data this one continues."""
-        if self._workers != checkpoint.manifest.workers and not self._run.strategy.needs.ordered:
+        if self._place.workers != checkpoint.manifest.workers and not self._run.strategy.needs.ordered:
             steps = [state["step"] for state in checkpoint.states()]
             return checkpoint.saved[steps.index(min(steps))]
-        return self._worker if self._worker in checkpoint.saved else 0
-
-    def _warn_of_settings(self, checkpoint: Checkpoint) -> None:
-        saved, own = checkpoint.manifest.settings, settings_of(self._run.strategy)
-        if self._rank == 0 and saved and saved != own:
-            warnings.warn(
-                ChangedSettings(f"{checkpoint.path}: it was saved under {saved}, and continues under {own}"),
-                stacklevel=4,
-            )
+        return self._place.worker if self._place.worker in checkpoint.saved else 0
 
     # Save.
 
@@ -246,7 +164,7 @@ class Saving:
         stops = self._is_automatic and self._stops(step)
         if stops and step == self._saved_at and self._is_together:
             self._stop(step, None)
-        is_due = (self._is_together or self._rank == 0) and self._cadence.is_due(step) and step != self._saved_at
+        is_due = (self._is_together or self._place.rank == 0) and self._cadence.is_due(step) and step != self._saved_at
         if stops or is_due or (rest is not None and rest.is_asked):
             self.save(step, stops=stops)
         elif rest is not None:
@@ -263,7 +181,7 @@ class Saving:
     def _stop(self, step: int, key: str | None) -> None:
         """The run was saved because of SIGTERM, or could not be: end this process."""
         self._saver.wait_for_all(key)
-        if self._rank == 0:
+        if self._place.rank == 0:
             why = self._saver.failure()
             place = f"saved in {self._folder.path} before step {step}; the same command continues it"
             print(f"paceline: SIGTERM: the run is {place if why is None else f'not saved: {why}'}", file=sys.stderr)
@@ -293,7 +211,7 @@ class Saving:
         flat.refresh()
         self._saver.wait()  # The memory of its copies is used again.
         values: dict[str, Any] = {"state": self._run.state_dict(self._copies), "more": self._more()}
-        if self._worker == 0:
+        if self._place.worker == 0:
             published = replica.published
             trained = set(flat.names)
             frozen = {n: p.detach().cpu().clone() for n, p in flat.model.named_parameters() if n not in trained}
@@ -307,11 +225,11 @@ class Saving:
             torch=str(torch.__version__),
             strategy=type(self._run.strategy).__name__,
             step=step,
-            workers=self._workers,
+            workers=self._place.workers,
             model=self._model,
             settings=settings_of(self._run.strategy),
             shards=0 if rest is None else rest.shards,
-            stages=self._stages,
+            stages=self._place.stages,
         )
         self._saved_at = step
         key = None if rest is None else "end" if self._has_ended else f"rest {rest.number}"
@@ -336,7 +254,7 @@ class Saving:
         is_served = cursor.rest is not None and cursor.rest.shards > 0
         cursor.step = end if is_served else min(cursor.step, end)  # Any worker may have had the last minibatch.
         self._has_ended = True
-        if self._run.missed_end and self._elastic is not None:
+        if self._run.missed_end and self._place.elastic is not None:
             pass
         elif self._run.missed_end:
             self._saver.give_up(cursor.step, "this worker was believed dead, and missed the end", "end")
@@ -351,12 +269,8 @@ class Saving:
             self._saver.give_up(self._run.replica.cursor.step, why, "end")
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for what is being written, and let other jobs use the folder.
-
-        After an error there is no next step: SIGTERM, which a launcher sends when another worker has died, ends the
-        wait for other workers.
-        """
-        if failed:
+        """Wait for what is being written, and let other jobs use the folder."""
+        if failed:  # There is no next step: SIGTERM, which a launcher sends then, ends the wait for other workers.
             self._stopping.close()
             if self._stopping.has_signal:
                 self._saver.abandon("the run failed, and got SIGTERM")
@@ -373,3 +287,12 @@ class Saving:
     def _tell_failure(self) -> None:
         if (why := self._saver.failure()) is not None:
             warnings.warn(CheckpointFailed(f"{why}; training goes on"), stacklevel=3)
+
+
+def _warn_of_settings(checkpoint: Checkpoint, strategy: Strategy) -> None:
+    saved, own = checkpoint.manifest.settings, settings_of(strategy)
+    if saved and saved != own:
+        warnings.warn(
+            ChangedSettings(f"{checkpoint.path}: it was saved under {saved}, and continues under {own}"),
+            stacklevel=4,
+        )
