@@ -437,7 +437,7 @@ def test_states_that_cannot_be_resumed_are_refused():
     ):
         blocks.load_state_dict(state)
     server = pl.ParameterServer(servers=1)
-    refusal = r"load_state_dict\(ParameterServer\): it needs a run without a stop"
+    refusal = r"load_state_dict\(\) under ParameterServer: .* give attach\(checkpoint="
     with session(server, optimizer=False) as served, pytest.raises(ValueError, match=refusal):
         served.load_state_dict(state)
 

@@ -52,11 +52,13 @@ def counting(steps: int, batch: int, slow_s: float = 0.0) -> pl.Task:
 
 
 @contextmanager
-def killer(times: int, *, every_s: float, choose: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
-    """Kill one of this process's workers at random moments."""
+def killer(times: int, *, every_s: float, begin: threading.Event | None = None) -> Iterator[list[float]]:
+    """Kill one of this process's workers at random moments, from the time that `begin` is set."""
     done, killed, chance = threading.Event(), list[float](), random.Random(0)
 
     def run() -> None:
+        while not (begin is None or begin.wait(0.05) or done.is_set()):
+            pass
         while len(killed) < times and not done.wait(chance.uniform(0.2, 1.8) * every_s):
             workers = [p for p in multiprocessing.active_children() if p.name.startswith("worker-") and p.pid]
             if workers:
@@ -74,18 +76,25 @@ def killer(times: int, *, every_s: float, choose: Callable[[], bool] = lambda: T
         thread.join()
 
 
+def after(step: int, event: threading.Event) -> Callable[[int], None]:
+    """A `progress` that sets the event at that step."""
+    return lambda k: event.set() if k >= step else None
+
+
 def test_every_sample_is_applied_once_when_workers_are_killed_and_replaced():
-    task = counting(steps=150, batch=6, slow_s=0.01)
-    with killer(5, every_s=0.3) as killed:
-        run = pl.train(task, pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1), workers=WORKERS, replacements=10)
+    task, begin = counting(steps=150, batch=6, slow_s=0.01), threading.Event()
+    method = pl.ParameterServer(rule=pl.rules.Sgd(lr=1.0), servers=1)
+    with killer(5, every_s=0.3, begin=begin) as killed:
+        run = pl.train(task, method, workers=WORKERS, replacements=10, progress=after(5, begin))
     assert killed, "the run was over before anybody was killed"
     assert run.params.tolist() == [1.0] * task.samples
 
 
 def test_the_others_continue_without_a_replacement():
-    task = counting(steps=120, batch=6, slow_s=0.01)
-    with killer(2, every_s=0.4) as killed:
-        run = pl.train(task, pl.StaleSynchronous(lr=1.0, bound=2, servers=2), workers=WORKERS, replacements=0)
+    task, begin = counting(steps=120, batch=6, slow_s=0.01), threading.Event()
+    method = pl.StaleSynchronous(lr=1.0, bound=2, servers=2)
+    with killer(2, every_s=0.4, begin=begin) as killed:  # The bound keeps step 5 for after all have joined.
+        run = pl.train(task, method, workers=WORKERS, replacements=0, progress=after(5, begin))
     assert len(killed) == 2
     assert run.params.tolist() == [1.0] * task.samples
     starts = sorted(s.start for s in run.trace.spans if s.kind == "gradient")

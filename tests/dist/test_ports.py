@@ -78,7 +78,7 @@ def test_a_job_on_one_host_listens_on_loopback_alone(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(ONE_STEP)
     words = ["paceline", "run", "-n", "2", str(script), str(tmp_path), "one host"]
-    environment = {"PYTHONPATH": str(hosts.ROOT)}
+    environment = {"PYTHONPATH": f"{hosts.ROOT / 'src'}:{hosts.ROOT}"}
     out, err = tmp_path / "out", tmp_path / "err"
     job = forked.start(
         on_a_host_of_its_own(cli.main), words, environment=environment, folder=tmp_path, out=out, err=err

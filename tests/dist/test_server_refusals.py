@@ -415,8 +415,9 @@ def test_the_unfinished_parts_of_a_worker_that_leaves_go_to_others():
     with serving(rogues=(ROGUE, OTHER)) as (_, good, (rogue, other)):
         good.draws = False
         good.exchange()
-        assert rogue.ask(DrawWork(torch.tensor([0, 1, 3]), 1)).items.tolist() == [[0, 1]]
-        assert [type(other.ask(DrawWork(EXTENT, 1, now=True))) for _ in range(3)] == [Work, Work, NoWork]
+        one_step = torch.tensor([0, 1, 3])
+        assert rogue.ask(DrawWork(one_step, 1)).items.tolist() == [[0, 1]]
+        assert [type(other.ask(DrawWork(one_step, 1, now=True))) for _ in range(3)] == [Work, Work, NoWork]
         rogue.say(Leave())
         assert other.hear().items.tolist() == [[0, 1]]
 

@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import paceline
 from paceline import AllReduceSGD, Checkpoints, Cluster, simulate
@@ -303,6 +305,15 @@ def test_a_link_to_another_folder_is_never_emptied(tmp_path: Path):
     store.keep(1, tmp_path / "run")
     assert store.complete() == []
     assert (other / NAME).exists()
+
+
+def test_a_checkpoint_that_is_given_up_waits_for_no_other_worker(tmp_path: Path):
+    saver = Saver(Folder(tmp_path), 1, rank=1, workers=2, store=HashStore(), timeout_s=60)
+    begun = time.monotonic()
+    saver.save(3, {"state": {}, "more": {}}, lambda number: pytest.fail("the first worker writes it"))
+    saver.abandon("the run failed")
+    assert time.monotonic() - begun < 30
+    assert "rank 0 has not written its part: the run failed" in str(saver.failure())
 
 
 def test_a_job_whose_folder_was_taken_on_another_host_writes_no_more(tmp_path: Path):

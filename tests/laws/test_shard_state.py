@@ -403,7 +403,7 @@ def test_a_loaded_dispatcher_gives_leased_items_to_other_workers():
     for worker in (0, 1):  # They have no work of before.
         request = Restore("")
         request.src = worker
-        second.dispatcher.restore(request)
+        second.dispatcher.go_on(request)
     while items := second.draw(2, 5):
         second.done(2, len(items))
         done.update(items)

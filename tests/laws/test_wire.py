@@ -38,6 +38,7 @@ VALUES: dict[Any, list[Any]] = {
 }
 # Settings that a field needs beside it.
 BESIDE: dict[tuple[type, str], dict[str, Any]] = {
+    (pl.EAWild, "durability"): {"servers": 1},
     (pl.EAWild, "regroup"): {"groups": "random"},
     (pl.Gossip, "rounds"): {"overlap": False},
     (pl.StaleSynchronous, "visible"): {"bound": 0},

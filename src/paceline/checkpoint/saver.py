@@ -51,7 +51,7 @@ class Saver:
         `losses` says why a worker will write nothing more.
         """
         self._losses = losses
-        self._is_abandoned = False
+        self._why_abandoned: str | None = None
         self.folder = folder
         self._keep = keep
         self._rank = rank
@@ -94,14 +94,14 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def abandon(self) -> None:
-        """The workers have changed: give up what some of them have not written."""
-        self._is_abandoned = True
+    def abandon(self, why: str) -> None:
+        """Give up what some workers have not written."""
+        self._why_abandoned = why
         self.wait()
 
     def _awaited(self, store: Store, key: str, of: int) -> str:
         def losses(rank: int) -> str | None:
-            return "the workers of the run have changed" if self._is_abandoned else self._losses(rank)
+            return self._why_abandoned or self._losses(rank)
 
         try:
             return awaited(store, key, self._timeout_s, of=of, losses=losses)

@@ -171,6 +171,6 @@ class LoopSaving:
             self._is_before_next = False
             self._automatic.finish(max(self._loop.last_own_step + 1, self.resumed or 0))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         for saving in self._savings.values():
-            saving.close()
+            saving.close(failed=failed)

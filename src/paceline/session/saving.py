@@ -88,7 +88,7 @@ class Saving:
 
     def change(self) -> None:
         """The workers of the run have changed: from now on these save it."""
-        self._saver.abandon()
+        self._saver.abandon("the workers of the run have changed")
         self._tell_failure()
         self._place.move()
         if self._place.rank == 0:
@@ -268,8 +268,12 @@ class Saving:
         if self._run.strategy.needs.servers:
             self._saver.give_up(self._run.replica.cursor.step, why, "end")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Wait for what is being written, and let other jobs use the folder."""
+        if failed:  # There is no next step: SIGTERM, which a launcher sends then, ends the wait for other workers.
+            self._stopping.close()
+            if self._stopping.has_signal:
+                self._saver.abandon("the run failed, and got SIGTERM")
         self._saver.wait()
         self._stopping.close()
         self._folder.release()

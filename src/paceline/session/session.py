@@ -202,7 +202,7 @@ class Session(KeptSession):
         with ExitStack() as closing:
             closing.callback(self.job.close, failed=failed)
             closing.callback(self._watch.end, failed=failed)
-            closing.callback(self._saving.close)
+            closing.callback(self._saving.close, failed=failed)
             self.loop.close()
             self.optimizer.release()
             self.optimizer.on_step = _refuse_step

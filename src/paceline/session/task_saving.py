@@ -51,8 +51,10 @@ def saving_of(terms: Terms, job: Job, run: WorkerRun, members: Members | None) -
         members.on_changed = saving.change
     run.replica.cursor.on_rest = saving.rest
     saving.begin()
+    failed = True
     try:
         saving.resume(run.load_state_dict)
         yield saving
+        failed = False
     finally:
-        saving.close()
+        saving.close(failed=failed)
