@@ -143,6 +143,7 @@ class Disturber:
         self._has_shards = strategy.servers > 0
         self._undisturbed: dict[int, float] = {}  # Since when each worker runs undisturbed.
         self._over = threading.Event()
+        self.servers = Servers()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -157,13 +158,14 @@ class Disturber:
     def _run(self) -> None:
         self._over.wait(1.0)
         while sum(self.done.values()) < EVENTS and not self._over.wait(self._chance.uniform(0.1, 0.6)):
+            self.servers.shards()
             if self._has_shards and self._chance.random() < SHARDS:
                 self._kill_shard()
             else:
                 self._disturb_worker()
 
     def _kill_shard(self) -> None:
-        if shards := own_processes(SHARD):
+        if shards := self.servers.shards():
             with suppress(ProcessLookupError):
                 os.kill(self._chance.choice(shards), signal.SIGKILL)
                 self.done["shard kills"] += 1
@@ -186,16 +188,27 @@ class Disturber:
                 self._undisturbed[pid] = time.monotonic()
 
 
-def own_processes(name: str) -> list[int]:
-    """The processes of this session that have such a name."""
-    found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            comm, rest = stat.read_text().partition("(")[2].rpartition(")")[::2]
-            state, _, _, session = rest.split()[:4]
-            if comm == name and state != "Z" and int(session) == os.getsid(0):
-                found.append(int(stat.parent.name))
-    return sorted(found)
+class Servers:
+    """The shards of a run, and the processes that keep them: also those whose parents were killed."""
+
+    def __init__(self) -> None:
+        self._known = {os.getpid()}
+
+    def shards(self) -> list[int]:
+        found: dict[int, tuple[str, int]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                name, rest = stat.read_text().partition("(")[2].rpartition(")")[::2]
+                state, parent = rest.split()[:2]
+                if state != "Z":
+                    found[int(stat.parent.name)] = name, int(parent)
+        self._known = {pid for pid in found if self._is_known(pid, found)}
+        return sorted(pid for pid in self._known if found[pid][0] == SHARD)
+
+    def _is_known(self, pid: int, found: dict[int, tuple[str, int]]) -> bool:
+        while pid in found and pid not in self._known:
+            pid = found[pid][1]
+        return pid in found
 
 
 class Job(NamedTuple):
@@ -276,6 +289,10 @@ def child(job: Job, folder: Path, result: Path) -> None:
                 found["applied"] = [sum(int(p.samples) for p in ended.trace.points if p.rank == r) for r in shards]
         except BaseException as error:
             found = {"ended": f"{type(error).__name__}: {error}".partition("\n")[0]}
+        end = time.monotonic() + 5.0
+        while (shards := disturber.servers.shards()) and time.monotonic() < end:
+            time.sleep(0.1)
+        found["left shards"] = len(shards)
         beats.seek(0)
         noted = sorted(BEAT.iter_unpack(beats.read()))
     found |= {
@@ -320,7 +337,7 @@ def line_of(method: str, runs: list[dict[str, Any]]) -> list[str]:
         str(len(wild)),
         *(str(sum(r.get(kind, 0) for r in wild)) for kind in ("kills", "stops", "shard kills")),
         str(sum(r["ended"] == "finished" for r in wild)),
-        str(sum(len(r["left"]) for r in wild)),
+        str(sum(len(r["left"]) + r.get("left shards", 0) for r in wild)),
         spread([r["accuracy"] for r in calm if "accuracy" in r]),
         spread([r["accuracy"] for r in wild if "accuracy" in r]),
         f"{max((r['pause_s'] for r in calm), default=0.0):.2f} s",
