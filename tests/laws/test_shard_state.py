@@ -410,6 +410,24 @@ def test_a_loaded_dispatcher_gives_leased_items_to_other_workers():
     assert done == Counter(WorkItem(step, part) for step in range(6) for part in range(WORKERS))
 
 
+def test_the_work_of_a_replacement_is_that_of_the_worker_which_it_has_replaced():
+    """It had rank 7 in the saved run, and a resumed run has no rank 7."""
+    first, second = Dispatch(), Dispatch()
+    first.dispatcher.data_shard(7, 1)
+    taken = first.draw(7, 2)
+    second.states.load_state_dict(first.states.state_dict(strategy="Test", step=0), strategy="Test")
+    for worker, steps in ((0, 0), (1, 1)):  # Of two items one was done, and not pushed.
+        request = Restore("", steps=steps)
+        request.src = worker
+        second.dispatcher.go_on(request)
+    done = Counter(taken[:1])
+    second.done(1, 1)
+    while items := second.draw(2, 5):
+        second.done(2, len(items))
+        done.update(items)
+    assert done == Counter(WorkItem(step, part) for step in range(6) for part in range(WORKERS))
+
+
 def test_only_the_first_of_resharded_shards_has_the_work_queue():
     servers = Servers.begun(2)
     states = servers.saved()

@@ -52,7 +52,12 @@ class Dispatcher:
     # State.
 
     def _save(self) -> Values:
-        return {"queue": None if self._queue is None else self._queue.save(self.applied()), "done": dict(self._done)}
+        if self._queue is None:
+            return {"queue": None, "done": dict(self._done)}
+        saved = self._queue.save(self.applied())
+        # In a resumed run the worker of a data shard goes on, also where another rank had replaced it.
+        saved["leased"] = {self._data_shards.get(rank, rank): items for rank, items in saved["leased"].items()}
+        return {"queue": saved, "done": dict(self._done)}
 
     def _check_saved(self, values: Any) -> None:
         if not isinstance(values, dict) or values.keys() != {"queue", "done"}:
@@ -65,6 +70,8 @@ class Dispatcher:
         self._queue = None if values["queue"] is None else WorkQueue.load(values["queue"], shards=self._shards)
         if self._queue is not None:
             self._queue.recut(self.endpoint.layout.workers)
+            for rank in [rank for rank in self._queue.leases if rank not in self.endpoint.layout.worker_ranks]:
+                self._queue.keep(rank, 0)
         self._done = dict(values["done"])
         self._drawn.clear()
         self.drawing.clear()
