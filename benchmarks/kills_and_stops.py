@@ -91,7 +91,6 @@ METHODS: dict[str, dict[str, pl.Strategy]] = {
         "RoundRobinEASGD": served(pl.RoundRobinEASGD),
         "EAMSGD": served(pl.EAMSGD, momentum=0.5),
         "EAWild": pl.EAWild(),
-        "EAWild on shards": pl.EAWild(servers=2, durability="process"),
         "Hogwild": pl.Hogwild(),
     },
     "decentralised": {
@@ -284,7 +283,7 @@ def child(job: Job, folder: Path, result: Path) -> None:
             else:
                 ended = pl.train(task, strategy, WORKERS, **options)
             found = {"ended": "finished", "accuracy": round(100 * accuracy(ended.model, x, y), 2)}
-            if strategy.servers:
+            if strategy.servers and not strategy.coordinators:  # Sandblaster counts portions, not samples.
                 shards = range(WORKERS, WORKERS + strategy.servers)
                 found["applied"] = [sum(int(p.samples) for p in ended.trace.points if p.rank == r) for r in shards]
         except BaseException as error:
