@@ -7,6 +7,7 @@ the job ends, the remaining workers are killed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 
 from paceline.errors import SAVED_CODE, ClusterError, shown_traceback
 
+AGAIN_S = 3.0  # Between the first SIGTERM to the workers of a run that failed, and the second.
 TICK_S = 0.1
 CAUSE_S = 3.0  # How long to wait for the rank that failed, when a rank reports that it lost a peer.
 SAME_S = 0.2  # How long to wait for other ranks that fail in the same way.
@@ -146,6 +148,7 @@ class Supervisor:
         self._stop_s = stop_s
         self._with_traceback = with_traceback
         self._output = output
+        self._again_s = math.inf  # When those that still run get a second SIGTERM.
         self._running: dict[int, Worker] = {}
         self.has_saved = False  # Whether workers have saved the run after SIGTERM, and ended.
 
@@ -155,6 +158,9 @@ class Supervisor:
             for rank in self._ranks:
                 self._running[rank] = self._start(rank)
             self._watch()
+        except WorkersFailed:
+            self._again_s = AGAIN_S
+            raise
         finally:
             self._stop()
             if self._output is not None:
@@ -236,12 +242,19 @@ class Supervisor:
         return read_report(self._report_path(rank))
 
     def _stop(self) -> None:
-        """End all workers that still run: by SIGTERM, and after `stop_s` seconds by SIGKILL."""
+        """End all workers that still run: by SIGTERM, and after `stop_s` seconds by SIGKILL.
+
+        If one has failed, by a second SIGTERM between: with checkpoints the first lets them save the run at their next
+        step, and they may wait for the one that has failed.
+        """
         try:
             if self._stop_s:
                 self._signal_all(signal.SIGTERM)
-                deadline = time.monotonic() + self._stop_s
-                while self._running and time.monotonic() < deadline:
+                began = time.monotonic()
+                while self._running and time.monotonic() < began + self._stop_s:
+                    if time.monotonic() > began + self._again_s:
+                        self._again_s = math.inf
+                        self._signal_all(signal.SIGTERM)
                     self._wait()
                     self._ended()
         except (Stopped, KeyboardInterrupt):  # A second Ctrl-C: do not wait any longer.

@@ -1,7 +1,7 @@
 """The pause: workers that share memory stop for a moment, so that what is in the memory can be saved.
 
-A worker that is to be saved says so to every peer, and waits until all of them stand too.  Then nobody writes, and each
-worker copies the memory.  When all have copied it, they go on.
+A worker that is to be saved says so to every peer, and waits until all of them stand too.  Then no worker writes, and
+each copies the memory.  When all have copied it, they go on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Pause(Service):
         return self._at is None and any(self._standing.get(rank, 0) > self._number for rank in self._peers.members)
 
     def end(self) -> None:
-        """All workers have finished: nobody writes any more."""
+        """All workers have finished: no worker writes any more."""
         self._missing = self._missing_shards()
         self._has_ended = True
 

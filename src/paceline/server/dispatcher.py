@@ -52,12 +52,8 @@ class Dispatcher:
     # State.
 
     def _save(self) -> Values:
-        if self._queue is None:
-            return {"queue": None, "done": dict(self._done)}
-        saved = self._queue.save(self.applied())
-        # In a resumed run the worker of a data shard goes on, also where another rank had replaced it.
-        saved["leased"] = {self._data_shards.get(rank, rank): items for rank, items in saved["leased"].items()}
-        return {"queue": saved, "done": dict(self._done)}
+        queue = None if self._queue is None else _by_data_shard(self._queue.save(self.applied()), self._data_shards)
+        return {"queue": queue, "done": dict(self._done)}
 
     def _check_saved(self, values: Any) -> None:
         if not isinstance(values, dict) or values.keys() != {"queue", "done"}:
@@ -285,6 +281,12 @@ class Dispatcher:
         if self._queue is not None and self._queue.is_over:
             while self.drawing:
                 await self._reply(self.drawing.pop(0), AllDone())
+
+
+def _by_data_shard(saved: Values, data_shards: Mapping[int, int]) -> Values:
+    """In a resumed run the worker of a data shard goes on, also where another rank had replaced it."""
+    leased = {data_shards.get(rank, rank): items for rank, items in saved["leased"].items()}
+    return {**saved, "leased": leased}
 
 
 def _numbers(items: Sequence[WorkItem]) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Heartbeats:
         self._unread: dict[int, set[int]] = {}  # Of each paused rank: from which ranks heartbeats have arrived.
 
     def start(self, rank: int) -> None:
-        """A rank starts: it sends heartbeats if it is a worker, and waits for those of others if nobody else does."""
+        """A rank starts: it sends heartbeats if it is a worker, and waits for those of others if no other rank does."""
         layout = self._world.layout
         if rank in layout.server_ranks or not layout.servers:
             self._detectors[rank] = FailureDetector(self._world.clock(rank), silent_s=self._silent_s)
