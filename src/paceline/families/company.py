@@ -1,8 +1,8 @@
 """The workers that train in one memory: any of them may die, and a replacement continues in its place.
 
 Memory outlives a worker that has mapped it, and no worker locks it, so the others go on.  What a dead worker has
-written stays.  Beside the values the memory holds each worker's next step: a replacement begins with it, so the minibatch at
-which the worker died is computed again, and no other.
+written stays.  Beside the values the memory holds each worker's next step: a replacement begins with it, so the
+minibatch at which the worker died is computed again, and no other.
 """
 
 from __future__ import annotations
