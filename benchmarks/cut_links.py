@@ -84,7 +84,7 @@ def run(method: str, cut_s: float, epochs: int) -> dict[str, Any]:
         link = f"plv{os.getpid() % 100_000}{HOSTS - 1}"
 
         def cut() -> None:
-            while not all((folder / f"beats-{rank}").exists() for rank in range(HOSTS)):
+            while not all(beats_of(folder / f"beats-{rank}") for rank in range(HOSTS)):  # All are at work.
                 if over.wait(0.05):
                     return
             if not cut_s or over.wait(CUT_AFTER_S):
